@@ -1,0 +1,53 @@
+# Every target sets up what it needs first; a second call finds it done.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash -o pipefail
+UV := $(or $(shell command -v uv),$(CURDIR)/.uv/bin/uv)
+PY := .venv/bin/python
+READY := .venv/.ready
+EXTRAS ?= dev
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
+
+# Run from / because a pyenv shim in this folder would look for the version that .python-version names.
+$(CURDIR)/.uv/bin/uv:
+	@echo "setup: uv is not installed; putting it into .uv"
+	@cd / && python3 -m venv "$(CURDIR)/.uv" && "$(CURDIR)/.uv/bin/python" -m pip install --quiet uv || \
+	  { rm -rf "$(CURDIR)/.uv"; echo "setup: python3 cannot make virtual environments here. Install uv, or Debian's python3-venv, and run make again." >&2; exit 1; }
+
+$(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
+	@echo "setup: Python 3.12 and the pinned packages into .venv"
+	"$(UV)" venv --quiet --allow-existing --python 3.12 .venv
+	"$(UV)" pip install --python $(PY) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $(READY)
+
+demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
+	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo
+
+test: $(READY) ## the default test suite (CPU, no network)
+	$(PY) -m pytest -n 2
+
+test-slow: $(READY) ## the tests that take minutes
+	$(PY) -m pytest -m slow
+
+test-gpu: $(READY) ## the tests that need a GPU
+	$(PY) -m pytest -m "gpu or multi_gpu"
+
+style: $(READY) ## format and fix
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+quality: $(READY) ## what continuous integration checks before the tests
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy hf_memopt
+
+bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
+	$(PY) benchmarks/teacher_offload.py
+
+clean: ## remove the environment and all outputs
+	rm -rf .venv .uv build dist outputs *.egg-info
+
+.PHONY: help setup demo test test-slow test-gpu style quality bench clean

@@ -1,0 +1,1 @@
+"""Adapters to the libraries that hf_memopt extends, one package each."""

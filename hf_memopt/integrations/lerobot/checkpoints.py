@@ -1,0 +1,163 @@
+"""Policy checkpoints on disk or on the hub, checked before anything depends on them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "policy_preprocessor.json"
+
+# What decides the shape, the meaning or the conditioning of a velocity field. Student and teacher must agree on it.
+ARCHITECTURE_FIELDS = (
+    "chunk_size",
+    "max_state_dim",
+    "max_action_dim",
+    "resize_imgs_with_padding",
+    "empty_cameras",
+    "adapt_to_pi_aloha",
+    "attention_mode",
+    "prefix_length",
+    "add_image_special_tokens",
+    "num_vlm_layers",
+    "num_expert_layers",
+    "self_attn_every_n_layers",
+    "expert_width_multiplier",
+    "min_period",
+    "max_period",
+)
+_NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> Path:
+    """The local folder of a policy checkpoint.
+
+    Args:
+        path_or_id: a `pretrained_model` folder, a training run's output folder (its last checkpoint is taken), or a
+            hub id such as `lerobot/smolvla_base`, which is downloaded.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path = Path(path_or_id).expanduser()
+    for folder in (path, path / "pretrained_model", path / "checkpoints" / "last" / "pretrained_model"):
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    if path.exists():
+        raise ValueError(f"{path} holds no policy: there is no {CONFIG_FILE} in it or in its last checkpoint")
+    try:
+        return Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors", "README.md"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{path_or_id!r} is neither a checkpoint folder nor a hub id that can be reached ({error}); "
+            "pass the pretrained_model folder of a trained policy"
+        ) from error
+
+
+def load_config(folder: Path) -> SmolVLAConfig:
+    """The checkpoint's configuration.
+
+    Raises:
+        ValueError: it cannot be read, or is no SmolVLA's.
+    """
+    try:
+        kind = json.loads((folder / CONFIG_FILE).read_text()).get("type")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is not valid JSON ({error}); copy the checkpoint again") from error
+    if kind not in ("smolvla", "smolvla_reflow"):
+        raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs a smolvla or smolvla_reflow policy")
+    return PreTrainedConfig.from_pretrained(folder)
+
+
+def check_weights_file(folder: Path) -> None:
+    """Read the header of the weights and compare the file's length with it, without loading a tensor.
+
+    Raises:
+        ValueError: the file is missing, truncated or damaged.
+    """
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}; pass a complete checkpoint folder")
+    try:
+        with safe_open(file, framework="pt"):
+            return
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}); copy the checkpoint again") from error
+
+
+def check_same_architecture(student: SmolVLAConfig, teacher: SmolVLAConfig) -> None:
+    """Raise a ValueError that names every field in which the two velocity fields differ."""
+    pairs = {name: (_plain(getattr(student, name)), _plain(getattr(teacher, name))) for name in ARCHITECTURE_FIELDS}
+    for kind in ("input_features", "output_features"):
+        ours, theirs = (_shapes(getattr(config, kind)) for config in (student, teacher))
+        pairs |= {f"{kind}[{key}]": (ours.get(key), theirs.get(key)) for key in ours | theirs}
+    different = [f"{name} (student {a}, teacher {b})" for name, (a, b) in pairs.items() if a != b]
+    if different:
+        raise ValueError(
+            f"student and teacher differ in {'; '.join(different)}. Start from a student made by "
+            "`hf-memopt prepare-student`, which keeps the teacher's architecture, and use data with the same features"
+        )
+
+
+def check_same_statistics(
+    teacher_folder: Path, config: SmolVLAConfig, dataset_stats: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Compare the normaliser's statistics that the teacher was trained with to those that the data brings.
+
+    lerobot replaces a fine-tuned policy's statistics by the dataset's. A teacher that sees and produces differently
+    normalised values would teach something else without any error.
+
+    Raises:
+        ValueError: names the first feature that differs and both values.
+    """
+    saved = _saved_statistics(teacher_folder)
+    features = {**(config.input_features or {}), **(config.output_features or {})}
+    for feature, description in features.items():
+        mode = config.normalization_mapping.get(description.type.value)
+        for statistic in _NORMALIZED_BY.get(mode.value if mode is not None else "", ()):
+            theirs = saved.get(f"{feature}.{statistic}")
+            ours = dataset_stats.get(feature, {}).get(statistic)
+            if theirs is None or ours is None:
+                continue
+            ours = torch.as_tensor(ours, dtype=theirs.dtype).reshape(theirs.shape)
+            if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
+                raise ValueError(
+                    f"the teacher normalised {feature!r} with {statistic} {_short(theirs)}, the dataset has "
+                    f"{_short(ours)}. Reflow on the dataset that the teacher was trained on, or put the teacher's "
+                    "statistics into the dataset's meta/stats.json"
+                )
+
+
+def _saved_statistics(folder: Path) -> dict[str, Tensor]:
+    file = folder / PREPROCESSOR_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} has no {PREPROCESSOR_FILE}, so its normaliser is unknown; pass a lerobot 0.6 policy"
+        )
+    for step in json.loads(file.read_text())["steps"]:
+        if step["registry_name"] == "normalizer_processor" and step.get("state_file"):
+            state: dict[str, Tensor] = load_file(folder / step["state_file"])
+            return state
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shapes(features: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(feature.shape) for key, feature in (features or {}).items()}
+
+
+def _short(tensor: Tensor) -> list[float]:
+    return [round(value, 4) for value in tensor.flatten().tolist()]

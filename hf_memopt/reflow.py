@@ -1,0 +1,112 @@
+"""Rectified flow as pure tensor functions, in SmolVLA's convention: time 1 is noise, time 0 is data.
+
+Liu et al., "Flow Straight and Fast" (arXiv 2209.03003) runs time the other way round; with tau = 1 - t its velocity is
+the negative of the one here. A *coupling* is a pair (noise, actions) that one solution of the teacher's ODE connects;
+training on couplings instead of independent pairs straightens the paths until one Euler step suffices.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+TimeSampling = Literal["beta", "uniform", "ushaped", "one"]
+TIME_SAMPLINGS: tuple[str, ...] = get_args(TimeSampling)
+
+# lerobot's SmolVLA draws t from Beta(1.5, 1) * 0.999 + 0.001, so that t is never 0.
+_BETA_CONCENTRATION = (1.5, 1.0)
+_TIME_RANGE = 0.999
+_TIME_MINIMUM = 0.001
+# Sharpness of the U-shaped density in Lee et al., "Improving the Training of Rectified Flows" (arXiv 2405.20320).
+_USHAPE_SHARPNESS = 4.0
+
+
+def interpolate(noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
+    """Point on the straight line between noise and actions.
+
+    Args:
+        noise: `(batch, ...)`, reached at time 1.
+        actions: `(batch, ...)`, reached at time 0.
+        time: `(batch,)` in [0, 1].
+
+    Returns:
+        `time * noise + (1 - time) * actions`, `(batch, ...)`.
+    """
+    time = time.reshape(-1, *(1,) * (noise.ndim - 1))
+    return time * noise + (1 - time) * actions
+
+
+def velocity_target(noise: Tensor, actions: Tensor) -> Tensor:
+    """Velocity of the straight line, d x_t / d t = noise - actions, `(batch, ...)`."""
+    return noise - actions
+
+
+def sample_time(batch_size: int, sampling: TimeSampling, device: torch.device | str = "cpu") -> Tensor:
+    """Draw training times from torch's global random generator.
+
+    Args:
+        batch_size: number of times to draw.
+        sampling: `"beta"`, SmolVLA's own training density, which favours noise; `"uniform"`; `"ushaped"`, density
+            proportional to cosh(4 (t - 1/2)), which RF++ (arXiv 2405.20320) recommends for reflow and which is drawn
+            here by its closed-form quantile function; `"one"`, always t = 1, which distils the first step only.
+        device: where the result lives.
+
+    Returns:
+        `(batch_size,)` float32 in (0, 1].
+
+    Raises:
+        ValueError: `sampling` is unknown.
+    """
+    if sampling == "one":
+        return torch.ones(batch_size, device=device)
+    if sampling == "beta":
+        # Drawn on the CPU as lerobot does: not every accelerator implements the Dirichlet kernel behind it.
+        first, second = (torch.tensor(c) for c in _BETA_CONCENTRATION)
+        time = torch.distributions.Beta(first, second).sample((batch_size,)).to(device)
+    elif sampling == "uniform":
+        time = torch.rand(batch_size, device=device)
+    elif sampling == "ushaped":
+        time = _ushaped_quantile(torch.rand(batch_size, device=device))
+    else:
+        raise ValueError(f"reflow_time_sampling={sampling!r} is unknown; use one of {', '.join(TIME_SAMPLINGS)}")
+    return time * _TIME_RANGE + _TIME_MINIMUM
+
+
+def reflow_loss(velocity: Tensor, noise: Tensor, actions: Tensor, num_action_dims: int) -> Tensor:
+    """Squared error against the coupling's velocity, per sample.
+
+    Args:
+        velocity: the student's velocity at `interpolate(noise, actions, time)`, `(batch, chunk, padded_dim)`.
+        noise: `(batch, chunk, padded_dim)`.
+        actions: where the teacher's ODE took that noise, `(batch, chunk, padded_dim)`.
+        num_action_dims: dimensions that the robot has; lerobot trains no others.
+
+    Returns:
+        `(batch,)`, mean over the chunk and the robot's dimensions. Every step of a chunk counts: the teacher's chunk
+        has no padding, unlike a demonstration that runs into the end of its episode.
+    """
+    error = velocity_target(noise, actions) - velocity
+    return error[..., :num_action_dims].square().mean(dim=(1, 2))
+
+
+def straightness(trajectory: Tensor, normalize: bool = False) -> Tensor:
+    """How far an Euler trajectory is from a straight line; 0 if one step suffices (arXiv 2209.03003, section 2).
+
+    Args:
+        trajectory: the states on the Euler grid from noise to actions, `(num_steps + 1, batch, ...)`.
+        normalize: divide by the mean squared length of the line, which makes values of different tasks comparable.
+
+    Returns:
+        Scalar, mean over steps, batch and elements of the squared difference between local and overall velocity.
+    """
+    num_steps = trajectory.shape[0] - 1
+    overall = trajectory[0] - trajectory[-1]
+    local = num_steps * (trajectory[:-1] - trajectory[1:])
+    value = (local - overall).square().mean()
+    return value / overall.square().mean() if normalize else value
+
+
+def _ushaped_quantile(probability: Tensor) -> Tensor:
+    scale = math.sinh(_USHAPE_SHARPNESS / 2)
+    return 0.5 + torch.asinh((2 * probability - 1) * scale) / _USHAPE_SHARPNESS

@@ -1,0 +1,62 @@
+"""Aliasing the frozen tensors that a student and its teacher have in common."""
+
+import torch
+from torch import Tensor, nn
+
+
+class SharedWeights:
+    """The teacher's parameters that are bitwise the student's frozen ones, held once, in the student's memory.
+
+    Args:
+        teacher: frozen module; its matching parameters lose their own storage.
+        student: module whose parameters of the same name, shape, dtype and values are shared, as far as they are
+            frozen. Buffers are never shared: a student in training mode may write its own.
+
+    Costs one comparison of the common tensors when it is made, and one pointer assignment per tensor and `bind`.
+    """
+
+    def __init__(self, teacher: nn.Module, student: nn.Module | None) -> None:
+        self._pairs: list[tuple[str, nn.Parameter, nn.Parameter, int]] = []
+        if student is None:
+            return
+        students = dict(student.named_parameters(remove_duplicate=False))
+        for name, parameter in teacher.named_parameters(remove_duplicate=False):
+            partner = students.get(name)
+            if partner is not None and can_share(parameter, partner):
+                self._pairs.append((name, parameter, partner, partner._version))
+        self.bind()
+
+    def bind(self) -> None:
+        """Point the teacher's parameters at the student's memory, wherever the student has moved to.
+
+        Raises:
+            RuntimeError: the student's frozen weights were written since they were compared.
+        """
+        for name, parameter, partner, version in self._pairs:
+            if partner._version != version or partner.requires_grad:
+                raise RuntimeError(
+                    f"the student's weight {name!r} was frozen and equal to the teacher's when the teacher was loaded, "
+                    "but has been changed or unfrozen since; load the teacher again (or do not share its weights)"
+                )
+            parameter.data = partner.data
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The teacher's parameters that own no memory."""
+        return [parameter for _, parameter, _, _ in self._pairs]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the teacher reads from the student's memory."""
+        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.parameters}.values())
+
+
+def can_share(teacher: Tensor, student: Tensor) -> bool:
+    """Whether a frozen student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
+    return (
+        not student.requires_grad
+        and type(student.data) is Tensor
+        and teacher.shape == student.shape
+        and teacher.dtype == student.dtype
+        and torch.equal(teacher.to(student.device), student)
+    )
