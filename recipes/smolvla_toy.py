@@ -75,6 +75,7 @@ class VLMShape:
     image_size: int
     patch_size: int
     scale_factor: int
+    initializer_range: float
 
 
 TOY = VLMShape(
@@ -92,6 +93,7 @@ TOY = VLMShape(
     image_size=IMAGE_SIZE,
     patch_size=4,
     scale_factor=2,
+    initializer_range=0.125,
 )
 
 # SmolVLM2-500M-Video-Instruct, as its published config.json describes it.
@@ -110,6 +112,7 @@ REAL = VLMShape(
     image_size=512,
     patch_size=16,
     scale_factor=4,
+    initializer_range=0.02,
 )
 
 
@@ -133,6 +136,7 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
             "num_attention_heads": shape.num_vision_heads,
             "image_size": shape.image_size,
             "patch_size": shape.patch_size,
+            "initializer_range": shape.initializer_range,
         },
         text_config={
             "model_type": "llama",
@@ -143,6 +147,7 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
             "num_key_value_heads": shape.num_key_value_heads,
             "head_dim": shape.head_dim,
             "vocab_size": shape.vocab_size,
+            "initializer_range": shape.initializer_range,
             "rope_theta": 100_000,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 8192,

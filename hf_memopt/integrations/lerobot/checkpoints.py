@@ -1,5 +1,6 @@
 """Policy checkpoints on disk or on the hub, checked before anything depends on them."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -77,6 +79,28 @@ def load_config(folder: Path) -> SmolVLAConfig:
     if kind not in ("smolvla", "smolvla_reflow"):
         raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs a smolvla or smolvla_reflow policy")
     return PreTrainedConfig.from_pretrained(folder)
+
+
+def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
+    """The checkpoint's policy on the CPU, loaded strictly, without the hub and without touching the random generator.
+
+    Args:
+        folder: from `resolve_checkpoint`.
+        changes: fields of its configuration to change.
+
+    Raises:
+        ValueError: the weights file is unusable or does not fit the configuration.
+    """
+    check_weights_file(folder)
+    # lerobot moves a loaded policy to the device that its checkpoint names, and would fetch the VLM only to replace it.
+    fixed = {"device": "cpu", "load_vlm_weights": False, "compile_model": False, "rtc_config": None}
+    config = dataclasses.replace(load_config(folder), **fixed, **changes)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
+        except RuntimeError as error:
+            raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+    return policy
 
 
 def check_weights_file(folder: Path) -> None:

@@ -91,6 +91,11 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         """What the teacher costs, or None before it was used."""
         return self._teacher.report()
 
+    @property
+    def sharing_obstacle(self) -> str | None:
+        """Why the teacher computes its own prefix; None if the student's serves both."""
+        return self._teacher.sharing_obstacle
+
     def update(self) -> None:
         """Called by lerobot after each optimizer step: the activations are gone, so the teacher may come back now."""
         if self.config.use_reflow:

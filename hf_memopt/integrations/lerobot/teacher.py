@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from hf_memopt.integrations.lerobot.checkpoints import (
     check_same_statistics,
     check_weights_file,
     load_config,
+    load_policy,
     resolve_checkpoint,
 )
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
@@ -40,7 +40,13 @@ class ReflowTeacher:
         self._copier = copier
         self._policy: SmolVLAPolicy | None = None
         self._offloaded: OffloadedTeacher | None = None
-        self.shares_prefix = False
+        # Why the prefix is not shared; None once it is.
+        self.sharing_obstacle: str | None = "the teacher is not loaded"
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether the student's VLM serves both models."""
+        return self.sharing_obstacle is None
 
     def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Everything that can be refused without loading a weight, so that it is refused before training starts.
@@ -68,9 +74,8 @@ class ReflowTeacher:
         """
         if self._policy is None:
             policy = self._load_policy()
-            obstacle = sharing_obstacle(student, policy)
-            self._report_sharing(obstacle)
-            self.shares_prefix = obstacle is None
+            self.sharing_obstacle = sharing_obstacle(student, policy)
+            self._report_sharing()
             _cast(policy.model, self._config.teacher_dtype, with_vlm=not self.shares_prefix)
             self._offloaded = OffloadedTeacher(
                 policy.model,
@@ -119,30 +124,20 @@ class ReflowTeacher:
 
     def _load_policy(self) -> SmolVLAPolicy:
         self.check(None)
-        folder = resolve_checkpoint(str(self._config.teacher_model_path))
-        config = PreTrainedConfig.from_pretrained(folder)
-        config.device = "cpu"  # lerobot moves a loaded policy to the device that its checkpoint names
-        config.vlm_model_name = self._config.vlm_model_name
-        config.load_vlm_weights = False  # the checkpoint holds them
-        config.compile_model = False
-        config.rtc_config = None
-        config.num_steps = self._config.teacher_num_steps or config.num_steps
-        # Building a policy draws random weights, which must not shift the student's noise.
-        with torch.random.fork_rng(devices=[]):
-            try:
-                policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
-            except RuntimeError as error:
-                raise ValueError(f"the weights in {folder} do not belong to its config.json: {error}") from error
+        changes: dict[str, Any] = {"vlm_model_name": self._config.vlm_model_name}
+        if self._config.teacher_num_steps is not None:
+            changes["num_steps"] = self._config.teacher_num_steps
+        policy = load_policy(resolve_checkpoint(str(self._config.teacher_model_path)), **changes)
         policy.requires_grad_(False)
         return policy
 
-    def _report_sharing(self, obstacle: str | None) -> None:
-        if obstacle is None:
+    def _report_sharing(self) -> None:
+        if self.shares_prefix:
             logger.info("shared prefix: on; the VLM is held and run once for student and teacher")
         elif self._config.share_prefix == "on":
-            raise ValueError(f"share_prefix=on cannot be had: {obstacle}")
+            raise ValueError(f"share_prefix=on cannot be had: {self.sharing_obstacle}")
         else:
-            logger.info("shared prefix: off; %s", obstacle)
+            logger.info("shared prefix: off; %s", self.sharing_obstacle)
 
 
 def sharing_obstacle(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | None:

@@ -1,0 +1,110 @@
+"""From a teacher's checkpoint to a student's, and from a trained student's to a stock SmolVLA's."""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+
+from hf_memopt.integrations.lerobot.checkpoints import (
+    WEIGHTS_FILE,
+    load_config,
+    load_policy,
+    resolve_checkpoint,
+)
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+
+# A derived checkpoint must not be pushed over the one it came from.
+_FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
+_PROCESSOR_FILES = "policy_*processor*"
+
+
+def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
+    """Write a `smolvla_reflow` checkpoint that starts as an exact copy of its teacher.
+
+    Args:
+        teacher: checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        settings: fields of `SmolVLAReflowConfig` to set, such as `reflow_time_sampling`.
+
+    Returns:
+        `output`, for `--policy.path=`.
+
+    Raises:
+        ValueError: the teacher cannot be read, its weights do not fit its configuration, or `output` exists. Nothing
+            is written then.
+    """
+    folder = resolve_checkpoint(teacher)
+    config = load_config(folder)
+    load_policy(folder)
+    reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
+    fields = {"use_reflow": True, "teacher_model_path": reference, **_FRESH, **settings}
+    student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
+    with new_folder(output) as draft:
+        _copy_checkpoint(folder, draft)
+        student.save_pretrained(draft)
+    return output
+
+
+def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
+    """Write a plain `smolvla` checkpoint that stock lerobot loads strictly and runs with `num_steps` Euler steps.
+
+    Args:
+        policy: a trained student's checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        num_steps: Euler steps per action chunk, at least 1.
+        card: text of the model card, `README.md`.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ValueError: bad `num_steps`, unreadable policy, or `output` exists. Nothing is written then.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    folder = resolve_checkpoint(policy)
+    exported = SmolVLAConfig(**{**_smolvla_fields(load_config(folder)), **_FRESH, "num_steps": num_steps})
+    with new_folder(output) as draft:
+        _copy_checkpoint(folder, draft)
+        exported.save_pretrained(draft)
+        (draft / "README.md").write_text(card)
+        load_policy(draft)
+    return output
+
+
+def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Upload an exported policy to the hub and return its address. Creates the repository if needed."""
+    api = HfApi()
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed SmolVLA")
+    return str(commit.repo_url)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        draft.rename(output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
+
+
+def _copy_checkpoint(source: Path, destination: Path) -> None:
+    for file in (source / WEIGHTS_FILE, *sorted(source.glob(_PROCESSOR_FILES))):
+        shutil.copyfile(file, destination / file.name)

@@ -1,0 +1,128 @@
+"""Distil a SmolVLA policy into a student that needs one Euler step, with the teacher off the GPU.
+
+    hf-memopt prepare-student --teacher lerobot/smolvla_base --output outputs/student_init
+    accelerate launch recipes/reflow_smolvla.py --policy.path=outputs/student_init --dataset.repo_id=<repo> \\
+        --output_dir=outputs/student --batch_size=8 --gradient_accumulation_steps=4 --policy.dtype=bfloat16
+    hf-memopt export --policy outputs/student --output outputs/student_1step --num-steps 1
+
+Every flag of `lerobot-train` works and means what it means there; `--help` lists them. Resume with
+`--config_path=outputs/student/checkpoints/last/pretrained_model/train_config.json --resume=true`.
+
+What this adds to lerobot's own training loop:
+
+- `--gradient_accumulation_steps=N` (or `accelerate launch --gradient_accumulation_steps N`): N batches of
+  `--batch_size` make one optimizer update, with the gradient of one batch N times as large. lerobot's loop ignores the
+  setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule included, go on
+  counting batches, so `--steps` and `--save_freq` must be multiples of N.
+- `--policy.dtype=bfloat16`: autocast in bfloat16.
+- memory by phase in each log line: `prefix`, `teacher`, `forward`, `backward`, `optimizer`, as peak GiB on an
+  accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lerobot.configs import parser
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.scripts.lerobot_train import train
+from torch import Tensor
+
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+
+ACCUMULATION_FLAG = "gradient_accumulation_steps"
+
+
+class AccumulatingAccelerator(Accelerator):
+    """Accumulates in a loop that was written without accumulation: one forward, backward and step per batch.
+
+    lerobot calls `backward` once per batch, so that is where the window advances; between windows' ends, Accelerate's
+    optimizer ignores `step` and `zero_grad`. Under DDP every backward reduces the gradients, which is exact, and costs
+    traffic only.
+    """
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self._do_sync()
+        super().backward(loss, **kwargs)
+        for model in self._models:
+            policy = self.unwrap_model(model)
+            if isinstance(policy, SmolVLAReflowPolicy) and policy.memory is not None:
+                policy.memory.mark("backward")
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        if self.sync_gradients:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        # A partial sum must not be clipped; lerobot logs its norm all the same.
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+
+def make_accelerator(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> AccumulatingAccelerator:
+    """An Accelerator set up as lerobot's loop sets up its own, with windows that run across the ends of epochs."""
+    return AccumulatingAccelerator(
+        step_scheduler_with_optimizer=False,
+        # None leaves it to `accelerate launch --mixed_precision`.
+        mixed_precision="bf16" if cfg.policy.dtype == "bfloat16" else None,
+        cpu=cfg.policy.device == "cpu",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=num_accumulation_steps, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+
+
+def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None:
+    """Refuse a run that would end, or be saved, in the middle of an accumulation window.
+
+    Raises:
+        ValueError: names the field, its value and the nearest one that works.
+    """
+    if num_accumulation_steps < 1:
+        raise ValueError(f"{ACCUMULATION_FLAG}={num_accumulation_steps} must be at least 1")
+    for name in ("steps", "save_freq"):
+        value = getattr(cfg, name)
+        happens = name == "steps" or 0 < value < cfg.steps
+        if happens and value % num_accumulation_steps:
+            nearest = value + num_accumulation_steps - value % num_accumulation_steps
+            raise ValueError(
+                f"{name}={value} counts batches and is no multiple of {ACCUMULATION_FLAG}={num_accumulation_steps}; "
+                f"use --{name}={nearest}"
+            )
+
+
+def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
+    """Split the recipe's own flag off the command line; accelerate's launcher passes its own by environment."""
+    value = parser.parse_arg(ACCUMULATION_FLAG, arguments)
+    value = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if value is None else value
+    if not value.isdigit():
+        raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is no whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
+    return int(value), parser.filter_arg(ACCUMULATION_FLAG, arguments)
+
+
+@parser.wrap()
+def read_config(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
+    """The command line as lerobot reads it."""
+    return cfg
+
+
+def main() -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__)
+    num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
+    cfg = read_config()
+    cfg.validate()
+    if not isinstance(cfg.policy, SmolVLAReflowConfig):
+        kind = None if cfg.policy is None else cfg.policy.type
+        raise ValueError(
+            f"policy type {kind!r}: this recipe trains smolvla_reflow; make a student with `hf-memopt prepare-student` "
+            "and pass it as --policy.path"
+        )
+    check_windows(cfg, num_accumulation_steps)
+    train(cfg, accelerator=make_accelerator(cfg, num_accumulation_steps))
+
+
+if __name__ == "__main__":
+    main()
