@@ -1,26 +1,33 @@
 # Every target sets up what it needs first; a second call finds it done.
 .DEFAULT_GOAL := help
-SHELL := /bin/bash -o pipefail
-UV := $(or $(shell command -v uv),$(CURDIR)/.uv/bin/uv)
+# A uv that does not run (a pyenv shim of another version, say) counts as none.
+UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.uv/bin/uv)
 PY := .venv/bin/python
 READY := .venv/.ready
 EXTRAS ?= dev
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
 
 setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
 
-# Run from / because a pyenv shim in this folder would look for the version that .python-version names.
-$(CURDIR)/.uv/bin/uv:
+# Run from / because a pyenv shim in this folder would look for the version that .python-version names. Renamed only
+# when complete, so that an interrupted set-up starts again.
+.uv/bin/uv:
 	@echo "setup: uv is not installed; putting it into .uv"
-	@cd / && python3 -m venv "$(CURDIR)/.uv" && "$(CURDIR)/.uv/bin/python" -m pip install --quiet uv || \
-	  { rm -rf "$(CURDIR)/.uv"; echo "setup: python3 cannot make virtual environments here. Install uv, or Debian's python3-venv, and run make again." >&2; exit 1; }
+	@rm -rf .uv .uv-draft
+	@cd / && python3 -m venv "$(CURDIR)/.uv-draft" || { echo "setup: python3 is missing or cannot make virtual \
+	environments. Install uv, or python3 with its venv module (Debian, Ubuntu: python3-venv), and run make again." >&2; exit 1; }
+	@.uv-draft/bin/python -m pip install --disable-pip-version-check uv || { echo "setup: pip could not install uv \
+	(its error is above). Install uv by other means and run make again." >&2; exit 1; }
+	@mv .uv-draft .uv
 
+# A complete environment is brought up to date; one that an interrupt left incomplete is made anew.
 $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
-	@echo "setup: Python 3.12 and the pinned packages into .venv"
-	"$(UV)" venv --quiet --allow-existing --python 3.12 .venv
-	"$(UV)" pip install --python $(PY) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@echo "setup: Python 3.12 and the pinned packages into .venv (several GB; minutes the first time)"
+	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
+	"$(UV)" venv --allow-existing --python 3.12 .venv
+	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo

@@ -275,6 +275,8 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
 def main(arguments: list[str] | None = None) -> int:
     device = current_device()
     options = parse(arguments, device)
+    if device.type == "cpu" and options.size == "toy":
+        torch.set_num_threads(1)  # its tensors are so small that more threads only wait for each other
     with tempfile.TemporaryDirectory() as folder:
         results = Run(options, device, Path(folder)).all_cells()
     print_report(results)

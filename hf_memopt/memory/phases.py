@@ -17,13 +17,12 @@ class PhaseMemory:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._process = psutil.Process()
         self._figures: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
         """Record the memory at the end of `phase`."""
         if self._device.type == "cpu":
-            self._figures[f"{phase}_rss_gib"] = self._process.memory_info().rss / 2**30
+            self._figures[f"{phase}_rss_gib"] = psutil.Process().memory_info().rss / 2**30
         else:
             self._figures[f"{phase}_peak_gib"] = torch.accelerator.max_memory_allocated(self._device) / 2**30
 

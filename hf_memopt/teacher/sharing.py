@@ -30,13 +30,13 @@ class SharedWeights:
         """Point the teacher's parameters at the student's memory, wherever the student has moved to.
 
         Raises:
-            RuntimeError: the student's frozen weights were written since they were compared.
+            RuntimeError: the student's frozen weights were written, cast or unfrozen since they were compared.
         """
         for name, parameter, partner, version in self._pairs:
-            if partner._version != version or partner.requires_grad:
+            if partner._version != version or partner.requires_grad or partner.dtype != parameter.dtype:
                 raise RuntimeError(
                     f"the student's weight {name!r} was frozen and equal to the teacher's when the teacher was loaded, "
-                    "but has been changed or unfrozen since; load the teacher again (or do not share its weights)"
+                    "but has been written, cast or unfrozen since; load the teacher again (or do not share its weights)"
                 )
             parameter.data = partner.data
 

@@ -157,7 +157,9 @@ def _run_state_token(model: VLAFlowMatching, prefix: SharedPrefix) -> tuple[list
         if index == len(layers) - 1:
             break  # nobody reads what the last layer makes of the token
         mixed = _attend(query, key, value, prefix.keys[index][:, :-1], prefix.values[index][:, :-1], visible)
-        hidden = attention.o_proj(mixed.to(attention.o_proj.weight.dtype)) + hidden
+        # lerobot adds the residual in place, so the projection's dtype wins (under autocast, or in a bf16 VLM).
+        mixed = attention.o_proj(mixed.to(attention.o_proj.weight.dtype))
+        hidden = (mixed + hidden).to(mixed.dtype)
         hidden = layer.mlp(layer.post_attention_layernorm(hidden)) + hidden
     return keys, values
 

@@ -1,0 +1,90 @@
+"""A copier that is as unhelpful as the rules of `hf_memopt.transfer.Copier` allow.
+
+Copies happen as early, as late or as randomly as they may; memory that nobody may read holds NaN bytes. Whoever forgets
+to wait, or releases too early, computes NaN instead of being lucky.
+"""
+
+import random
+
+import torch
+from torch import Tensor
+
+POISON = 0xFF  # NaN in every floating-point dtype
+
+
+class InjectedError(RuntimeError):
+    """Raised by the copier in place of the operation that it was told to fail."""
+
+
+class AdversarialCopier:
+    def __init__(self, schedule: str = "late", seed: int = 0, fail_at: int | None = None) -> None:
+        self.bytes_to_device = 0
+        self.bytes_to_host = 0
+        self.num_operations = 0
+        self.live_bytes = 0
+        self._schedule = schedule
+        self._random = random.Random(seed)
+        self._fail_at = fail_at
+        self._pending: list[AdversarialTransfer] = []
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return self._poisoned(num_bytes)
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        self.tick()
+        self.live_bytes += num_bytes
+        return self._poisoned(num_bytes)
+
+    def release(self, buffer: Tensor) -> None:
+        for transfer in self._pending:
+            ends = {end.untyped_storage().data_ptr() for end in (transfer.source, transfer.destination)}
+            assert buffer.untyped_storage().data_ptr() not in ends, "released under a copy that nobody waited for"
+        self.live_bytes -= buffer.nbytes
+        buffer.fill_(POISON)
+
+    def to_device(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
+        self.tick()
+        self.bytes_to_device += source.nbytes
+        return self._start(source, destination)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
+        self.tick()
+        self.bytes_to_host += source.nbytes
+        return self._start(source, destination)
+
+    def stall_ms(self) -> float:
+        return 0.0
+
+    def tick(self) -> None:
+        """Count one operation, and fail it if it is the one."""
+        self.num_operations += 1
+        if self.num_operations == self._fail_at:
+            raise InjectedError(f"operation {self._fail_at}")
+        if self._schedule == "random":
+            for transfer in self._random.sample(self._pending, self._random.randint(0, len(self._pending))):
+                self.perform(transfer)
+
+    def perform(self, transfer: "AdversarialTransfer") -> None:
+        if transfer in self._pending:
+            self._pending.remove(transfer)
+            transfer.destination.copy_(transfer.source)
+
+    def _start(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
+        transfer = AdversarialTransfer(self, source, destination)
+        self._pending.append(transfer)
+        if self._schedule == "early":
+            self.perform(transfer)
+        return transfer
+
+    def _poisoned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+
+class AdversarialTransfer:
+    def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor) -> None:
+        self.source, self.destination = source, destination
+        self._copier = copier
+
+    def wait(self) -> None:
+        self._copier.tick()
+        self._copier.perform(self)

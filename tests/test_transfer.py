@@ -1,0 +1,178 @@
+"""Copiers: what they count, and the order in which the stream copier lets things happen."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+
+from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, copier_for, host_memory
+
+
+def test_sync_copier_copies_and_counts() -> None:
+    copier = SyncCopier()
+    host, device = copier.empty_host(8), copier.empty_device(8)
+    host.copy_(torch.arange(8))
+    copier.to_device(host, device).wait()
+    copier.to_host(device[:4], host[4:]).wait()
+    assert host.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert (copier.bytes_to_device, copier.bytes_to_host) == (8, 4)
+    assert copier.stall_ms() > 0
+
+
+@pytest.mark.parametrize("copier", [SyncCopier(), AdversarialCopier()])
+def test_copiers_fulfil_the_protocol(copier: Any) -> None:
+    assert isinstance(copier, Copier)
+
+
+def test_copier_for_cpu_is_synchronous() -> None:
+    assert isinstance(copier_for("cpu"), SyncCopier)
+
+
+@pytest.mark.parametrize("schedule", ["early", "late", "random"])
+def test_adversarial_copier_delivers_after_wait(schedule: str) -> None:
+    copier = AdversarialCopier(schedule)
+    source, destination = torch.arange(16, dtype=torch.uint8), copier.empty_device(16)
+    transfer = copier.to_device(source, destination)
+    if schedule == "late":
+        assert (destination == 0xFF).all()
+    transfer.wait()
+    assert torch.equal(source, destination)
+    copier.release(destination)
+    assert (destination == 0xFF).all()
+
+
+def test_adversarial_copier_catches_release_under_a_copy() -> None:
+    copier = AdversarialCopier("late")
+    buffer = copier.empty_device(4)
+    copier.to_device(torch.zeros(4, dtype=torch.uint8), buffer)
+    with pytest.raises(AssertionError, match="released under a copy"):
+        copier.release(buffer)
+
+
+class FakeEvent:
+    def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self.finished = False
+
+    def query(self) -> bool:
+        return self.finished
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        assert self.enable_timing
+        assert other.enable_timing
+        return 2.5
+
+
+class FakeStream:
+    """Records what is asked of it; copies inside `with stream` really happen, on the CPU."""
+
+    log: list[tuple[str, "FakeStream", Any]]
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.log.append(("wait_stream", self, other))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(("wait_event", self, event))
+
+    def record_event(self, event: FakeEvent) -> FakeEvent:
+        self.log.append(("record_event", self, event))
+        return event
+
+    def __enter__(self) -> "FakeStream":
+        self.log.append(("enter", self, None))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.log.append(("exit", self, None))
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """The current compute stream of a machine that has none."""
+    stream = FakeStream()
+    monkeypatch.setattr(FakeStream, "log", [], raising=False)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    return stream
+
+
+def test_stream_copier_orders_copy_after_compute_and_compute_after_copy(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu")
+    source, destination = torch.arange(4), torch.zeros(4, dtype=torch.long)
+    transfer = copier.to_device(source, destination)
+    before_wait = [(name, stream is compute) for name, stream, _ in FakeStream.log]
+    assert before_wait == [("wait_stream", False), ("enter", False), ("record_event", False), ("exit", False)]
+    side, finished = FakeStream.log[0][1], FakeStream.log[2][2]
+    assert FakeStream.log[0][2] is compute
+    transfer.wait()
+    waited = [(name, stream is compute, what is finished) for name, stream, what in FakeStream.log[4:]]
+    assert waited == [("record_event", True, False), ("wait_event", True, True), ("record_event", True, False)]
+    assert torch.equal(source, destination)
+    assert side is not compute
+
+
+def test_stream_copier_waits_once_and_uses_one_stream_per_direction(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu")
+    tensor = torch.zeros(4)
+    up, down = copier.to_device(tensor, tensor.clone()), copier.to_host(tensor, tensor.clone())
+    streams = [stream for name, stream, _ in FakeStream.log if name == "enter"]
+    assert streams[0] is not streams[1]
+    for _ in range(2):
+        up.wait()
+        down.wait()
+    assert sum(name == "wait_event" for name, *_ in FakeStream.log) == 2
+    assert (copier.bytes_to_device, copier.bytes_to_host) == (16, 16)
+
+
+def test_stream_copier_adds_up_stalls_that_are_over(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu")
+    tensor = torch.zeros(4)
+    copier.to_device(tensor, tensor.clone()).wait()
+    assert copier.stall_ms() == 0
+    FakeStream.log[-1][2].finished = True
+    assert copier.stall_ms() == 2.5
+    assert copier.stall_ms() == 2.5
+
+
+class FakeRuntime:
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.registered: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.registered.append((address, num_bytes))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+        return 0
+
+
+def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = host_memory.pinned_empty(1000, torch.device("cuda"))
+    view = block[10:]
+    assert runtime.registered == [(block.data_ptr(), 1000)]
+    del block
+    assert runtime.registered
+    del view
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=2))
+    monkeypatch.setattr(host_memory, "_clear_last_error", lambda device: None)
+    with caplog.at_level(logging.WARNING):
+        block = host_memory.pinned_empty(1000, torch.device("cuda"))
+    assert block.nbytes == 1000
+    assert "cudaHostRegister returned error 2" in caplog.text
+    assert "ulimit -l" in caplog.text
