@@ -1,3 +1,48 @@
-"""Training that fits in the memory you have, with the same gradients."""
+"""Training that fits in the memory you have, with the same gradients.
+
+Every name here is imported when it is first used, so that `import hf_memopt` is quick and works where only torch is
+installed. What needs more is imported from where it lives: `hf_memopt.integrations.lerobot`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_memopt import reflow
+    from hf_memopt.memory import SavedBytes
+    from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+    from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Copier",
+    "OffloadedTeacher",
+    "SavedBytes",
+    "StreamCopier",
+    "SyncCopier",
+    "TeacherReport",
+    "__version__",
+    "reflow",
+]
+
+_HOMES = {
+    "Copier": "hf_memopt.transfer",
+    "OffloadedTeacher": "hf_memopt.teacher",
+    "SavedBytes": "hf_memopt.memory",
+    "StreamCopier": "hf_memopt.transfer",
+    "SyncCopier": "hf_memopt.transfer",
+    "TeacherReport": "hf_memopt.teacher",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reflow":
+        return import_module("hf_memopt.reflow")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -76,17 +76,15 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from hf_memopt.integrations.lerobot.model_card import describe_student
-    from hf_memopt.integrations.lerobot.students import export_student, push_to_hub
+    from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
+    from hf_memopt.integrations.lerobot.students import check_new, export_student, push_to_hub
 
-    card = describe_student(
-        parsed.policy,
-        num_steps=parsed.num_steps,
-        evaluate=parsed.evaluate,
-        repo_id=parsed.dataset_repo_id,
-        root=parsed.dataset_root,
-        episodes=parsed.episodes,
-    )
+    check_new(parsed.output)  # before minutes are spent on measuring
+    given = None
+    if parsed.dataset_repo_id:
+        given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)
+    measured = measure(parsed.policy, given) if parsed.evaluate else None
+    card = write_card(parsed.policy, parsed.num_steps, measured)
     print(f"exported to {export_student(parsed.policy, parsed.output, parsed.num_steps, card)}")
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")

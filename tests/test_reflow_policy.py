@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, SharedPrefix
+from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, SharedPrefix, observe
 from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
 from hf_memopt.memory import SavedBytes
 from hf_memopt.reflow import sample_time
@@ -108,7 +108,7 @@ def gradients(policy: SmolVLAReflowPolicy) -> dict[str, Tensor]:
 
 
 def target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: Tensor) -> Tensor:
-    return policy.generate_reflow_target(*policy._observe(batch).arguments(), noise)
+    return policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
 
 
 def stock_target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: Tensor, **changes: Any) -> Tensor:
@@ -116,7 +116,7 @@ def stock_target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: T
     teacher = SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
     for name, value in changes.items():
         setattr(teacher.config, name, value)
-    return teacher.model.sample_actions(*policy._observe(batch).arguments(), noise=noise).detach()
+    return teacher.model.sample_actions(*observe(policy, batch).arguments(), noise=noise).detach()
 
 
 # ------------------------------------------------------------------------------------------------ the shared prefix
@@ -180,7 +180,7 @@ def test_shared_prefix_saves_less_and_the_state_token_little_more(make: Make, ba
 
 def test_a_prefix_serves_one_graph(make: Make, batch: Any) -> None:
     policy = make()
-    prefix = SharedPrefix(policy.model, policy._observe(batch))
+    prefix = SharedPrefix(policy.model, observe(policy, batch))
     ConditionedExpert(policy.model, prefix)
     with torch.no_grad():
         ConditionedExpert(policy.model, prefix)
@@ -318,7 +318,7 @@ def test_right_after_a_fault_in_any_forward(make: Make, batch: Any, noise: Tenso
 def test_loss_is_the_stock_loss_on_the_teachers_actions(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     policy = make(share_prefix="off")
     actions = stock_target(policy, batch, noise)
-    losses = policy.model.forward(*policy._observe(batch).arguments(), actions, noise, time)[..., :STATE_DIM]
+    losses = policy.model.forward(*observe(policy, batch).arguments(), actions, noise, time)[..., :STATE_DIM]
     loss, info = policy(batch, noise=noise, time=time)
     torch.testing.assert_close(loss, losses.mean())
     assert info["loss"] == loss.item()
@@ -463,6 +463,23 @@ def test_the_teacher_owns_only_its_expert_with_a_shared_prefix(make: Make) -> No
     assert own + buffers <= report.host_bytes <= own + buffers + 256 * num_tensors
     ours = dict(policy.model.vlm_with_expert.vlm.named_parameters())
     assert all(weight.data_ptr() == ours[name].data_ptr() for name, weight in vlm.named_parameters())
+
+
+@pytest.mark.parametrize("train_state_proj", [True, False])
+def test_autocast_is_as_exact_with_a_shared_prefix_as_without(
+    make: Make, batch: Any, noise: Tensor, time: Tensor, train_state_proj: bool
+) -> None:
+    exact, _ = make(share_prefix="off")(batch, noise=noise, time=time)
+    losses = {}
+    for share_prefix in ("off", "on"):
+        policy = make(share_prefix=share_prefix, train_state_proj=train_state_proj)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses[share_prefix], _ = policy(batch, noise=noise, time=time)
+        losses[share_prefix].backward()
+        assert all(grad.isfinite().all() for grad in gradients(policy).values())
+    # bf16 has 8 bits: both paths are off by its rounding, neither by more.
+    assert abs(losses["on"] - exact) < 0.02 * exact
+    assert abs(losses["off"] - exact) < 0.02 * exact
 
 
 def test_a_student_in_bf16_shares_a_checkpoint_that_was_saved_in_bf16(make: Make, batch: Any) -> None:

@@ -12,6 +12,7 @@ from adversarial_copier import AdversarialCopier, InjectedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.teacher.weights import PackedWeights
@@ -219,6 +220,27 @@ def test_the_allocator_is_left_alone(network: Network, x: Tensor, monkeypatch: p
     monkeypatch.setattr(torch.accelerator, "empty_cache", forbidden)
     with OffloadedTeacher(network, device="cpu", mode="swap", copier=SyncCopier()).onload() as module:
         module(x)
+
+
+class Copies(TorchDispatchMode):
+    """Lists every operation that creates or writes data, with its dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, set[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)} | {(kwargs or {}).get("dtype")} - {None}
+            self.seen.append((func.__name__, dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_visit_is_one_copy_of_bytes_without_a_cast(network: Network) -> None:
+    teacher = OffloadedTeacher(network, device="cpu", mode="swap", dtype=torch.bfloat16, copier=SyncCopier())
+    with Copies() as copies, teacher.onload():
+        pass
+    assert copies.seen == [("copy_.default", {torch.uint8})]
 
 
 def test_dtype_casts_parameters_but_no_buffers(network: Network) -> None:

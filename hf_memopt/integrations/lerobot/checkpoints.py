@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draccus.utils import DecodingError, ParsingError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from lerobot.configs import PreTrainedConfig
@@ -19,6 +20,7 @@ from torch import Tensor
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "policy_preprocessor.json"
+POSTPROCESSOR_FILE = "policy_postprocessor.json"
 
 # What decides the shape, the meaning or the conditioning of a velocity field. Student and teacher must agree on it.
 ARCHITECTURE_FIELDS = (
@@ -72,13 +74,19 @@ def load_config(folder: Path) -> SmolVLAConfig:
     Raises:
         ValueError: it cannot be read, or is no SmolVLA's.
     """
+    file = folder / CONFIG_FILE
     try:
-        kind = json.loads((folder / CONFIG_FILE).read_text()).get("type")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / CONFIG_FILE} is not valid JSON ({error}); copy the checkpoint again") from error
+        kind = json.loads(file.read_bytes()).get("type")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
     if kind not in ("smolvla", "smolvla_reflow"):
         raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs a smolvla or smolvla_reflow policy")
-    return PreTrainedConfig.from_pretrained(folder)
+    try:
+        return PreTrainedConfig.from_pretrained(folder)
+    except (DecodingError, ParsingError) as error:
+        raise ValueError(
+            f"{file} is no usable configuration: {error.__cause__ or error}; correct that field"
+        ) from error
 
 
 def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
@@ -119,6 +127,20 @@ def check_weights_file(folder: Path) -> None:
         raise ValueError(f"{file} is truncated or damaged ({error}); copy the checkpoint again") from error
 
 
+def check_processors(folder: Path) -> None:
+    """Check that the checkpoint says how its inputs and outputs are normalised.
+
+    Raises:
+        ValueError: it does not, as policies do not that were saved before lerobot 0.4.
+    """
+    for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} has no {name}, so its normaliser is unknown; convert an old policy with "
+                "`python -m lerobot.processor.migrate_policy_normalization --pretrained-path <folder>`"
+            )
+
+
 def check_same_architecture(student: SmolVLAConfig, teacher: SmolVLAConfig) -> None:
     """Raise a ValueError that names every field in which the two velocity fields differ."""
     pairs = {name: (_plain(getattr(student, name)), _plain(getattr(teacher, name))) for name in ARCHITECTURE_FIELDS}
@@ -153,8 +175,8 @@ def check_same_statistics(
             ours = dataset_stats.get(feature, {}).get(statistic)
             if theirs is None or ours is None:
                 continue
-            ours = torch.as_tensor(ours, dtype=theirs.dtype).reshape(theirs.shape)
-            if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
+            theirs, ours = theirs.flatten(), torch.as_tensor(ours, dtype=theirs.dtype).flatten()
+            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
                 raise ValueError(
                     f"the teacher normalised {feature!r} with {statistic} {_short(theirs)}, the dataset has "
                     f"{_short(ours)}. Reflow on the dataset that the teacher was trained on, or put the teacher's "
@@ -163,12 +185,8 @@ def check_same_statistics(
 
 
 def _saved_statistics(folder: Path) -> dict[str, Tensor]:
-    file = folder / PREPROCESSOR_FILE
-    if not file.is_file():
-        raise ValueError(
-            f"{folder} has no {PREPROCESSOR_FILE}, so its normaliser is unknown; pass a lerobot 0.6 policy"
-        )
-    for step in json.loads(file.read_text())["steps"]:
+    check_processors(folder)
+    for step in json.loads((folder / PREPROCESSOR_FILE).read_text())["steps"]:
         if step["registry_name"] == "normalizer_processor" and step.get("state_file"):
             state: dict[str, Tensor] = load_file(folder / step["state_file"])
             return state
@@ -184,4 +202,4 @@ def _shapes(features: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
 
 
 def _short(tensor: Tensor) -> list[float]:
-    return [round(value, 4) for value in tensor.flatten().tolist()]
+    return [round(value, 4) for value in tensor.tolist()]

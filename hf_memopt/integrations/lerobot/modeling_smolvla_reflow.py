@@ -6,11 +6,10 @@ The student is an ordinary SmolVLA: same weights, same checkpoint keys, same inf
 from typing import Any
 
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, Observation, SharedPrefix, observe
 from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
 from hf_memopt.memory import PhaseMemory
 from hf_memopt.reflow import interpolate, reflow_loss, sample_time
@@ -56,7 +55,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         """
         if not self.config.use_reflow:
             return super().forward(batch, noise=noise, time=time, reduction=reduction)  # type: ignore[no-any-return]
-        observation = self._observe(batch)
+        observation = observe(self, batch)
         batch_size, device = observation.state.shape[0], observation.state.device
         if noise is None:
             noise = self.model.sample_noise((batch_size, self.config.chunk_size, self.config.max_action_dim), device)
@@ -101,13 +100,6 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         if self.config.use_reflow:
             self._mark("optimizer")
             self._teacher.prefetch()
-
-    def _observe(self, batch: dict[str, Tensor]) -> Observation:
-        if self.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-            batch = {**batch, OBS_STATE: self._pi_aloha_decode_state(batch[OBS_STATE].clone())}
-        images, image_masks = self.prepare_images(batch)
-        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-        return Observation(images, image_masks, tokens, token_masks, self.prepare_state(batch))
 
     def _shared_prefix(self, observation: Observation) -> SharedPrefix | None:
         self.load_teacher_model()

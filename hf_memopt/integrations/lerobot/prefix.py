@@ -7,14 +7,16 @@ without a graph, the one state token passes through the VLM per model (with grad
 the expert attends to both through the cache that lerobot's sampling uses.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lerobot.policies.common.flow_matching import euler_integrate
 from lerobot.policies.common.vla_utils import make_att_2d_masks
-from lerobot.policies.smolvla.modeling_smolvla import VLAFlowMatching
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
 from lerobot.policies.smolvla.smolvlm_with_expert import apply_rope
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -40,6 +42,15 @@ class Observation:
     def arguments(self) -> tuple[Any, ...]:
         """In the order in which lerobot's model methods take them."""
         return self.images, self.image_masks, self.tokens, self.token_masks, self.state
+
+
+def observe(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
+    """A preprocessed batch as the policy's model takes it. The batch is not modified."""
+    if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+        batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
+    images, image_masks = policy.prepare_images(batch)
+    tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+    return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
 
 
 class SharedPrefix:

@@ -13,6 +13,7 @@ from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
 from hf_memopt.integrations.lerobot.checkpoints import (
     WEIGHTS_FILE,
+    check_processors,
     load_config,
     load_policy,
     resolve_checkpoint,
@@ -41,6 +42,7 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     """
     folder = resolve_checkpoint(teacher)
     config = load_config(folder)
+    check_processors(folder)
     load_policy(folder)
     reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
     fields = {"use_reflow": True, "teacher_model_path": reference, **_FRESH, **settings}
@@ -69,6 +71,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
     folder = resolve_checkpoint(policy)
+    check_processors(folder)
     exported = SmolVLAConfig(**{**_smolvla_fields(load_config(folder)), **_FRESH, "num_steps": num_steps})
     with new_folder(output) as draft:
         _copy_checkpoint(folder, draft)
@@ -86,11 +89,16 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
     return str(commit.repo_url)
 
 
+def check_new(output: Path) -> None:
+    """Raise a ValueError if `output` exists."""
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+
+
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """A draft folder that becomes `output` if all goes well, and disappears otherwise."""
-    if output.exists():
-        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+    check_new(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:

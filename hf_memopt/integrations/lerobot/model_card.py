@@ -1,0 +1,162 @@
+"""The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
+from lerobot.datasets.factory import make_train_eval_datasets
+
+from hf_memopt import __version__
+from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.evaluation import ReflowEvaluation, evaluate_reflow, held_out_batches
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What a policy is measured on.
+
+    Attributes:
+        repo_id: of a LeRobotDataset.
+        root: its local folder, or None for lerobot's cache or the hub.
+        episodes: numbers of the episodes; None, all.
+        held_out: whether training did not see them, as far as is known.
+    """
+
+    repo_id: str
+    root: Path | None
+    episodes: list[int] | None
+    held_out: bool
+
+    def describe(self) -> str:
+        """For the card."""
+        which = "all episodes" if self.episodes is None else f"{len(self.episodes)} episodes"
+        return f"{which} of `{self.repo_id}`{', held out from training' if self.held_out else ''}"
+
+
+def training_observations(folder: Path) -> Observations:
+    """The episodes that the checkpoint's training run held out (`--dataset.eval_split`), or all if it held out none.
+
+    Raises:
+        ValueError: the checkpoint does not say what it was trained on.
+    """
+    if not (folder / TRAIN_CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} has no {TRAIN_CONFIG_NAME}, so the dataset is unknown; pass --dataset-repo-id")
+    cfg = TrainPipelineConfig.from_pretrained(folder)
+    _, held_out = make_train_eval_datasets(cfg)
+    root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
+    if held_out is None:
+        return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
+    return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)
+
+
+def measure(policy: str, observations: Observations | None = None) -> tuple[ReflowEvaluation, Observations]:
+    """Evaluate a trained student against its teacher on the CPU, on at most 256 observations.
+
+    Args:
+        policy: the student's checkpoint folder, training output folder or hub id.
+        observations: None, what `training_observations` finds.
+
+    Raises:
+        ValueError: the policy names no teacher, or its training data is unknown.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    if not isinstance(config, SmolVLAReflowConfig) or not config.teacher_model_path:
+        raise ValueError(f"{folder} names no teacher to compare with; export it with --no-evaluation")
+    observations = observations or training_observations(folder)
+    changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
+    if config.teacher_num_steps is not None:
+        changes["num_steps"] = config.teacher_num_steps
+    teacher = load_policy(resolve_checkpoint(config.teacher_model_path), **changes)
+    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes)
+    return evaluate_reflow(load_policy(folder), teacher, batches), observations
+
+
+def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
+    """The text of the card.
+
+    Args:
+        policy: the student that is exported.
+        num_steps: Euler steps per chunk that the exported policy takes.
+        measured: from `measure`; None says in the card that nothing was measured.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    teacher = getattr(config, "teacher_model_path", None)
+    sections = [_front_matter(config, teacher), _introduction(num_steps, teacher), _training(folder, config)]
+    sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
+    return "\n\n".join([*sections, _usage(), ""])
+
+
+def _front_matter(config: Any, teacher: str | None) -> str:
+    on_hub = teacher if teacher is not None and not Path(teacher).is_absolute() else None
+    data = ModelCardData(
+        library_name="lerobot",
+        pipeline_tag="robotics",
+        license=config.license,
+        base_model=on_hub,
+        tags=sorted({"lerobot", "smolvla", "reflow", "rectified-flow", *(config.tags or ())}),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _introduction(num_steps: int, teacher: str | None) -> str:
+    steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
+    # A folder's path says nothing to others and too much about its owner.
+    origin = "a local SmolVLA checkpoint" if teacher is None or Path(teacher).is_absolute() else f"`{teacher}`"
+    return (
+        f"# SmolVLA, reflowed\n\nA SmolVLA policy that samples an action chunk in {steps}. It was distilled by reflow "
+        f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
+        "and the actions that the teacher's own sampling makes of it."
+    )
+
+
+def _training(folder: Path, config: Any) -> str:
+    settings = {
+        name: getattr(config, name)
+        for name in ("teacher_num_steps", "teacher_dtype", "reflow_time_sampling", "share_prefix", "dtype")
+        if hasattr(config, name)
+    }
+    if (folder / TRAIN_CONFIG_NAME).is_file():
+        run = json.loads((folder / TRAIN_CONFIG_NAME).read_text())
+        settings |= {name: run.get(name) for name in ("steps", "batch_size", "seed")}
+        settings["dataset"] = run["dataset"]["repo_id"]
+        settings["learning rate"] = (run.get("optimizer") or {}).get("lr")
+    rows = [f"| {name} | {value} |" for name, value in settings.items() if value is not None]
+    return "\n".join(["## How it was made", "", "| setting | value |", "|---|---|", *rows])
+
+
+def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> str:
+    rows = [
+        f"| {steps} | {evaluation.teacher.error[steps]:.4f} | {evaluation.student.error[steps]:.4f} |"
+        for steps in evaluation.student.error
+    ]
+    return "\n".join(
+        [
+            "## Measured",
+            "",
+            f"On {evaluation.num_observations} observations from {observations.describe()}: root mean square error of "
+            f"the normalised actions against the teacher's {evaluation.teacher_num_steps}-step actions from the same "
+            "noise.",
+            "",
+            "| Euler steps | teacher | student |",
+            "|---|---|---|",
+            *rows,
+            "",
+            f"Straightness (0 is straight), normalised by the squared length of the path: teacher "
+            f"{evaluation.teacher.normalized_straightness:.4f}, student "
+            f"{evaluation.student.normalized_straightness:.4f}.",
+        ]
+    )
+
+
+def _usage() -> str:
+    return (
+        "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
+        "```python\nfrom lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy\n\n"
+        'policy = SmolVLAPolicy.from_pretrained("<this folder or repository>", strict=True)\n```'
+    )

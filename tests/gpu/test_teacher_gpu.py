@@ -1,0 +1,102 @@
+"""OffloadedTeacher on a real accelerator: ordering of the stream copier, memory, no host synchronisation."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.teacher import OffloadedTeacher
+from hf_memopt.transfer import StreamCopier
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SLEEP_CYCLES = 200_000_000  # about 0.1 s: far longer than anything that might hide a missing wait
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    """Transfer-bound on purpose: 64 MiB of weights and next to no arithmetic."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 2048, generator=torch.Generator().manual_seed(1)).cuda()
+
+
+@pytest.fixture
+def want(network: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return copy.deepcopy(network).cuda()(x)
+
+
+def swapped(network: nn.Module) -> OffloadedTeacher:
+    return OffloadedTeacher(network, device="cuda", mode="swap")
+
+
+def test_compute_waits_for_a_slow_copy(network: nn.Module, x: Tensor, want: Tensor) -> None:
+    copier = StreamCopier("cuda")
+    teacher = OffloadedTeacher(network, device="cuda", mode="swap", copier=copier)
+    for _ in range(5):
+        with copier._stream_to_device:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        with teacher.onload() as module:
+            got = module(x)
+        # Whatever the allocator hands out next may be the teacher's old memory.
+        torch.full((network[0].weight.numel() * 4,), float("nan"), device="cuda")
+        assert torch.equal(got, want)
+    torch.cuda.synchronize()
+    assert teacher.report().stall_ms > 5 * 10
+
+
+def test_a_copy_waits_for_slow_compute_on_recycled_memory(network: nn.Module, x: Tensor, want: Tensor) -> None:
+    teacher = swapped(network)
+    for _ in range(5):
+        scratch = torch.ones(teacher.report().host_bytes, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(SLEEP_CYCLES)
+        scratch.fill_(255)  # runs after the sleep, on memory that the teacher is given next
+        del scratch
+        teacher.prefetch()
+        with teacher.onload() as module:
+            assert torch.equal(module(x), want)
+
+
+def test_memory_leaves_with_the_teacher(network: nn.Module, x: Tensor, want: Tensor) -> None:
+    teacher = swapped(network)
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        with teacher.onload() as module, torch.no_grad():
+            assert torch.cuda.memory_allocated() == before + teacher.report().host_bytes
+            module(x)
+        assert torch.cuda.memory_allocated() == before
+    assert teacher.report().bytes_host_to_device == 20 * teacher.report().host_bytes
+    assert teacher.report().bytes_device_to_host == 0
+
+
+def test_the_host_never_waits(network: nn.Module, x: Tensor) -> None:
+    teacher = swapped(network)
+    with teacher.onload() as module, torch.no_grad():
+        module(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        teacher.prefetch()
+        with teacher.onload() as module, torch.no_grad():
+            module(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_master_is_pinned_and_has_its_exact_size(network: nn.Module) -> None:
+    teacher = swapped(network)
+    assert teacher._master.is_pinned()
+    assert teacher._master.untyped_storage().nbytes() == teacher.report().host_bytes
+
+
+def test_resident_weights_live_on_the_device(network: nn.Module, x: Tensor, want: Tensor) -> None:
+    teacher = OffloadedTeacher(network, device="cuda", mode="resident")
+    report = teacher.report()
+    assert (report.home, report.host_bytes) == ("cuda", 0)
+    with teacher.onload() as module:
+        assert torch.equal(module(x), want)
