@@ -8,6 +8,7 @@ import random
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 POISON = 0xFF  # NaN in every floating-point dtype
 
@@ -17,7 +18,11 @@ class InjectedError(RuntimeError):
 
 
 class AdversarialCopier:
-    def __init__(self, schedule: str = "late", seed: int = 0, fail_at: int | None = None) -> None:
+    """Fails the `fail_at`-th operation; waits count among them unless `waits_fail` is off."""
+
+    def __init__(
+        self, schedule: str = "late", seed: int = 0, fail_at: int | None = None, waits_fail: bool = True
+    ) -> None:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self.num_operations = 0
@@ -25,7 +30,9 @@ class AdversarialCopier:
         self._schedule = schedule
         self._random = random.Random(seed)
         self._fail_at = fail_at
+        self._waits_fail = waits_fail
         self._pending: list[AdversarialTransfer] = []
+        self._on_device: set[int] = set()
 
     def empty_host(self, num_bytes: int) -> Tensor:
         return self._poisoned(num_bytes)
@@ -33,13 +40,17 @@ class AdversarialCopier:
     def empty_device(self, num_bytes: int) -> Tensor:
         self.tick()
         self.live_bytes += num_bytes
-        return self._poisoned(num_bytes)
+        buffer = self._poisoned(num_bytes)
+        self._on_device.add(buffer.data_ptr())
+        return buffer
 
     def release(self, buffer: Tensor) -> None:
         for transfer in self._pending:
             ends = {end.untyped_storage().data_ptr() for end in (transfer.source, transfer.destination)}
             assert buffer.untyped_storage().data_ptr() not in ends, "released under a copy that nobody waited for"
-        self.live_bytes -= buffer.nbytes
+        if buffer.data_ptr() in self._on_device:
+            self._on_device.remove(buffer.data_ptr())
+            self.live_bytes -= buffer.nbytes
         buffer.fill_(POISON)
 
     def to_device(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
@@ -81,10 +92,25 @@ class AdversarialCopier:
 
 
 class AdversarialTransfer:
+    """Holds its source by a weak reference only: who frees it before waiting is caught when the copy runs."""
+
     def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor) -> None:
-        self.source, self.destination = source, destination
+        self.destination = destination
         self._copier = copier
+        self._weak_source = StorageWeakRef(source.untyped_storage())
+        self._view = source.dtype, source.storage_offset(), source.size(), source.stride()
+
+    @property
+    def source(self) -> Tensor:
+        assert not self._weak_source.expired(), "the source was freed under a copy that nobody waited for"
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak_source.cdata)
+        dtype, offset, size, stride = self._view
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
     def wait(self) -> None:
-        self._copier.tick()
+        if self._copier._waits_fail:
+            self._copier.tick()
         self._copier.perform(self)
+
+    def done(self) -> bool:
+        return self not in self._copier._pending

@@ -46,9 +46,13 @@ def test_adversarial_copier_delivers_after_wait(schedule: str) -> None:
 def test_adversarial_copier_catches_release_under_a_copy() -> None:
     copier = AdversarialCopier("late")
     buffer = copier.empty_device(4)
-    copier.to_device(torch.zeros(4, dtype=torch.uint8), buffer)
+    source = torch.zeros(4, dtype=torch.uint8)
+    transfer = copier.to_device(source, buffer)
     with pytest.raises(AssertionError, match="released under a copy"):
         copier.release(buffer)
+    del source
+    with pytest.raises(AssertionError, match="freed under a copy"):
+        transfer.wait()
 
 
 class FakeEvent:

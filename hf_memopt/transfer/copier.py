@@ -20,6 +20,9 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Order all later work of the current compute stream after the copy. May be called more than once."""
 
+    def done(self) -> bool:
+        """Whether the copy is known to be over, without waiting."""
+
 
 @runtime_checkable
 class Copier(Protocol):
@@ -90,20 +93,25 @@ class _Finished:
     def wait(self) -> None:
         """The copy was over before its transfer existed."""
 
+    def done(self) -> bool:
+        return True
+
 
 class StreamCopier:
     """Copies on side streams of an accelerator, one for each direction, without ever blocking the host.
 
     Args:
         device: an accelerator's device, such as `cuda` or `cuda:1`.
+        pin_memory: allocate page-locked host memory. Copies from and to other memory block the host.
 
     Destinations come from the compute stream's memory pool and go back to it. That is safe without `record_stream`
     because a copy waits for the compute stream before it starts, and the compute stream waits for the copy before the
     memory can be released (`Transfer.wait`).
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
         self.device = torch.device(device)
+        self._pin_memory = pin_memory
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._stream_to_device = torch.Stream(self.device)
@@ -112,7 +120,9 @@ class StreamCopier:
         self._stall_ms = 0.0
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        return pinned_empty(num_bytes, self.device)
+        if self._pin_memory:
+            return pinned_empty(num_bytes, self.device)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def empty_device(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -169,8 +179,11 @@ class _StreamTransfer:
             self._copier._order_after(self._finished)
             self._finished = self._ends = None
 
+    def done(self) -> bool:
+        return self._finished is None or self._finished.query()
 
-def copier_for(device: torch.device | str) -> Copier:
+
+def copier_for(device: torch.device | str, pin_memory: bool = True) -> Copier:
     """The copier that suits a device: side streams on an accelerator, plain copies on the CPU."""
     device = torch.device(device)
-    return SyncCopier() if device.type == "cpu" else StreamCopier(device)
+    return SyncCopier() if device.type == "cpu" else StreamCopier(device, pin_memory)
