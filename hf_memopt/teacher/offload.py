@@ -107,7 +107,8 @@ class OffloadedTeacher:
         allocate = self._copier.empty_device if self._mode == "resident" else self._copier.empty_host
         # Where the weights are at home. Never written again, so that a visit has nothing to bring back.
         self._master = allocate(self._weights.num_bytes)
-        self._weights.pack(self._master)
+        self._home = self._weights.pack(self._master)
+        self._weights.bind(self._home)
         logger.info("teacher: %s, %.1f MiB of its own; %s", self._mode, self._weights.num_bytes / 2**20, self._reason)
 
     @property
@@ -179,10 +180,10 @@ class OffloadedTeacher:
             self.prefetch()
             self._finish_copy()
             assert self._block is not None
-            self._weights.bind(self._block)
+            self._weights.bind(self._weights.views(self._block))
 
     def _leave(self) -> None:
-        self._weights.bind(self._master)
+        self._weights.bind(self._home)
         # After an exception the copy may still be under way, and then its memory must not be reused yet.
         self._finish_copy()
         if self._block is not None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from draccus.utils import DecodingError, ParsingError
+from httpx import HTTPError
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -61,7 +62,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> Path:
         raise ValueError(f"{path} holds no policy: there is no {CONFIG_FILE} in it or in its last checkpoint")
     try:
         return Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors", "README.md"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"{path_or_id!r} is neither a checkpoint folder nor a hub id that can be reached ({error}); "
             "pass the pretrained_model folder of a trained policy"

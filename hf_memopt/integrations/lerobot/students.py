@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
 from hf_memopt.integrations.lerobot.checkpoints import (
@@ -82,10 +84,20 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Upload an exported policy to the hub and return its address. Creates the repository if needed."""
+    """Upload an exported policy to the hub and return its address. Creates the repository if needed.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses.
+    """
     api = HfApi()
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed SmolVLA")
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed SmolVLA")
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"{folder} could not be pushed to {repo_id!r} ({error}); log in with `hf auth login`, check the name, and "
+            f"run `hf upload {repo_id} {folder}`"
+        ) from error
     return str(commit.repo_url)
 
 
