@@ -31,7 +31,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
-	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo
+	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo --overwrite
 
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2
@@ -55,6 +55,6 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 	$(PY) benchmarks/teacher_offload.py
 
 clean: ## remove the environment and all outputs
-	rm -rf .venv .uv build dist outputs *.egg-info
+	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
 .PHONY: help setup demo test test-slow test-gpu style quality bench clean

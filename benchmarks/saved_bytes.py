@@ -2,7 +2,7 @@
 
     python benchmarks/saved_bytes.py
 
-builds SmolVLA at its published size with random weights (6 GiB of host memory, some minutes on two CPU cores), runs
+builds SmolVLA at its published size with random weights (5 GiB of host memory, some minutes on two CPU cores), runs
 each forward and backward once in float32, and counts the distinct storages that autograd keeps. Bytes do not depend on
 the device, so no accelerator is needed.
 """
@@ -26,6 +26,7 @@ from hf_memopt.reflow import interpolate, reflow_loss
 # Saved bytes of the shared prefix over those of the joint forward, at most: targets for the published size.
 # Trained, 0.40 is what appending the state token to a copy of the prefix in every layer costs; 0.33 allows no copy.
 TARGET_RATIOS = {"frozen": [0.31], "trained": [0.40, 0.33]}
+HEADER = ["state projection", "joint MiB", "shared MiB", "ratio", "targets", "loss diff", "max rel grad diff"]
 
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
@@ -110,7 +111,7 @@ def print_report(results: dict[str, Any]) -> None:
     for case, found in results["state_projection"].items():
         rows.append(
             [
-                f"state projection {case}",
+                case,
                 f"{found['joint_bytes'] / MIB:.1f}",
                 f"{found['shared_bytes'] / MIB:.1f}",
                 f"{found['ratio']:.3f}",
@@ -119,7 +120,7 @@ def print_report(results: dict[str, Any]) -> None:
                 f"{found['max_relative_gradient_difference']:.1e}",
             ]
         )
-    print_table(["", "joint MiB", "shared MiB", "ratio", "targets", "loss diff", "max rel grad diff"], rows)
+    print_table(HEADER, rows)
 
 
 def _verdicts(ratio: float, targets: list[float]) -> str:

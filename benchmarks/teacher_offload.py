@@ -262,7 +262,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="which SmolVLA (here: %(default)s)")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
-    add("--batch-sizes", nargs="+", type=int, default=[1, 8] if on_cpu else [1, 8, 32, 64], help="here: %(default)s")
+    add("--batch-sizes", nargs="+", type=int, default=[8] if on_cpu else [1, 8, 32, 64], help="here: %(default)s")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the teacher's weights; default: both")
     add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 1 (default: %(default)s)")
     add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_memopt import reflow
+    from hf_memopt.activations import ActivationOffloader, OffloadStats, wrap_forward_with_offload
     from hf_memopt.memory import SavedBytes
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
     from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationOffloader",
     "Copier",
+    "OffloadStats",
     "OffloadedTeacher",
     "SavedBytes",
     "StreamCopier",
@@ -24,15 +27,19 @@ __all__ = [
     "TeacherReport",
     "__version__",
     "reflow",
+    "wrap_forward_with_offload",
 ]
 
 _HOMES = {
+    "ActivationOffloader": "hf_memopt.activations",
     "Copier": "hf_memopt.transfer",
+    "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
     "SavedBytes": "hf_memopt.memory",
     "StreamCopier": "hf_memopt.transfer",
     "SyncCopier": "hf_memopt.transfer",
     "TeacherReport": "hf_memopt.teacher",
+    "wrap_forward_with_offload": "hf_memopt.activations",
 }
 
 

@@ -6,7 +6,8 @@
     hf-memopt export --policy outputs/student --output outputs/student_1step --num-steps 1
 
 Every flag of `lerobot-train` works and means what it means there; `--help` lists them. Resume with
-`--config_path=outputs/student/checkpoints/last/pretrained_model/train_config.json --resume=true`.
+`--config_path=outputs/student/checkpoints/last/pretrained_model/train_config.json --resume=true`, and pass the same
+`--gradient_accumulation_steps` again: lerobot's saved configuration has no place for it.
 
 What this adds to lerobot's own training loop:
 
@@ -21,14 +22,17 @@ What this adds to lerobot's own training loop:
 
 import os
 import sys
+import warnings
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lerobot.common.train_utils import load_training_step
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.scripts.lerobot_train import train
+from lerobot.utils.constants import TRAINING_STATE_DIR
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
@@ -75,7 +79,7 @@ def make_accelerator(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> A
 
 
 def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None:
-    """Refuse a run that would end, or be saved, in the middle of an accumulation window.
+    """Refuse a run that would start, end or be saved in the middle of an accumulation window.
 
     Raises:
         ValueError: names the field, its value and the nearest one that works.
@@ -91,6 +95,12 @@ def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None
                 f"{name}={value} counts batches and is no multiple of {ACCUMULATION_FLAG}={num_accumulation_steps}; "
                 f"use --{name}={nearest}"
             )
+    resumed = load_training_step(cfg.checkpoint_path / TRAINING_STATE_DIR) if cfg.resume else 0
+    if resumed % num_accumulation_steps:
+        raise ValueError(
+            f"resumed at step {resumed}, in the middle of a window of {ACCUMULATION_FLAG}={num_accumulation_steps}; "
+            f"pass the --{ACCUMULATION_FLAG} that the run was started with"
+        )
 
 
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
@@ -121,7 +131,10 @@ def main() -> None:
             "and pass it as --policy.path"
         )
     check_windows(cfg, num_accumulation_steps)
-    train(cfg, accelerator=make_accelerator(cfg, num_accumulation_steps))
+    with warnings.catch_warnings():
+        # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        train(cfg, accelerator=make_accelerator(cfg, num_accumulation_steps))
 
 
 if __name__ == "__main__":

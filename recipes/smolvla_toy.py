@@ -49,12 +49,12 @@ POLICY_SETTINGS: dict[str, int | bool | tuple[int, int]] = {
 
 _APPROACH_STEPS = 4
 _PATH_STEPS = 12
-_OBSTACLE_RADIUS = 0.2
-_CLEARANCE = 0.25
+OBSTACLE_RADIUS = 0.15
+_CLEARANCE = 0.4
 _HAND_NOISE = 0.01
-_BACKGROUND = (30, 30, 40)
-_COLORS = {"obstacle": (120, 120, 255), "goal": (60, 220, 60), "agent": (255, 70, 70)}
-_RADII = {"obstacle": _OBSTACLE_RADIUS, "goal": 0.14, "agent": 0.14}
+_BACKGROUND = (128, 128, 128)
+_COLORS = {"obstacle": (0, 0, 255), "goal": (0, 255, 0), "agent": (255, 0, 0)}
+_RADII = {"obstacle": OBSTACLE_RADIUS, "goal": 0.2, "agent": 0.2}
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
 
 
 def _draw_scene(rng: np.random.Generator) -> Scene:
-    start = np.array([-0.8, rng.uniform(-0.5, 0.5)])
-    goal = np.array([0.8, rng.uniform(-0.5, 0.5)])
+    start = np.array([-0.8, rng.uniform(-0.35, 0.35)])
+    goal = np.array([0.8, rng.uniform(-0.35, 0.35)])
     obstacle = start + 0.62 * (goal - start)
     return Scene(*(point.astype(np.float32) for point in (start, goal, obstacle)))
 
@@ -243,7 +243,7 @@ def _ideal_path(scene: Scene, side: int) -> FloatArray:
     decided = np.clip(np.arange(_PATH_STEPS + 1) - _APPROACH_STEPS, 0, None) / (_PATH_STEPS - _APPROACH_STEPS)
     direction = scene.goal - scene.start
     normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
-    swerve = np.sin(np.pi * decided)[:, None] * (_OBSTACLE_RADIUS + _CLEARANCE)
+    swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
     return scene.start + progress * direction + side * swerve * normal
 
 

@@ -436,6 +436,7 @@ def test_copies_and_pickles_carry_no_teacher_and_can_train(make: Make, batch: An
         assert twin.teacher_report() is None
         assert torch.equal(twin(batch, noise=noise, time=time)[0], loss)
         assert twin.load_teacher_model() is not policy.load_teacher_model()
+        assert twin._teacher._config is twin.config
 
 
 def test_update_prefetches_and_the_next_step_uses_it(make: Make, batch: Any) -> None:

@@ -85,7 +85,10 @@ def evaluate_reflow(
     """
     reference_steps = teacher.config.num_steps
     noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
-    references = [_sample(teacher, observe(teacher, b), z, reference_steps)[-1] for b, z in _paired(batches, noises)]
+    references = [
+        sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
+        for batch, noise in _paired(batches, noises)
+    ]
     sides = {
         name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
         for name, policy in (("teacher", teacher), ("student", student))
@@ -143,9 +146,9 @@ def _evaluate_model(
         list(_paired(batches, noises, references)), desc=f"evaluate {name}", unit="batch"
     ):
         observation = observe(policy, batch)
-        paths.append(_sample(policy, observation, noise, reference_steps)[..., :dims])
+        paths.append(sample_trajectory(policy, observation, noise, reference_steps)[..., :dims])
         for steps in num_steps:
-            actions = _sample(policy, observation, noise, steps)[-1]
+            actions = sample_trajectory(policy, observation, noise, steps)[-1]
             errors[steps].append((actions - reference)[..., :dims].flatten())
             action_errors[steps].append(_valid(actions[..., :dims] - batch[ACTION], batch))
     path = torch.cat(paths, dim=1)
@@ -162,7 +165,7 @@ def _evaluate_model(
     )
 
 
-def _sample(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
+def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
     """The states from noise to actions that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`."""
     recorder = _Recorder()
     with _sampling(policy, num_steps, recorder):
@@ -199,7 +202,7 @@ def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: _Recorder | None 
 def _spread(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int, dims: int) -> float:
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randn(noise.shape, generator=generator).to(noise.device) for _ in range(_NUM_SPREAD_SAMPLES)]
-    samples = torch.stack([_sample(policy, observation, draw, num_steps)[-1] for draw in draws])
+    samples = torch.stack([sample_trajectory(policy, observation, draw, num_steps)[-1] for draw in draws])
     return samples[..., :dims].std(dim=0).mean().item()
 
 

@@ -1,5 +1,6 @@
 """The teacher of one SmolVLA student: found, checked, loaded on first use and kept out of the student's sight."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -117,7 +118,8 @@ class ReflowTeacher:
         return None if self._offloaded is None else self._offloaded.report()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReflowTeacher":
-        return ReflowTeacher(self._config, self._copier)
+        # Through `memo`, so that the copied student and its teacher go on sharing one configuration.
+        return ReflowTeacher(copy.deepcopy(self._config, memo), self._copier)
 
     def __reduce__(self) -> Any:
         return ReflowTeacher, (self._config,)

@@ -1,0 +1,105 @@
+"""The demo's figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from hf_memopt.recipes import smolvla_toy as toy
+from hf_memopt.recipes.demo_measurements import Scene
+from matplotlib.axes import Axes
+from matplotlib.patches import Circle
+
+COLORS = {"teacher": "tab:blue", "student": "tab:orange"}
+HOLDERS = {
+    "student weights": "#4c72b0",
+    "optimizer state": "#8172b3",
+    "gradients": "#937860",
+    "saved activations": "#dd8452",
+    "teacher weights": "#c44e52",
+    "shared prefix": "#55a868",
+}
+
+
+def draw_errors(evaluation: dict[str, Any], file: Path) -> None:
+    """Error against the teacher's own sampling, and against the data, by number of Euler steps."""
+    figure, (to_teacher, to_data) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, color in COLORS.items():
+        for axes, key in ((to_teacher, "error"), (to_data, "action_error")):
+            steps = sorted(evaluation[name][key])
+            axes.plot(range(len(steps)), [evaluation[name][key][s] for s in steps], "o-", color=color, label=name)
+            axes.set_xticks(range(len(steps)), [str(s) for s in steps])
+            axes.set_xlabel("Euler steps")
+    to_teacher.set_title(f"Difference to the teacher's {evaluation['teacher_num_steps']}-step actions")
+    to_data.set_title("Difference to the demonstrations")
+    to_teacher.set_ylabel("RMSE, normalised actions")
+    for axes in (to_teacher, to_data):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    _save(figure, file)
+
+
+def draw_paths(scenes: Sequence[Scene], file: Path) -> None:
+    """Sampled action chunks past the obstacle: one row per observation, one column per sampler."""
+    titles = list(scenes[0].paths)
+    size = (3.6 * len(titles), 3.2 * len(scenes))
+    figure, grid = plt.subplots(len(scenes), len(titles), figsize=size, layout="constrained", squeeze=False)
+    for row, scene in zip(grid, scenes, strict=True):
+        for axes, (title, paths) in zip(row, scene.paths.items(), strict=True):
+            _draw_scene(axes, scene)
+            for path in paths:
+                axes.plot(path[:, 0], path[:, 1], "-", color=COLORS[title.split(",")[0]], alpha=0.35, linewidth=1)
+            axes.set_title(title)
+    figure.suptitle("Sampled action chunks (24 draws of noise): agent red, obstacle blue, goal green")
+    _save(figure, file)
+
+
+def draw_learning(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
+    """Training losses as lerobot logged them."""
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), color=COLORS[name], label=f"{name}: {_LOSSES[name]}")
+    axes.set_xlabel("batches")
+    axes.set_ylabel("loss")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    _save(figure, file)
+
+
+_LOSSES = {"teacher": "flow matching on the data", "student": "reflow on the teacher's couplings"}
+
+
+def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> None:
+    """What is held on the device in each phase of a step, by design."""
+    designs, phases = list(memory), list(next(iter(memory.values())))
+    figure, row = plt.subplots(1, len(phases), figsize=(13, 4.5), layout="constrained", sharey=True)
+    for axes, phase in zip(row, phases, strict=True):
+        bottoms = [0.0] * len(designs)
+        for holder, color in HOLDERS.items():
+            heights = [memory[design][phase].get(holder, 0) / 2**20 for design in designs]
+            axes.bar(range(len(designs)), heights, bottom=bottoms, color=color, label=holder)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.set_title(phase)
+        axes.set_xticks(range(len(designs)), [design.replace(" ", "\n") for design in designs], fontsize=8)
+    row[0].set_ylabel("MiB on the device")
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(HOLDERS))
+    _save(figure, file)
+
+
+def _draw_scene(axes: Axes, scene: Scene) -> None:
+    for center, radius, color in ((scene.obstacle, toy.OBSTACLE_RADIUS, "blue"), (scene.goal, 0.06, "green")):
+        axes.add_patch(Circle((float(center[0]), float(center[1])), radius, color=color, alpha=0.3))
+    axes.plot(*scene.agent, "o", color="red")
+    axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
+
+
+def _save(figure: plt.Figure, file: Path) -> None:
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,163 @@
+"""What the demo measures on its trained policies."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from hf_memopt.recipes import smolvla_toy as toy
+from lerobot.datasets import LeRobotDatasetMetadata
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from torch import Tensor, nn
+
+from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.evaluation import (
+    ReflowEvaluation,
+    evaluate_reflow,
+    held_out_batches,
+    sample_trajectory,
+)
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.prefix import SharedPrefix, observe
+from hf_memopt.memory import SavedBytes
+
+NUM_SCENES = 3
+NUM_DRAWS = 24
+# The frame before the paths part, where nothing seen yet tells which side it will be.
+DECISIVE_FRAME = 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One observation and what three samplers make of it; paths are `(draws, chunk, 2)` in the dataset's units."""
+
+    agent: Tensor
+    obstacle: Tensor
+    goal: Tensor
+    paths: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The trained policies of one demo and observations that none of them was trained on."""
+
+    folder: Path
+    teacher: SmolVLAPolicy
+    exported: SmolVLAPolicy
+    batches: list[dict[str, Tensor]]
+    held_out: Sequence[int]
+    seed: int
+
+    @classmethod
+    def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
+        """Read what the demo's earlier stages left in its folder."""
+        student = resolve_checkpoint(folder / "student")
+        return cls(
+            folder,
+            load_policy(resolve_checkpoint(folder / "teacher")),
+            load_policy(folder / "student_1step"),
+            held_out_batches(student, toy.REPO_ID, folder / "toy" / "dataset", held_out),
+            held_out,
+            seed,
+        )
+
+    def evaluation(self) -> ReflowEvaluation:
+        """The exported student against its teacher."""
+        return evaluate_reflow(self.exported, self.teacher, self.batches)
+
+    def memory(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes by design, phase and holder, in one training step of the first batch.
+
+        The second design is the widespread one: the student's forward first, then the whole teacher beside its
+        activations.
+        """
+        joint, shared = self._step_bytes("off"), self._step_bytes("on")
+        trained = sum(parameter.nbytes for parameter in self.exported.parameters() if parameter.requires_grad)
+        fixed = {"student weights": _num_bytes(self.exported), "optimizer state": 2 * trained}
+        step = {**fixed, "gradients": trained}
+        whole = {"teacher weights": joint["teacher weights"]}
+        activations = {"saved activations": joint["saved activations"]}
+        return {
+            "teacher resident": {
+                "teacher": {**fixed, **whole},
+                "forward+backward": {**step, **whole, **activations},
+                "optimizer": {**step, **whole},
+                "between steps": {**fixed, **whole},
+            },
+            "whole teacher there and back": {
+                "teacher": {**fixed, **whole, **activations},
+                "forward+backward": {**step, **activations},
+                "optimizer": step,
+                "between steps": fixed,
+            },
+            "swap": {
+                "teacher": {**fixed, **whole},
+                "forward+backward": {**step, **activations},
+                "optimizer": step,
+                "between steps": fixed,
+            },
+            "swap + shared prefix": {
+                "teacher": {**fixed, **{key: shared[key] for key in ("teacher weights", "shared prefix")}},
+                "forward+backward": {**step, "saved activations": shared["saved activations"]},
+                "optimizer": step,
+                "between steps": fixed,
+            },
+        }
+
+    def sampled_paths(self) -> list[Scene]:
+        """Samples for the decisive frame of the first held-out episodes."""
+        return [self._scene(episode) for episode in self.held_out[:NUM_SCENES]]
+
+    def _step_bytes(self, share_prefix: str) -> dict[str, int]:
+        folder = resolve_checkpoint(self.folder / "student")
+        config = load_config(folder)
+        config.share_prefix = share_prefix
+        student = SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+        with SavedBytes(student.parameters()) as saved:
+            student(self.batches[0])
+        report = student.teacher_report()
+        assert report is not None
+        prefix = SharedPrefix(student.model, observe(student, self.batches[0]))
+        return {
+            "teacher weights": report.host_bytes,
+            "saved activations": saved.total_bytes,
+            "shared prefix": prefix.num_bytes,
+        }
+
+    def _scene(self, episode: int) -> Scene:
+        demonstration = next(islice(toy.demonstrations(episode + 1, self.seed), episode, None))
+        batches = held_out_batches(
+            resolve_checkpoint(self.folder / "student"), toy.REPO_ID, self.folder / "toy" / "dataset", [episode]
+        )
+        frame = {k: v[DECISIVE_FRAME : DECISIVE_FRAME + 1] for k, v in batches[0].items() if isinstance(v, Tensor)}
+        many = {key: value.expand(NUM_DRAWS, *value.shape[1:]) for key, value in frame.items()}
+        scene = demonstration.scene
+        return Scene(
+            torch.from_numpy(demonstration.positions[DECISIVE_FRAME]),
+            torch.from_numpy(scene.obstacle),
+            torch.from_numpy(scene.goal),
+            {
+                "teacher, 10 steps": self._paths(self.teacher, many, 10),
+                "teacher, 1 step": self._paths(self.teacher, many, 1),
+                "student, 1 step": self._paths(self.exported, many, 1),
+            },
+        )
+
+    def _paths(self, policy: SmolVLAPolicy, batch: dict[str, Tensor], num_steps: int) -> Tensor:
+        shape = (NUM_DRAWS, policy.config.chunk_size, policy.config.max_action_dim)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        actions = sample_trajectory(policy, observe(policy, batch), noise, num_steps)[-1, ..., :2]
+        stats = LeRobotDatasetMetadata(toy.REPO_ID, root=self.folder / "toy" / "dataset").stats["action"]
+        return actions * torch.as_tensor(stats["std"]).float() + torch.as_tensor(stats["mean"]).float()
+
+
+def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
+    """(step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
+    losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
+    return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

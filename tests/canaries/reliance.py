@@ -1,0 +1,22 @@
+"""Which module of the project relies on what a canary watches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+INTEGRATION = "hf_memopt/integrations/lerobot"
+PREFIX = f"{INTEGRATION}/prefix.py"
+MODELING = f"{INTEGRATION}/modeling_smolvla_reflow.py"
+TEACHER = f"{INTEGRATION}/teacher.py"
+CHECKPOINTS = f"{INTEGRATION}/checkpoints.py"
+RECIPE = "recipes/reflow_smolvla.py"
+
+
+@contextmanager
+def relied_on_by(module: str) -> Iterator[None]:
+    """Any exception in here fails the test with a message that names `module`."""
+    try:
+        yield
+    except Exception as error:
+        pytest.fail(f"{module} relies on what has changed here: {type(error).__name__}: {error}")

@@ -1,0 +1,188 @@
+"""What this project relies on in lerobot's commands and in accelerate. A failure names who relies on it."""
+
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from draccus.utils import ParsingError
+from lerobot.configs import PreTrainedConfig
+from lerobot.configs.parser import load_plugin
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from lerobot.policies import make_policy
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.scripts.lerobot_train import update_policy
+from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+from lerobot_runs import PLUGIN, lerobot_train, new_process, run, train_flags, weights
+from reliance import CHECKPOINTS, INTEGRATION, MODELING, PREFIX, RECIPE, relied_on_by
+from safetensors.torch import load_file
+
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+
+pytestmark = pytest.mark.canary
+
+
+def test_from_pretrained_takes_a_config_and_strict() -> None:
+    with relied_on_by(CHECKPOINTS):
+        parameters = inspect.signature(SmolVLAPolicy.from_pretrained).parameters
+        assert {"config", "strict"} <= parameters.keys()
+        assert not parameters["strict"].default
+
+
+class Recorder:
+    """Stands for every object of a training step and writes down what is called."""
+
+    def __init__(self, calls: list[str], name: str) -> None:
+        self._calls, self._name = calls, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
+            self._calls.append(f"{self._name}.{attribute}")
+            if attribute == "forward":
+                return torch.tensor(1.0), {"loss": 1.0, "teacher_own_gib": 0.5}
+            if attribute == "autocast":
+                return torch.autocast("cpu", enabled=False)
+            return arguments[0] if attribute == "unwrap_model" else torch.tensor(1.0)
+
+        return call
+
+
+def test_order_of_a_training_step() -> None:
+    calls: list[str] = []
+    policy, optimizer, scheduler, accelerator = (
+        Recorder(calls, name) for name in ("policy", "optimizer", "scheduler", "accelerator")
+    )
+    optimizer.param_groups = [{"lr": 0.1}]  # type: ignore[attr-defined]
+    accelerator.num_processes = 1  # type: ignore[attr-defined]
+    policy.update = lambda: calls.append("policy.update")  # type: ignore[attr-defined]
+    meters = {name: AverageMeter(name) for name in ("loss", "grad_norm", "lr", "update_s")}
+    tracker = MetricsTracker(1, 10, 1, meters, accelerator=accelerator)
+    with relied_on_by(f"{RECIPE} and {MODELING}"):
+        tracker, _ = update_policy(tracker, policy, {}, optimizer, 1.0, accelerator, lr_scheduler=scheduler)
+        watched = ("forward", "backward", "clip_grad_norm_", "step", "zero_grad", "update")
+        assert [call for call in calls if call.split(".")[1] in watched] == [
+            "policy.forward",
+            "accelerator.backward",
+            "accelerator.clip_grad_norm_",
+            "optimizer.step",
+            "optimizer.zero_grad",
+            "scheduler.step",
+            "policy.update",
+        ]
+        # Numbers that forward returns are logged.
+        assert "teacher_own_gib:0.5" in str(tracker)
+
+
+def test_accelerators_windows() -> None:
+    with new_process(()), relied_on_by(RECIPE):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+        seen = []
+        for _ in range(4):
+            accelerator._do_sync()
+            accelerator.backward(weight.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((accelerator.sync_gradients, weight.item()))
+        # Half of each batch's gradient counts, and only a window's end updates and clears.
+        assert seen == [(False, 1), (True, 0), (False, 0), (True, -1)]
+        assert isinstance(accelerator._models, list)
+
+
+def test_make_policy_passes_the_datasets_statistics(
+    toy_student: Path, toy_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def from_pretrained(**kwargs: Any) -> torch.nn.Module:
+        given.update(kwargs)
+        return torch.nn.Identity()
+
+    monkeypatch.setattr(SmolVLAReflowPolicy, "from_pretrained", from_pretrained)
+    config = PreTrainedConfig.from_pretrained(toy_student)
+    config.pretrained_path = toy_student
+    metadata = LeRobotDatasetMetadata("local/toy", root=toy_dataset)
+    with relied_on_by(MODELING):
+        make_policy(config, ds_meta=metadata)
+        assert given["dataset_stats"] == metadata.stats
+        assert {"mean", "std", "min", "max"} <= metadata.stats["action"].keys()
+
+
+def test_policy_is_found_by_its_configs_name() -> None:
+    with relied_on_by(f"{INTEGRATION} (file and class names)"):
+        assert get_policy_class("smolvla_reflow") is SmolVLAReflowPolicy
+
+
+def test_plugin_loading_imports_every_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "canary_plugin"
+    package.mkdir()
+    for name in ("__init__", "configuration_x", "other"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with relied_on_by(f"{INTEGRATION} (each of its modules must import on its own)"):
+        load_plugin("canary_plugin")
+        assert {"canary_plugin.configuration_x", "canary_plugin.other"} <= sys.modules.keys()
+
+
+def test_layout_of_saved_statistics(toy_teacher: Path) -> None:
+    with relied_on_by(CHECKPOINTS):
+        steps = json.loads((toy_teacher / "policy_preprocessor.json").read_text())["steps"]
+        (normalizer,) = [step for step in steps if step["registry_name"] == "normalizer_processor"]
+        state = load_file(toy_teacher / normalizer["state_file"])
+        assert state["action.mean"].shape == state["observation.state.std"].shape == (2,)
+        assert (toy_teacher / "policy_postprocessor.json").is_file()
+
+
+def test_bad_configuration_carries_its_reason(toy_student: Path, tmp_path: Path) -> None:
+    config = json.loads((toy_student / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "share_prefix": "perhaps"}))
+    with pytest.raises(ParsingError) as caught:
+        PreTrainedConfig.from_pretrained(tmp_path)
+    with relied_on_by(CHECKPOINTS):
+        assert "share_prefix='perhaps' is unknown" in str(caught.value.__cause__)
+
+
+def test_fine_tuning_replaces_the_normalisers_statistics(
+    toy_teacher: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason for comparing the teacher's statistics with the dataset's."""
+    load_stats = LeRobotDatasetMetadata.__init__
+
+    def shifted(self: LeRobotDatasetMetadata, *arguments: Any, **kwargs: Any) -> None:
+        load_stats(self, *arguments, **kwargs)
+        self.stats["action"]["mean"] = self.stats["action"]["mean"] + 5
+
+    monkeypatch.setattr(LeRobotDatasetMetadata, "__init__", shifted)
+    run(lerobot_train, *train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=1))
+    name = "policy_preprocessor_step_5_normalizer_processor.safetensors"
+    saved = load_file(tmp_path / "run" / "checkpoints" / "last" / "pretrained_model" / name)
+    with relied_on_by(f"{CHECKPOINTS} (check_same_statistics)"):
+        assert (saved["action.mean"] - load_file(toy_teacher / name)["action.mean"]).min() > 4
+
+
+def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:
+    """It restores the random generators before its data loader draws from them."""
+    run(lerobot_train, PLUGIN, *train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=3), "--save_freq=2")
+    uninterrupted = weights(tmp_path / "run")
+    config = tmp_path / "run" / "checkpoints" / "000002" / "pretrained_model" / "train_config.json"
+    run(lerobot_train, f"--config_path={config}", "--resume=true")
+    name = "model.action_out_proj.weight"
+    with relied_on_by("tests/test_lerobot_training.py (exact_resume, which can go once this is exact)"):
+        assert not torch.equal(weights(tmp_path / "run")[name], uninterrupted[name])
+
+
+def test_a_canary_names_who_relies_on_it() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"prefix.py relies on what has changed here: AttributeError"):
+        with relied_on_by(PREFIX):
+            _ = SimpleNamespace().gone

@@ -1,0 +1,44 @@
+"""Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch and huggingface_hub are imported. Tests run side by side, so that more threads only get in each other's
+# way, and no test may depend on the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the toy VLM."""
+    from hf_memopt.recipes.smolvla_toy import write_vlm
+
+    return write_vlm(tmp_path_factory.mktemp("toy") / "vlm")
+
+
+@pytest.fixture(scope="session")
+def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the toy dataset: 4 episodes of 12 frames. Read only."""
+    from hf_memopt.recipes.smolvla_toy import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("toy") / "dataset", num_episodes=4, seed=0)
+
+
+@pytest.fixture(scope="session")
+def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint folder of a stock SmolVLA that lerobot trained and saved. Read only."""
+    from hf_memopt.recipes.smolvla_toy import policy_flags
+    from lerobot_runs import train_teacher
+
+    return train_teacher(policy_flags(toy_vlm), toy_dataset, tmp_path_factory.mktemp("toy") / "teacher")
+
+
+@pytest.fixture(scope="session")
+def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint folder of an untrained student of `toy_teacher`. Read only."""
+    from hf_memopt.integrations.lerobot.students import prepare_student
+
+    return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")

@@ -1,0 +1,130 @@
+"""Commands of lerobot and of this project, run in this process as a shell would run them in a new one."""
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from draccus.wrappers import docstring
+from hf_memopt.recipes.smolvla_toy import dataset_flags
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.scripts.lerobot_train import main as lerobot_train
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+
+# lerobot's command lines look up the comment above each field of every configuration class, in its source, each time.
+docstring.get_attribute_docstring = functools.cache(docstring.get_attribute_docstring)
+
+PLUGIN = "--discover_packages_path=hf_memopt.integrations.lerobot"
+# A constant learning rate, so that runs of different lengths make comparable updates; SGD, because Adam's first steps
+# are the signs of gradients, which rounding can flip.
+PLAIN_SGD = (
+    "--use_policy_training_preset=false",
+    "--optimizer.type=sgd",
+    "--optimizer.lr=0.02",
+    "--optimizer.grad_clip_norm=1",
+    "--scheduler.type=constant_with_warmup",
+    "--scheduler.num_warmup_steps=0",
+)
+
+
+def run(command: Callable[[], Any], *flags: str) -> str:
+    """Run a command that reads `sys.argv`, and return what it wrote to standard error, its log included."""
+    with new_process(flags) as log:
+        command()
+    return log.getvalue()
+
+
+def train_flags(student: Path, dataset: Path, output: Path, *, steps: int, batch_size: int = 2) -> list[str]:
+    """The flags of a short run on the CPU that logs every step and saves at the end."""
+    return [
+        f"--policy.path={student}",
+        "--policy.device=cpu",
+        "--policy.push_to_hub=false",
+        *dataset_flags(dataset),
+        f"--steps={steps}",
+        f"--batch_size={batch_size}",
+        "--log_freq=1",
+        f"--output_dir={output}",
+    ]
+
+
+def train_teacher(vlm_flags: list[str], dataset: Path, output: Path) -> Path:
+    """Train a stock SmolVLA for three steps; returns its `pretrained_model` folder."""
+    flags = [*vlm_flags, "--policy.device=cpu", *dataset_flags(dataset), "--batch_size=4", "--steps=3"]
+    run(lerobot_train, *flags, f"--output_dir={output}")
+    return output / "checkpoints" / "last" / "pretrained_model"
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint folder, or in the last checkpoint of a training output folder."""
+    last = folder / "checkpoints" / "last" / "pretrained_model"
+    return load_file((last if last.exists() else folder) / "model.safetensors")
+
+
+def logged(log: str, figure: str) -> list[float]:
+    """The values of one figure in a run's log, one for each logged step."""
+    words = [word for line in log.splitlines() if " step:" in line for word in line.split()]
+    return [float(word.removeprefix(f"{figure}:")) for word in words if word.startswith(f"{figure}:")]
+
+
+def pin_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make noise and time functions of the frame, so that runs can be compared that visit frames in other groups."""
+    for policy in (SmolVLAPolicy, SmolVLAReflowPolicy):
+        monkeypatch.setattr(policy, "forward", _with_pinned_draws(policy.forward))
+
+
+def _with_pinned_draws(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def pinned(
+        self: SmolVLAPolicy, batch: dict[str, Tensor], noise: Any = None, time: Any = None, **kwargs: Any
+    ) -> Any:
+        if noise is None:
+            shape = (self.config.chunk_size, self.config.max_action_dim)
+            generators = [torch.Generator().manual_seed(index) for index in batch["index"].tolist()]
+            noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+            time = torch.stack([torch.rand((), generator=generator) for generator in generators])
+        return forward(self, batch, noise=noise, time=time, **kwargs)
+
+    return pinned
+
+
+@contextlib.contextmanager
+def new_process(flags: tuple[str, ...]) -> Iterator[io.StringIO]:
+    """What a command changes in its process, as a new process has it, and as it was afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    argv, environment = sys.argv, os.environ.copy()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    benchmark, tf32 = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
+    sys.argv = ["command", *flags]
+    _forget_accelerator()
+    try:
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(io.StringIO()) as log:
+            yield log
+    finally:
+        _forget_accelerator()
+        torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = benchmark, tf32
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _forget_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,193 @@
+"""Imports point one way: each part of the project imports only what lies below it, and few libraries."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import hf_memopt
+
+ROOT = Path(__file__).parent.parent
+
+# From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
+LAYERS = (
+    ("transfer", "reflow", "memory"),
+    ("activations", "teacher"),
+    ("integrations.lerobot", "callbacks"),
+    ("recipes",),
+)
+LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+
+# What each part may import besides the standard library; recipes may import anything.
+LIBRARIES = {
+    "transfer": {"torch"},
+    "reflow": {"torch"},
+    "memory": {"torch", "psutil"},
+    "activations": {"torch"},
+    "teacher": {"torch"},
+    "integrations": set(),
+    "integrations.lerobot": {
+        "torch",
+        "transformers",
+        "lerobot",
+        "safetensors",
+        "huggingface_hub",
+        "httpx",
+        "draccus",
+        "tqdm",
+    },
+    "callbacks": {"torch", "transformers"},
+}
+
+# The package's face and its command name everything, so they import nothing before it is used.
+LAZY = ("", "cli")
+
+
+class Import(NamedTuple):
+    module: str
+    deferred: bool  # inside a function, or for type checkers only
+
+
+def test_the_repository_imports_one_way() -> None:
+    assert len(list(_sources(ROOT))) > 20
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("hf_memopt/transfer/planted.py", "import hf_memopt.teacher.offload", "'transfer' may not import 'teacher'"),
+        ("hf_memopt/transfer/planted.py", "from ..memory import SavedBytes", "'transfer' may not import 'memory'"),
+        ("hf_memopt/teacher/planted.py", "from hf_memopt import recipes", "'teacher' may not import 'recipes'"),
+        ("hf_memopt/teacher/planted.py", "def f():\n    import hf_memopt.callbacks", "may not import 'callbacks'"),
+        ("hf_memopt/teacher/planted.py", "from hf_memopt import SavedBytes", "may not import 'SavedBytes'"),
+        ("hf_memopt/teacher/planted.py", "def f():\n    import transformers.utils", "the library transformers"),
+        ("hf_memopt/integrations/__init__.py", "import lerobot", "'integrations' may not import the library lerobot"),
+        ("hf_memopt/integrations/other/planted.py", "import torch", "unknown part 'integrations.other'"),
+        ("hf_memopt/novel.py", "import torch", "unknown part 'novel'"),
+        ("hf_memopt/cli.py", "import torch", "imports torch before it is used"),
+        ("hf_memopt/cli.py", "from hf_memopt.teacher import OffloadedTeacher", "before it is used"),
+        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.recipes import toy", "'cli' may not import 'recipes'"),
+        ("hf_memopt/__init__.py", "if True:\n    import torch", "imports torch before it is used"),
+        ("callbacks/planted.py", "from hf_memopt.recipes import toy", "'callbacks' may not import 'recipes'"),
+        ("callbacks/planted.py", "import hf_memopt.integrations.lerobot", "may not import 'integrations.lerobot'"),
+        ("callbacks/planted.py", "import lerobot.utils", "'callbacks' may not import the library lerobot"),
+        ("recipes/planted.py", "import callbacks.logging", "import hf_memopt.callbacks instead"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, complaint: str) -> None:
+    _plant(tmp_path, file, source)
+    (found,) = violations(tmp_path)
+    assert file in found
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("hf_memopt/teacher/planted.py", "import json\nfrom . import weights\nfrom ..transfer import Copier"),
+        ("hf_memopt/integrations/lerobot/planted.py", "from lerobot import configs\nfrom hf_memopt import reflow"),
+        ("hf_memopt/__init__.py", "if TYPE_CHECKING:\n    from hf_memopt.teacher import OffloadedTeacher"),
+        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.integrations.lerobot import students"),
+        ("callbacks/planted.py", "import transformers\nfrom hf_memopt import SavedBytes"),
+        ("recipes/planted.py", "import numpy, hf_memopt\nfrom hf_memopt.callbacks import logging"),
+    ],
+)
+def test_what_is_allowed_is_not_complained_of(tmp_path: Path, file: str, source: str) -> None:
+    _plant(tmp_path, file, source)
+    assert violations(tmp_path) == []
+
+
+def test_public_names_are_found_where_they_live() -> None:
+    for name in hf_memopt.__all__:
+        assert name in dir(hf_memopt)
+        assert getattr(hf_memopt, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'Missing'"):
+        _ = hf_memopt.Missing
+
+
+def violations(root: Path) -> list[str]:
+    """One line for each import below `root` that breaks a rule."""
+    found = []
+    for file, module in _sources(root):
+        importer = _part(module)
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        for imported in _imports(ast.parse(file.read_text()), package):
+            complaint = _complaint(importer, imported)
+            if complaint:
+                found.append(f"{file.relative_to(root)}: {complaint}")
+    return found
+
+
+def _complaint(importer: str, imported: Import) -> str | None:
+    library = imported.module.partition(".")[0]
+    if library in ("callbacks", "recipes"):
+        return f"import hf_memopt.{library} instead of {library}, which is no module once installed"
+    if importer not in {*LAYER, *LIBRARIES, *LAZY}:
+        return f"unknown part {importer!r}; give it a place in LAYERS and LIBRARIES"
+    if library == "hf_memopt":
+        return _complaint_about_part(importer, _part(imported.module), imported)
+    if library in sys.stdlib_module_names or importer == "recipes":
+        return None
+    if importer in LAZY:
+        return f"{importer or 'hf_memopt'!r} imports {library} before it is used"
+    return None if library in LIBRARIES[importer] else f"{importer!r} may not import the library {library}"
+
+
+def _complaint_about_part(importer: str, part: str, imported: Import) -> str | None:
+    if part in (importer, "__version__"):
+        return None
+    if importer in LAZY:
+        allowed = LAYER.get(part, 0) < LAYER["callbacks"] or part == "integrations.lerobot"
+        if allowed and not imported.deferred:
+            return f"{importer!r} imports {imported.module} before it is used"
+    elif part in LAYER:
+        allowed = LAYER[part] < LAYER.get(importer, 0)
+    else:  # a public name, for those who use the library from outside
+        allowed = part in ("", *hf_memopt.__all__) and importer in ("callbacks", "recipes")
+    return None if allowed else f"{importer!r} may not import {part!r}"
+
+
+def _sources(root: Path) -> Iterator[tuple[Path, str]]:
+    """Every source file and the name of the module that it is installed as."""
+    for folder, package in (("hf_memopt", ""), ("callbacks", "hf_memopt."), ("recipes", "hf_memopt.")):
+        for file in sorted((root / folder).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            yield file, package + ".".join(parts).removesuffix(".__init__")
+
+
+def _part(module: str) -> str:
+    """`hf_memopt.teacher.offload` is of part `teacher`; integrations are parts of their own."""
+    _, *names = module.split(".")
+    return ".".join(names[: 2 if names[:1] == ["integrations"] else 1])
+
+
+def _imports(node: ast.AST, package: str, deferred: bool = False) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, deferred) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (Import(name, deferred) for name in _imported_from(node, package))
+    deferred = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_type_checkers(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, package, deferred)
+
+
+def _imported_from(node: ast.ImportFrom, package: str) -> Iterator[str]:
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*above, base] if base else above)
+    return (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _plant(root: Path, file: str, source: str) -> None:
+    path = root / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
