@@ -38,7 +38,7 @@ def draw_errors(evaluation: dict[str, Any], file: Path) -> None:
     to_data.set_title("Difference to the demonstrations")
     to_teacher.set_ylabel("RMSE, normalised actions")
     for axes in (to_teacher, to_data):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
         axes.legend()
     _save(figure, file)
@@ -53,7 +53,8 @@ def draw_paths(scenes: Sequence[Scene], file: Path) -> None:
         for axes, (title, paths) in zip(row, scene.paths.items(), strict=True):
             _draw_scene(axes, scene)
             for path in paths:
-                axes.plot(path[:, 0], path[:, 1], "-", color=COLORS[title.split(",")[0]], alpha=0.35, linewidth=1)
+                color = COLORS[title.split(",")[0]]
+                axes.plot(path[:, 0], path[:, 1], ".-", color=color, alpha=0.4, linewidth=0.7, markersize=5)
             axes.set_title(title)
     figure.suptitle("Sampled action chunks (24 draws of noise): agent red, obstacle blue, goal green")
     _save(figure, file)
@@ -87,6 +88,8 @@ def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> Non
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.set_title(phase)
         axes.set_xticks(range(len(designs)), [design.replace(" ", "\n") for design in designs], fontsize=8)
+    totals = [sum(holders.values()) for by_phase in memory.values() for holders in by_phase.values()]
+    row[0].set_ylim(0, 1.05 * max(totals) / 2**20)
     row[0].set_ylabel("MiB on the device")
     handles, labels = row[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(HOLDERS))

@@ -58,7 +58,7 @@ class Demo:
             folder,
             load_policy(resolve_checkpoint(folder / "teacher")),
             load_policy(folder / "student_1step"),
-            held_out_batches(student, toy.REPO_ID, folder / "toy" / "dataset", held_out),
+            held_out_batches(student, toy.REPO_ID, folder / "toy" / "dataset", held_out, max_observations=120),
             held_out,
             seed,
         )
@@ -70,40 +70,18 @@ class Demo:
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
         """Bytes by design, phase and holder, in one training step of the first batch.
 
-        The second design is the widespread one: the student's forward first, then the whole teacher beside its
-        activations.
+        The target comes before the student's forward in every design, since the student trains on it; so a teacher
+        that is moved whole holds the same bytes whether it is copied back or dropped.
         """
         joint, shared = self._step_bytes("off"), self._step_bytes("on")
         trained = sum(parameter.nbytes for parameter in self.exported.parameters() if parameter.requires_grad)
         fixed = {"student weights": _num_bytes(self.exported), "optimizer state": 2 * trained}
-        step = {**fixed, "gradients": trained}
-        whole = {"teacher weights": joint["teacher weights"]}
-        activations = {"saved activations": joint["saved activations"]}
+        teacher = {"teacher weights": joint["teacher weights"]}
+        own_teacher = {key: shared[key] for key in ("teacher weights", "shared prefix")}
         return {
-            "teacher resident": {
-                "teacher": {**fixed, **whole},
-                "forward+backward": {**step, **whole, **activations},
-                "optimizer": {**step, **whole},
-                "between steps": {**fixed, **whole},
-            },
-            "whole teacher there and back": {
-                "teacher": {**fixed, **whole, **activations},
-                "forward+backward": {**step, **activations},
-                "optimizer": step,
-                "between steps": fixed,
-            },
-            "swap": {
-                "teacher": {**fixed, **whole},
-                "forward+backward": {**step, **activations},
-                "optimizer": step,
-                "between steps": fixed,
-            },
-            "swap + shared prefix": {
-                "teacher": {**fixed, **{key: shared[key] for key in ("teacher weights", "shared prefix")}},
-                "forward+backward": {**step, "saved activations": shared["saved activations"]},
-                "optimizer": step,
-                "between steps": fixed,
-            },
+            "teacher resident": _phases(fixed, teacher, trained, joint["saved activations"], resident=teacher),
+            "teacher swapped in": _phases(fixed, teacher, trained, joint["saved activations"], resident={}),
+            "swap + shared prefix": _phases(fixed, own_teacher, trained, shared["saved activations"], resident={}),
         }
 
     def sampled_paths(self) -> list[Scene]:
@@ -157,6 +135,18 @@ def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
     """(step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
     losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
     return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
+
+
+def _phases(
+    fixed: dict[str, int], teacher: dict[str, int], trained: int, saved: int, resident: dict[str, int]
+) -> dict[str, dict[str, int]]:
+    step = {**fixed, **resident, "gradients": trained}
+    return {
+        "teacher": {**fixed, **teacher},
+        "forward+backward": {**step, "saved activations": saved},
+        "optimizer": step,
+        "between steps": {**fixed, **resident},
+    }
 
 
 def _num_bytes(module: nn.Module) -> int:

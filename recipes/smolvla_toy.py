@@ -303,8 +303,8 @@ def policy_flags(vlm: Path) -> list[str]:
 
 
 def dataset_flags(dataset: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for the data; images of this size decode fastest without worker processes."""
-    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset}", "--num_workers=0", "--env_eval_freq=0"]
+    """The toy's `lerobot-train` flags for the data."""
+    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset}", "--env_eval_freq=0"]
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ def train_flags(student: Path, dataset: Path, output: Path, *, steps: int, batch
         "--policy.device=cpu",
         "--policy.push_to_hub=false",
         *dataset_flags(dataset),
+        "--num_workers=0",
         f"--steps={steps}",
         f"--batch_size={batch_size}",
         "--log_freq=1",
@@ -63,7 +64,14 @@ def train_flags(student: Path, dataset: Path, output: Path, *, steps: int, batch
 
 def train_teacher(vlm_flags: list[str], dataset: Path, output: Path) -> Path:
     """Train a stock SmolVLA for three steps; returns its `pretrained_model` folder."""
-    flags = [*vlm_flags, "--policy.device=cpu", *dataset_flags(dataset), "--batch_size=4", "--steps=3"]
+    flags = [
+        *vlm_flags,
+        "--policy.device=cpu",
+        *dataset_flags(dataset),
+        "--num_workers=0",
+        "--batch_size=4",
+        "--steps=3",
+    ]
     run(lerobot_train, *flags, f"--output_dir={output}")
     return output / "checkpoints" / "last" / "pretrained_model"
 

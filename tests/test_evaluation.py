@@ -29,8 +29,8 @@ def test_held_out_batches_are_preprocessed_and_spread_over_the_episode(batches: 
     assert [len(batch["action"]) for batch in batches] == [8, 2]
     assert batches[0]["action"].shape == (8, 8, 2)
     assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {3}
-    frames = [int(frame) for batch in batches for frame in batch["frame_index"]]
-    assert (frames[0], frames[-1]) == (0, 11)
+    frames = [int(frame) for batch in batches for frame in batch["index"]]
+    assert (frames[0], frames[-1]) == (36, 47)  # episode 3 of 12 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
 
 
