@@ -94,7 +94,7 @@ def test_the_card_holds_what_was_measured(toy_student: Path, toy_dataset: Path) 
     for steps in (1, 2, 4, 10):
         error = measured[0].student.error[steps]
         assert f"| {steps} | {error:.4f} | {error:.4f} |" in card  # untrained: still its teacher
-    assert "1 episodes of `local/reach_past_obstacle`, held out from training" in card
+    assert "1 episode of `local/reach_past_obstacle`, held out from training" in card
     assert "one Euler step" in card
     assert "library_name: lerobot" in card
     assert str(toy_student.parent) not in card

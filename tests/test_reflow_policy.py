@@ -492,3 +492,9 @@ def test_a_student_in_bf16_shares_a_checkpoint_that_was_saved_in_bf16(make: Make
     assert policy.sharing_obstacle is None
     assert next(vlm.parameters()).dtype == torch.bfloat16
     assert policy(batch)[0].isfinite()
+
+
+def test_yaml_may_say_off_without_quotes(make: Make) -> None:
+    assert make(share_prefix=str(False)).config.share_prefix == "off"
+    with pytest.raises(ValueError, match="share_prefix='maybe' is unknown"):
+        make(share_prefix="maybe")

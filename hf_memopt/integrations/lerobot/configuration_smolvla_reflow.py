@@ -42,6 +42,8 @@ class SmolVLAReflowConfig(SmolVLAConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # YAML reads an unquoted on or off as a boolean.
+        self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)

@@ -33,7 +33,8 @@ class Observations:
 
     def describe(self) -> str:
         """For the card."""
-        which = "all episodes" if self.episodes is None else f"{len(self.episodes)} episodes"
+        number = None if self.episodes is None else len(self.episodes)
+        which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
         return f"{which} of `{self.repo_id}`{', held out from training' if self.held_out else ''}"
 
 
