@@ -29,8 +29,8 @@ from hf_memopt.recipes import smolvla_toy as toy  # noqa: E402
 
 NUM_EPISODES = 100
 HELD_OUT = 0.2
-TEACHER_STEPS = 600
-STUDENT_STEPS = 750
+TEACHER_STEPS = 510
+STUDENT_STEPS = 600
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 

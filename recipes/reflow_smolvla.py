@@ -1,6 +1,6 @@
 """Distil a SmolVLA policy into a student that needs one Euler step, with the teacher off the GPU.
 
-    hf-memopt prepare-student --teacher lerobot/smolvla_base --output outputs/student_init
+    hf-memopt prepare-student --teacher <your fine-tuned smolvla> --output outputs/student_init
     accelerate launch recipes/reflow_smolvla.py --policy.path=outputs/student_init --dataset.repo_id=<repo> \\
         --output_dir=outputs/student --batch_size=8 --gradient_accumulation_steps=4 --policy.dtype=bfloat16
     hf-memopt export --policy outputs/student --output outputs/student_1step --num-steps 1
@@ -11,10 +11,10 @@ Every flag of `lerobot-train` works and means what it means there; `--help` list
 
 What this adds to lerobot's own training loop:
 
-- `--gradient_accumulation_steps=N` (or `accelerate launch --gradient_accumulation_steps N`): N batches of
-  `--batch_size` make one optimizer update, with the gradient of one batch N times as large. lerobot's loop ignores the
-  setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule included, go on
-  counting batches, so `--steps` and `--save_freq` must be multiples of N.
+- `--gradient_accumulation_steps=N` (here, behind the script's name: `accelerate launch` does not pass its own flag on):
+  N batches of `--batch_size` make one optimizer update, with the gradient of one batch N times as large. lerobot's loop
+  ignores the setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule
+  included, go on counting batches, so `--steps` and `--save_freq` must be multiples of N.
 - `--policy.dtype=bfloat16`: autocast in bfloat16.
 - memory by phase in each log line: `prefix`, `teacher`, `forward`, `backward`, `optimizer`, as peak GiB on an
   accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
@@ -104,7 +104,7 @@ def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None
 
 
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
-    """Split the recipe's own flag off the command line; accelerate's launcher passes its own by environment."""
+    """Split the recipe's own flag off the command line; without it, accelerate's environment variable counts."""
     value = parser.parse_arg(ACCUMULATION_FLAG, arguments)
     value = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if value is None else value
     if not value.isdigit():
