@@ -54,7 +54,8 @@ def draw_paths(scenes: Sequence[Scene], file: Path) -> None:
             _draw_scene(axes, scene)
             for path in paths:
                 color = COLORS[title.split(",")[0]]
-                axes.plot(path[:, 0], path[:, 1], ".-", color=color, alpha=0.4, linewidth=0.7, markersize=5)
+                axes.plot(path[:, 0], path[:, 1], "-", color=color, alpha=0.15, linewidth=0.7)
+                axes.plot(path[:, 0], path[:, 1], ".", color=color, alpha=0.5, markersize=5)
             axes.set_title(title)
     figure.suptitle("Sampled action chunks (24 draws of noise): agent red, obstacle blue, goal green")
     _save(figure, file)
