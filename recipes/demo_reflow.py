@@ -167,9 +167,11 @@ def stage(title: str) -> Iterator[None]:
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured, also written to `results.json`, with its figures beside it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
     from hf_memopt.recipes import demo_figures as figures
     from hf_memopt.recipes.demo_measurements import Demo, learning_curve
 
+    torch.set_num_threads(1)
     # lerobot holds out the last episodes.
     demo = Demo.load(options.output, range(round(NUM_EPISODES * (1 - HELD_OUT)), NUM_EPISODES), options.seed)
     results = {

@@ -77,7 +77,7 @@ def test_export_measures_on_the_runs_held_out_episodes(
     output = tmp_path / "exported"
     assert main(["export", "--policy", str(tmp_path / "run"), "--output", str(output)]) == 0
     card = (output / "README.md").read_text()
-    assert "12 observations from 1 episodes of `local/reach_past_obstacle`, held out from training" in card
+    assert "12 observations from 1 episode of `local/reach_past_obstacle`, held out from training" in card
     rows = [line.split("|")[1:4] for line in card.splitlines() if line.startswith("| 1 |")]
     assert len(rows) == 1
     teacher, student = (float(cell) for cell in rows[0][1:])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier, InjectedError
-from hf_memopt.recipes.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS, write_vlm
+from hf_memopt.recipes.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -51,18 +51,13 @@ def settings(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vlm(tmp_path_factory.mktemp("vlm"))
-
-
 @pytest.fixture
-def make(vlm: Path, tmp_path: Path) -> Make:
+def make(toy_vlm: Path, tmp_path: Path) -> Make:
     """Makes a teacher's checkpoint and a student whose trained weights have moved away from it."""
 
     def make(move_state_proj: bool = True, architecture: dict[str, Any] | None = None, **flags: Any):
         torch.manual_seed(0)
-        shape = settings(vlm_model_name=str(vlm), **(architecture or {}))
+        shape = settings(vlm_model_name=str(toy_vlm), **(architecture or {}))
         folder = tmp_path / f"teacher{len(list(tmp_path.iterdir()))}"
         SmolVLAPolicy(SmolVLAConfig(**shape)).save_pretrained(folder)
         config = SmolVLAReflowConfig(
