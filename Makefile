@@ -30,7 +30,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $(READY)
 
-demo: $(READY) ## the main job end to end on the CPU, in 5 to 10 minutes: results in outputs/demo
+demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo --overwrite
 
 test: $(READY) ## the default test suite (CPU, no network)
