@@ -25,20 +25,22 @@ HOLDERS = {
 }
 
 
-def draw_errors(evaluation: dict[str, Any], file: Path) -> None:
-    """Error against the teacher's own sampling, and against the data, by number of Euler steps."""
-    figure, (to_teacher, to_data) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+def draw_errors(evaluation: dict[str, Any], passing: dict[str, dict[int, float]], file: Path) -> None:
+    """Error against the teacher's own sampling, and success at the task, by number of Euler steps."""
+    figure, (error, success) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name, color in COLORS.items():
-        for axes, key in ((to_teacher, "error"), (to_data, "action_error")):
-            steps = sorted(evaluation[name][key])
-            axes.plot(range(len(steps)), [evaluation[name][key][s] for s in steps], "o-", color=color, label=name)
+        for axes, values in ((error, evaluation[name]["error"]), (success, passing[name])):
+            steps = sorted(values)
+            axes.plot(range(len(steps)), [values[s] for s in steps], "o-", color=color, label=name)
             axes.set_xticks(range(len(steps)), [str(s) for s in steps])
             axes.set_xlabel("Euler steps")
-    to_teacher.set_title(f"Difference to the teacher's {evaluation['teacher_num_steps']}-step actions")
-    to_data.set_title("Difference to the demonstrations")
-    to_teacher.set_ylabel("RMSE, normalised actions")
-    for axes in (to_teacher, to_data):
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    error.set_title(f"Difference to the teacher's {evaluation['teacher_num_steps']}-step actions")
+    error.set_ylabel("RMSE, normalised actions")
+    error.set_ylim(0, 1.1 * error.get_ylim()[1])
+    success.set_title("Action chunks that pass the obstacle")
+    success.set_ylabel("share of all samples")
+    success.set_ylim(0, 1)
+    for axes in (error, success):
         axes.grid(alpha=0.3)
         axes.legend()
     _save(figure, file)

@@ -25,6 +25,7 @@ from hf_memopt.memory import SavedBytes
 
 NUM_SCENES = 3
 NUM_DRAWS = 24
+FRAMES_PER_EPISODE = 12
 # The frame before the paths part, where nothing seen yet tells which side it will be.
 DECISIVE_FRAME = 3
 
@@ -47,20 +48,23 @@ class Demo:
     teacher: SmolVLAPolicy
     exported: SmolVLAPolicy
     batches: list[dict[str, Tensor]]
-    held_out: Sequence[int]
-    seed: int
+    demonstrations: list[toy.Demonstration]
+    decisive: dict[str, Tensor]  # one observation per demonstration
 
     @classmethod
     def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
         """Read what the demo's earlier stages left in its folder."""
-        student = resolve_checkpoint(folder / "student")
+        student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
+        frames = FRAMES_PER_EPISODE * len(held_out)
+        episodes = held_out_batches(student, toy.REPO_ID, dataset, held_out, FRAMES_PER_EPISODE, frames)
+        keys = [key for key, value in episodes[0].items() if isinstance(value, Tensor)]
         return cls(
             folder,
             load_policy(resolve_checkpoint(folder / "teacher")),
             load_policy(folder / "student_1step"),
-            held_out_batches(student, toy.REPO_ID, folder / "toy" / "dataset", held_out, max_observations=120),
-            held_out,
-            seed,
+            held_out_batches(student, toy.REPO_ID, dataset, held_out, max_observations=120),
+            list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
+            {key: torch.stack([episode[key][DECISIVE_FRAME] for episode in episodes]) for key in keys},
         )
 
     def evaluation(self) -> ReflowEvaluation:
@@ -86,7 +90,17 @@ class Demo:
 
     def sampled_paths(self) -> list[Scene]:
         """Samples for the decisive frame of the first held-out episodes."""
-        return [self._scene(episode) for episode in self.held_out[:NUM_SCENES]]
+        return [self._scene(index) for index in range(NUM_SCENES)]
+
+    def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
+        """Share of action chunks that pass the obstacle without touching it, by policy and number of Euler steps.
+
+        From the decisive frame of every held-out episode.
+        """
+        policies = {"teacher": self.teacher, "student": self.exported}
+        return {
+            name: {steps: self._passing_rate(policy, steps) for steps in num_steps} for name, policy in policies.items()
+        }
 
     def _step_bytes(self, share_prefix: str) -> dict[str, int]:
         folder = resolve_checkpoint(self.folder / "student")
@@ -104,31 +118,45 @@ class Demo:
             "shared prefix": prefix.num_bytes,
         }
 
-    def _scene(self, episode: int) -> Scene:
-        demonstration = next(islice(toy.demonstrations(episode + 1, self.seed), episode, None))
-        batches = held_out_batches(
-            resolve_checkpoint(self.folder / "student"), toy.REPO_ID, self.folder / "toy" / "dataset", [episode]
-        )
-        frame = {k: v[DECISIVE_FRAME : DECISIVE_FRAME + 1] for k, v in batches[0].items() if isinstance(v, Tensor)}
-        many = {key: value.expand(NUM_DRAWS, *value.shape[1:]) for key, value in frame.items()}
-        scene = demonstration.scene
+    def _scene(self, index: int) -> Scene:
+        demonstration = self.demonstrations[index]
+        samplers = {
+            "teacher, 10 steps": (self.teacher, 10),
+            "teacher, 1 step": (self.teacher, 1),
+            "student, 1 step": (self.exported, 1),
+        }
         return Scene(
             torch.from_numpy(demonstration.positions[DECISIVE_FRAME]),
-            torch.from_numpy(scene.obstacle),
-            torch.from_numpy(scene.goal),
-            {
-                "teacher, 10 steps": self._paths(self.teacher, many, 10),
-                "teacher, 1 step": self._paths(self.teacher, many, 1),
-                "student, 1 step": self._paths(self.exported, many, 1),
-            },
+            torch.from_numpy(demonstration.scene.obstacle),
+            torch.from_numpy(demonstration.scene.goal),
+            {title: self._paths(policy, slice(index, index + 1), steps) for title, (policy, steps) in samplers.items()},
         )
 
-    def _paths(self, policy: SmolVLAPolicy, batch: dict[str, Tensor], num_steps: int) -> Tensor:
-        shape = (NUM_DRAWS, policy.config.chunk_size, policy.config.max_action_dim)
+    def _passing_rate(self, policy: SmolVLAPolicy, num_steps: int) -> float:
+        paths = self._paths(policy, slice(None), num_steps).unflatten(0, (-1, NUM_DRAWS))
+        passes = [
+            passes_obstacle(paths[index], demonstration) for index, demonstration in enumerate(self.demonstrations)
+        ]
+        return torch.stack(passes).float().mean().item()
+
+    def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
+        """`(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
+        batch = {key: value[chosen].repeat_interleave(NUM_DRAWS, dim=0) for key, value in self.decisive.items()}
+        shape = (len(batch["action"]), policy.config.chunk_size, policy.config.max_action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         actions = sample_trajectory(policy, observe(policy, batch), noise, num_steps)[-1, ..., :2]
         stats = LeRobotDatasetMetadata(toy.REPO_ID, root=self.folder / "toy" / "dataset").stats["action"]
         return actions * torch.as_tensor(stats["std"]).float() + torch.as_tensor(stats["mean"]).float()
+
+
+def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
+    """Which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle: `(draws,)` bool."""
+    start = torch.from_numpy(demonstration.positions[DECISIVE_FRAME]).expand(len(paths), 1, 2)
+    points = torch.cat([start, paths], dim=1)
+    along = torch.linspace(0, 1, 10)[:, None]
+    between = points[:, :-1, None] * (1 - along) + points[:, 1:, None] * along
+    distances = (between - torch.from_numpy(demonstration.scene.obstacle)).norm(dim=-1)
+    return distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
 
 
 def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:

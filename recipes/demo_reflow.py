@@ -43,7 +43,7 @@ def main() -> int:
     begun = time.perf_counter()
     make_room(options.output, options.overwrite)
     toy_folder = options.output / "toy"
-    with stage("A small SmolVLM and 100 demonstrations of a task with two right answers"):
+    with stage(f"A small SmolVLM and {NUM_EPISODES} demonstrations of a task with two right answers"):
         toy.write_vlm(toy_folder / "vlm")
         toy.write_dataset(toy_folder / "dataset", NUM_EPISODES, seed=options.seed)
     with stage("The teacher: stock lerobot-train"):
@@ -177,6 +177,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     results = {
         "seed": options.seed,
         "evaluation": demo.evaluation().to_dict(),
+        "passing_rates": demo.passing_rates(),
         "memory_bytes": demo.memory(),
         "learning_curves": {
             name: learning_curve((options.output / "logs" / f"{name}.log").read_text(errors="replace"), steps)
@@ -186,7 +187,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     (options.output / "results.json").write_text(json.dumps(results, indent=2))
     folder = options.output / "figures"
     folder.mkdir()
-    figures.draw_errors(results["evaluation"], folder / "error_by_steps.png")
+    figures.draw_errors(results["evaluation"], results["passing_rates"], folder / "error_by_steps.png")
     figures.draw_paths(demo.sampled_paths(), folder / "sampled_paths.png")
     figures.draw_learning(results["learning_curves"], folder / "learning_curves.png")
     figures.draw_memory(results["memory_bytes"], folder / "memory_by_phase.png")
@@ -207,6 +208,10 @@ def print_summary(results: dict[str, Any]) -> None:
     ):
         for steps in all_steps:
             print(f"{f'{title}, {steps} steps':36}{teacher[key][steps]:10.4f}{student[key][steps]:10.4f}")
+    passing = results["passing_rates"]
+    for steps in few:
+        title = f"passes the obstacle, {steps} steps"
+        print(f"{title:36}{passing['teacher'][steps]:10.2f}{passing['student'][steps]:10.2f}")
     key = "normalized_straightness"
     print(f"{'straightness (0 is straight)':36}{teacher[key]:10.4f}{student[key]:10.4f}")
     ratio = student["error"][1] / teacher["error"][1]

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hf_memopt.recipes.demo_measurements import learning_curve
+import torch
+from hf_memopt.recipes import smolvla_toy as toy
+from hf_memopt.recipes.demo_measurements import DECISIVE_FRAME, learning_curve, passes_obstacle
 from hf_memopt.recipes.demo_reflow import OUTPUTS, make_room
 
 
@@ -22,12 +24,24 @@ def test_one_step_of_the_student_halves_the_teachers_error(seed: int, tmp_path: 
     assert student["error"]["1"] <= 0.5 * teacher["error"]["1"]
     assert student["normalized_straightness"] < 0.5 * teacher["normalized_straightness"]
     assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # it has not collapsed to the mean
+    passing = results["passing_rates"]
+    assert passing["student"]["1"] > passing["teacher"]["1"]
     peaks = {
         design: max(sum(held.values()) for held in phases.values())
         for design, phases in results["memory_bytes"].items()
     }
     assert peaks["swap + shared prefix"] < peaks["teacher swapped in"] < peaks["teacher resident"]
     assert len(list((tmp_path / "figures").glob("*.png"))) == 4
+
+
+def test_a_path_around_the_obstacle_passes_and_one_through_it_does_not() -> None:
+    demonstration = next(toy.demonstrations(1, seed=0))
+    around = torch.from_numpy(demonstration.positions[DECISIVE_FRAME + 1 :])
+    start, goal = (torch.from_numpy(point) for point in (demonstration.scene.start, demonstration.scene.goal))
+    through = start + torch.linspace(0.5, 1, len(around))[:, None] * (goal - start)
+    leap = goal.expand_as(around)  # no waypoint is near the obstacle, but the way to them leads through it
+    paths = torch.stack([around, through, leap])
+    assert passes_obstacle(paths, demonstration).tolist() == [True, False, False]
 
 
 def test_a_folder_in_use_is_refused_and_only_the_demos_own_files_are_replaced(tmp_path: Path) -> None:
