@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.activations import ActivationOffloader, wrap_forward_with_offload
-from hf_memopt.activations.payload import Offloaded
-from hf_memopt.activations.schedule import ForwardPass
+from hf_memopt.activations.context import OffloadContext
+from hf_memopt.activations.payload import Restored
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.host_arena import HostArena
 
@@ -46,7 +46,9 @@ def copier(request: pytest.FixtureRequest) -> Copier:
 
 @pytest.fixture
 def make(copier: Copier) -> Callable[..., ActivationOffloader]:
-    return lambda **options: ActivationOffloader(**{"offload_threshold_mb": 0, "copier": copier, **options})
+    return lambda **options: ActivationOffloader(
+        **{"offload_threshold_mb": 0, "mode": "all", "copier": copier, **options}
+    )
 
 
 @pytest.fixture
@@ -111,12 +113,17 @@ def test_checkpointed_regions_offload_their_inputs(
     decoder.zero_grad()
     decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     moved = plain.stats.bytes_moved
-    shared = plain._given_copier is checkpointed._given_copier
     with checkpointed.offload_context(decoder):
         loss = language_loss(decoder, tokens)
     loss.backward()
     assert equal(take_gradients(decoder), want)
-    assert 0 < checkpointed.stats.bytes_moved - shared * moved < moved
+    assert 0 < checkpointed.stats.bytes_moved < moved
+
+
+def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
+    """What the hook of a context returns, without giving up the tensor's memory."""
+    context = OffloadContext(offloader._threshold_bytes, frozenset(), offloader._new_pass, offloader._counters)
+    return context.pack(tensor)
 
 
 @st.composite
@@ -135,10 +142,9 @@ def views(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=2000, deadline=None)
 @given(views(), st.sampled_from(sorted(COPIERS)), st.booleans())
 def test_any_view_comes_back_as_it_was(view: Tensor, copier: str, leaves: bool) -> None:
-    offloader = ActivationOffloader(offload_threshold_mb=0, copier=COPIERS[copier]())
+    offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=COPIERS[copier]())
     want = view.clone(), view.stride(), view.is_conj(), view.is_neg()
-    forward = ForwardPass(offloader._prefetcher)
-    payload = offloader.offload_tensor(view) if leaves else offloader._pack(view, frozenset(), forward)
+    payload = offloader.offload_tensor(view) if leaves else pack(offloader, view)
     got = offloader.fetch_tensor(payload)
     assert torch.equal(got, want[0])
     assert (got.stride(), got.is_conj(), got.is_neg()) == want[1:]
@@ -232,20 +238,22 @@ def test_a_storage_is_copied_once_and_a_recycled_address_is_a_new_one(make: Any)
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_weights_never_move(decoder: nn.Module, tokens: Tensor, make: Any, autocast: bool, known: bool) -> None:
+def test_weights_never_move(
+    decoder: nn.Module, tokens: Tensor, make: Any, autocast: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed: list[tuple[Tensor, Any]] = []
     offloader = make()
-    original = offloader._pack
+    original = OffloadContext.pack
 
-    def recording(tensor: Tensor, *rest: Any) -> Any:
-        payload = original(tensor, *rest)
+    def recording(context: OffloadContext, tensor: Tensor) -> Any:
+        payload = original(context, tensor)
         packed.append((tensor.detach(), payload))
         return payload
 
-    offloader._pack = recording
+    monkeypatch.setattr(OffloadContext, "pack", recording)
     with offloader.offload_context(decoder if known else None), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         language_loss(decoder, tokens)
-    moved = [tensor for tensor, payload in packed if isinstance(payload, Offloaded) and tensor.is_floating_point()]
+    moved = [tensor for tensor, payload in packed if isinstance(payload, Restored) and tensor.is_floating_point()]
     assert moved
     sums = {p.to(torch.bfloat16 if autocast else p.dtype).sum().item() for p in decoder.parameters() if p.ndim == 2}
     assert not any(tensor.sum().item() in sums for tensor in moved if tensor.ndim == 2)
@@ -286,13 +294,13 @@ def test_a_fault_in_any_copy_leaves_the_next_step_right(tokens: Tensor) -> None:
     model(x).sum().backward()
     want = take_gradients(model)
     counter = AdversarialCopier("late", waits_fail=False)  # payloads wait as they die, where nothing can be raised
-    offloader = ActivationOffloader(offload_threshold_mb=0, copier=counter)
+    offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=counter)
     with offloader.offload_context(model):
         loss = model(x).sum()
     loss.backward()
     take_gradients(model)
     for fail_at in range(1, counter.num_operations + 1):
-        offloader = ActivationOffloader(offload_threshold_mb=0, copier=AdversarialCopier("late", 0, fail_at, False))
+        offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=AdversarialCopier("late", 0, fail_at, False))
         for attempt in range(2):
             try:
                 with offloader.offload_context(model):
@@ -316,7 +324,7 @@ def test_three_hundred_steps_keep_memory_flat(make: Any) -> None:
         with offloader.offload_context(model):
             loss = model(torch.randn(4 + step % 3, 16)).sum()
         loss.backward()
-        sizes.append((offloader.stats.host_bytes_held, offloader.stats.num_host_allocations))
+        sizes.append((offloader.stats.host_bytes_pinned, offloader.stats.num_host_allocations))
     assert sizes[5] == sizes[-1]
 
 
@@ -330,7 +338,7 @@ def test_the_budget_is_never_exceeded_and_gradients_stay_exact(decoder: nn.Modul
     for _ in range(2):
         with offloader.offload_context(decoder):
             loss = language_loss(decoder, tokens)
-        assert offloader.stats.host_bytes_held <= 100_000
+        assert offloader.stats.host_bytes_pinned <= 100_000
         loss.backward()
         assert equal(take_gradients(decoder), want)
     assert offloader.stats.bytes_kept > 0
@@ -369,7 +377,7 @@ def test_wrap_survives_copies_pickles_and_exceptions(decoder: nn.Module, tokens:
 
 def test_a_wrapped_module_pickles() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier()).wrap(model)
+    ActivationOffloader(offload_threshold_mb=0, mode="all", copier=SyncCopier()).wrap(model)
     clone = pickle.loads(pickle.dumps(model))
     x = torch.randn(2, 4)
     assert torch.equal(clone(x), model(x))
@@ -380,7 +388,7 @@ def test_wrap_forward_with_offload_is_the_same_function(copier: Copier) -> None:
     x = torch.randn(4, 8)
     torch.tanh(layer(x)).sum().backward()
     want = take_gradients(layer)
-    forward = wrap_forward_with_offload(layer.forward, offload_threshold_mb=0, copier=copier)
+    forward = wrap_forward_with_offload(layer.forward, mode="all", offload_threshold_mb=0, copier=copier)
     torch.tanh(forward(x)).sum().backward()
     assert equal(take_gradients(layer), want)
     assert copier.bytes_to_host == x.nbytes

@@ -1,10 +1,8 @@
 """Saved activations go to host memory after the forward pass has used them and come back in time for backward."""
 
-import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,57 +10,82 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memopt.activations.payload import Kept, Offloaded, OffloadedStorage
-from hf_memopt.activations.schedule import ForwardPass, Prefetcher
+from hf_memopt.activations.auto import AutoMode, Limits
+from hf_memopt.activations.context import Counters, OffloadContext, Payload, storages_of, unpack
+from hf_memopt.activations.engine import Engine
+from hf_memopt.activations.payload import Restored
+from hf_memopt.activations.producers import Producers
+from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.transfer import Copier, copier_for
-from hf_memopt.transfer.host_arena import HostArena
+from hf_memopt.transfer.clock import clock_for
 
-logger = logging.getLogger(__name__)
-
-# How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
-# wait too. Two let one copy run while the next tensor is computed.
-_STORAGES_IN_FLIGHT = 2
+MODES = ("auto", "all", "inputs")
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """Counters since the offloader was made.
+    """Counters since the offloader was made, and figures of the newest pass whose backward is over.
 
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
         bytes_moved: copied to the host.
         bytes_deduplicated: saved views whose storage had been copied already.
         host_bytes_live: host memory that graphs hold now; 0 once none is alive.
-        host_bytes_held: host memory in use or kept for the next step.
+        host_bytes_pinned: host memory in use or kept for the next step.
         num_host_allocations: grows in the first steps only.
         stall_ms: time for which compute waited for copies.
+        predicted_peak_gib: device memory that saved activations hold at most, by plan; None without one.
+        measured_peak_gib: the same, counted; None before the first backward is over.
+        predicted_step_ms: forward and backward, by plan; None without one.
+        measured_step_ms: the same, measured from the first save to the end of backward. Reading it waits for that end.
     """
 
     bytes_kept: int
     bytes_moved: int
     bytes_deduplicated: int
     host_bytes_live: int
-    host_bytes_held: int
+    host_bytes_pinned: int
     num_host_allocations: int
     stall_ms: float
+    predicted_peak_gib: float | None
+    measured_peak_gib: float | None
+    predicted_step_ms: float | None
+    measured_step_ms: float | None
 
 
 class ActivationOffloader:
     """Moves what autograd saves for backward to host memory, exactly, and brings it back ahead of its use.
 
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
-    are saved, and views come back with their strides, offsets and lazy conjugation. Weights, buffers and their views
-    never move. Tensors of unknown subclasses stay on the device.
+    are saved, and views come back with their strides, offsets and lazy conjugation; what is computed again is computed
+    by the same operation from the same bytes. Weights, buffers and their views never move. Tensors of unknown
+    subclasses stay on the device, and so does what is saved during backward itself.
 
     Args:
         enabled: False makes every method a pass-through.
         offload_threshold_mb: storages smaller than this many MiB stay on the device.
-        prefetch_ahead: how many storages backward brings back ahead of their use, in the order that it used last time.
-            0 fetches each one when it is needed.
+        prefetch_ahead: how many storages backward brings back ahead of their use, in the order that it used last time,
+            counted in bytes of the largest one. 0 fetches each one when it is needed.
         pin_memory: use page-locked host memory. False copies more slowly and blocks the host.
+        budget_gib: mode "auto" only. Saved activations above the threshold hold at most this much device memory at any
+            moment, at the least predicted time.
+        max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
+            longer than the plain one.
         host_budget_gib: host memory to use at most; what finds no room stays on the device. None, no limit.
+        mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
+            checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
+            the second pass on which storages to keep, to offload and to compute again.
         copier: how bytes move. None: side streams on an accelerator, and nothing to do on the CPU. `SyncCopier()` makes
             a CPU run every step of an offloaded run.
+
+    A pass is everything that one context saves, and its plan counts on one backward through it: one context around
+    the whole forward of a step. With several passes in flight the budget holds for all of them together; later ones
+    offload more than planned.
+
+    Raises:
+        ValueError: an option is out of range, or set without the mode that reads it.
+        InfeasibleBudgetError: from the second `offload_context` on: the budget cannot be met; says which could.
 
     Limits: only the innermost pair of saved-tensor hooks runs, so this must not be stacked on another offloader, and
     regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on
@@ -75,38 +98,64 @@ class ActivationOffloader:
         offload_threshold_mb: float = 10.0,
         prefetch_ahead: int = 2,
         pin_memory: bool = True,
+        budget_gib: float | None = None,
+        max_slowdown: float = 0.03,
         host_budget_gib: float | None = None,
+        mode: str = "auto",
         copier: Copier | None = None,
     ) -> None:
-        _not_negative("offload_threshold_mb", offload_threshold_mb)
-        _not_negative("prefetch_ahead", prefetch_ahead)
-        _not_negative("host_budget_gib", host_budget_gib or 0)
-        self._options = (enabled, offload_threshold_mb, prefetch_ahead, pin_memory, host_budget_gib, copier)
-        self.enabled = enabled
+        for field in ("offload_threshold_mb", "prefetch_ahead", "budget_gib", "max_slowdown", "host_budget_gib"):
+            _check_not_negative(field, locals()[field])
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
+        if budget_gib is not None and mode != "auto":
+            raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
+        self.enabled, self.mode = enabled, mode
+        self._options = {
+            "enabled": enabled,
+            "offload_threshold_mb": offload_threshold_mb,
+            "prefetch_ahead": prefetch_ahead,
+            "pin_memory": pin_memory,
+            "budget_gib": budget_gib,
+            "max_slowdown": max_slowdown,
+            "host_budget_gib": host_budget_gib,
+            "mode": mode,
+            "copier": copier,
+        }
         self._threshold_bytes = max(1, round(offload_threshold_mb * 2**20))
         self._pin_memory = pin_memory
-        self._budget_bytes = None if host_budget_gib is None else round(host_budget_gib * 2**30)
         self._given_copier = copier
-        self._engines: dict[torch.device, _Engine | None] = {}
-        self._prefetcher = Prefetcher(prefetch_ahead)
-        self._told: set[str] = set()
-        self._bytes_kept = 0
-        self._bytes_deduplicated = 0
+        self._limits = Limits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
+        self._engines: dict[torch.device, Engine | None] = {}
+        self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
+        self._plans_without_model: dict[torch.device, AutoMode] = {}
+        self._counters = Counters()
+        self._ended: ForwardPass | None = None
 
     @contextmanager
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload what is saved for backward inside. Backward may run inside the context or after it.
 
         Args:
-            model: its parameters and buffers are never moved. Without it they are recognised where autograd shows them
-                as parameters, which casts and sharded weights do not.
+            model: its parameters and buffers are never moved, and its passes have a plan of their own. Without it
+                weights are recognised where autograd shows them as parameters, which casts and sharded weights do not.
         """
         if not self.enabled:
             yield self
             return
-        fixed = _storages_of(model)
-        forward = ForwardPass(self._prefetcher)
-        with saved_tensors_hooks(lambda tensor: self._pack(tensor, fixed, forward), _unpack):
+        for plan in self._plans_of(model).values():
+            plan.review()
+        fixed = storages_of(model)
+        producers = self._producers(model, fixed)
+        context = OffloadContext(
+            self._threshold_bytes,
+            fixed,
+            lambda device: self._begin_pass(model, device),
+            self._counters,
+            inputs_only=self.mode == "inputs",
+            producers=producers,
+        )
+        with saved_tensors_hooks(context.pack, unpack), producers or nullcontext():
             yield self
 
     def wrap(self, model: nn.Module) -> "WrappedModule":
@@ -117,112 +166,81 @@ class ActivationOffloader:
         """
         return WrappedModule(self, model)
 
-    def offload_tensor(self, tensor: Tensor) -> Kept | Offloaded:
+    def offload_tensor(self, tensor: Tensor) -> Payload:
         """Start copying one tensor to the host. Drop the tensor to free its memory; `fetch_tensor` brings it back.
 
         Below the threshold, or where no host memory is left, the tensor itself is kept.
         """
-        payload = self._pack(tensor, frozenset(), ForwardPass(self._prefetcher))
-        if isinstance(payload, Offloaded):
+        context = OffloadContext(self._threshold_bytes, frozenset(), self._new_pass, self._counters)
+        payload = context.pack(tensor)
+        if isinstance(payload, Restored):
             payload.let_go()
         return payload
 
-    def fetch_tensor(self, payload: Kept | Offloaded) -> Tensor:
+    def fetch_tensor(self, payload: Payload) -> Tensor:
         """The tensor that `offload_tensor` took, on its device, without gradient history."""
         return payload.restore()
 
     @property
     def stats(self) -> OffloadStats:
-        """What has been moved so far."""
+        """What has been moved so far, and how the newest pass compares with its plan."""
         engines = [engine for engine in self._engines.values() if engine is not None]
+        ended = self._ended
+        plan = ended.plan if ended else None
         return OffloadStats(
-            bytes_kept=self._bytes_kept,
-            bytes_moved=sum(engine.copier.bytes_to_host for engine in engines),
-            bytes_deduplicated=self._bytes_deduplicated,
+            bytes_kept=self._counters.bytes_kept,
+            bytes_moved=sum(engine.bytes_moved for engine in engines),
+            bytes_deduplicated=self._counters.bytes_deduplicated,
             host_bytes_live=sum(engine.arena.bytes_live for engine in engines),
-            host_bytes_held=sum(engine.arena.bytes_held for engine in engines),
+            host_bytes_pinned=sum(engine.arena.bytes_held for engine in engines),
             num_host_allocations=sum(engine.arena.num_allocations for engine in engines),
             stall_ms=sum(engine.copier.stall_ms() for engine in engines),
+            predicted_peak_gib=plan.predicted_peak_bytes / _GIB if plan else None,
+            measured_peak_gib=ended.peak_bytes / _GIB if ended else None,
+            predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
+            measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
 
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
-        return ActivationOffloader, self._options
+        return _recreate, (self._options,)
 
-    def _pack(self, tensor: Tensor, fixed: frozenset[int], forward: ForwardPass) -> Kept | Offloaded:
-        if type(tensor) is not Tensor:
-            return self._keep_subclass(tensor)
-        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        if storage is None or storage.nbytes() < self._threshold_bytes:
-            return self._keep(tensor)
-        if storage._cdata in fixed or _is_weight(tensor):
-            return Kept(tensor)
-        engine = self._engine(tensor.device)
-        found = None if engine is None else engine.storage_of(tensor, storage, forward)
-        if found is None:
-            return self._keep(tensor)
-        if found.num_waiting_views:
-            self._bytes_deduplicated += tensor.nbytes
-        return Offloaded(found, tensor)
+    def _begin_pass(self, model: nn.Module | None, device: torch.device) -> ForwardPass | None:
+        engine = self._engine(device)
+        if engine is None or self.mode != "auto":
+            return self._new_pass(device)
+        plans = self._plans_of(model)
+        if device not in plans:
+            plans[device] = AutoMode(engine, self._limits, model, self._note_end)
+        return plans[device].begin_pass()
 
-    def _keep(self, tensor: Tensor) -> Kept:
-        self._bytes_kept += tensor.nbytes
-        return Kept(tensor)
+    def _new_pass(self, device: torch.device) -> ForwardPass | None:
+        engine = self._engine(device)
+        return None if engine is None else ForwardPass(engine, self._limits.prefetch_ahead, on_end=self._note_end)
 
-    def _keep_subclass(self, tensor: Tensor) -> Kept:
-        name = type(tensor).__name__
-        if not isinstance(tensor, nn.Parameter) and name not in self._told:
-            self._told.add(name)
-            logger.info("activation offloading: saved tensors of type %s stay on the device", name)
-        return Kept(tensor)
+    def _note_end(self, forward: ForwardPass) -> None:
+        self._ended = forward
 
-    def _engine(self, device: torch.device) -> "_Engine | None":
+    def _plans_of(self, model: nn.Module | None) -> dict[torch.device, AutoMode]:
+        return self._plans_without_model if model is None else self._plans.setdefault(model, {})
+
+    def _producers(self, model: nn.Module | None, fixed: frozenset[int]) -> Producers | None:
+        device = _device_of(model, self._given_copier)
+        if self.mode != "auto" or self._engine(device) is None:
+            return None
+        plans = self._plans_of(model).values()
+        if not plans or any(plan.is_recording for plan in plans):
+            return Producers(fixed, clock_for(device))
+        return Producers(fixed, None) if any(plan.recomputes for plan in plans) else None
+
+    def _engine(self, device: torch.device) -> Engine | None:
         if device not in self._engines:
             copier = self._given_copier
             if copier is None and device.type != "cpu":
                 copier = copier_for(device, pin_memory=self._pin_memory)
-            self._engines[device] = None if copier is None else _Engine(copier, self._budget_bytes)
+            budget_bytes = self._limits.host_budget_bytes
+            self._engines[device] = None if copier is None else Engine(copier, clock_for(device), budget_bytes)
         return self._engines[device]
-
-
-class _Engine:
-    """Copies from one device: its host memory, what is stored there, and what is on its way."""
-
-    def __init__(self, copier: Copier, budget_bytes: int | None) -> None:
-        self.copier = copier
-        self.arena = HostArena(copier, budget_bytes)
-        self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
-        # Weak: a graph that is dropped takes its storages along, copies under way included.
-        self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
-        self._largest_bytes = 0
-
-    def storage_of(
-        self, tensor: Tensor, storage: torch.UntypedStorage, forward: ForwardPass
-    ) -> OffloadedStorage | None:
-        """The offloaded storage of a tensor, offloaded now if it was not; None where the host has no room."""
-        found = self._storages.get(storage._cdata)
-        if found is not None and found.holds(tensor):
-            return found
-        block = self.arena.acquire(storage.nbytes())
-        if block is None:
-            return None
-        found = OffloadedStorage(tensor, block, self.arena, self.copier, forward)
-        self._storages[storage._cdata] = found
-        self._leaving.append(weakref.ref(found))
-        self._largest_bytes = max(self._largest_bytes, found.num_bytes)
-        self._let_go()
-        return found
-
-    def _let_go(self) -> None:
-        """Free the device memory of copies that are over, and of the oldest ones where too many are under way."""
-        leaving = [storage for storage in (ref() for ref in self._leaving) if storage is not None]
-        surplus = sum(storage.num_bytes for storage in leaving) - _STORAGES_IN_FLIGHT * self._largest_bytes
-        for storage in leaving:
-            if surplus <= 0 and not storage.has_left():
-                break
-            storage.let_go()
-            surplus -= storage.num_bytes
-            self._leaving.popleft()
 
 
 class WrappedModule:
@@ -271,30 +289,23 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
     return wrapped
 
 
-def _unpack(payload: Kept | Offloaded) -> Tensor:
-    return payload.restore()
+def _recreate(options: dict[str, Any]) -> ActivationOffloader:
+    return ActivationOffloader(**options)
 
 
-def _storages_of(model: nn.Module | None) -> frozenset[int]:
-    if model is None:
-        return frozenset()
-    tensors = [*model.parameters(), *model.buffers()]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor)
+def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
+    """Where a model computes, or where tensors would be that the copier moves."""
+    parameter = next(model.parameters(), None) if model is not None else None
+    if parameter is not None:
+        return parameter.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if copier is None else None
+    return accelerator or torch.device("cpu")
 
 
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a view or an autocast copy of a parameter: its history ends there without arithmetic."""
-    if isinstance(tensor._base, nn.Parameter):
-        return True
-    node = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1 and node.name() in _RESHAPING:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * _GIB)
 
 
-_RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")
-
-
-def _not_negative(field: str, value: float) -> None:
-    if value < 0:
+def _check_not_negative(field: str, value: float | None) -> None:
+    if value is not None and value < 0:
         raise ValueError(f"{field}={value} must not be negative; use 0 for none")

@@ -86,7 +86,7 @@ class SyncCopier:
         start = time.perf_counter()
         destination.copy_(source)
         self._stall_s += time.perf_counter() - start
-        return _Finished()
+        return _FINISHED
 
 
 class _Finished:
@@ -95,6 +95,9 @@ class _Finished:
 
     def done(self) -> bool:
         return True
+
+
+_FINISHED = _Finished()
 
 
 class StreamCopier:

@@ -1,0 +1,144 @@
+"""Plans that were simulated, and which of them are the fastest for what they hold."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_memopt.activations.timeline import Action, Link, Profile, Timeline, count_needs, simulate
+
+# A candidate that is faster than one that holds no more by less than this is not worth a search around it.
+_FRONT_STEP_TOLERANCE = 1e-3
+
+
+class Window(NamedTuple):
+    """How far copies may run ahead or behind, in terms of what a plan offloads."""
+
+    in_flight_fraction: float  # of the offloaded bytes
+    prefetch_storages: int  # times the largest offloaded storage
+
+
+def windows(prefetch_ahead: int) -> list[Window]:
+    """The windows that plans are tried with, narrow ones first, prefetching varied fastest."""
+    in_flight = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    prefetch = sorted({0, prefetch_ahead, *(count for count in (1, 2, 4, 8) if count < prefetch_ahead)})
+    return [Window(fraction, count) for fraction in in_flight for count in prefetch]
+
+
+def window_bytes(window: Window, offloaded_sizes: list[int]) -> tuple[int, int]:
+    """`(in_flight_bytes, prefetch_bytes)`, the same for windows that have the same effect."""
+    if not offloaded_sizes:
+        return 0, 0
+    total = sum(offloaded_sizes)
+    in_flight = int(window.in_flight_fraction * total)
+    prefetch = min(window.prefetch_storages * max(offloaded_sizes), total)
+    return (in_flight if in_flight >= min(offloaded_sizes) else 0), prefetch
+
+
+class Thresholds(NamedTuple):
+    """Where a plan changes its mind, each from 0 to 1 and counted in bytes; see `plan_search.threshold_plan`."""
+
+    recompute_early: float
+    recompute_late: float
+    offload: float
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A simulated plan: an `Action` for each storage (as bytes: quick to copy, compare and change), and its cost."""
+
+    actions: bytes
+    window: Window
+    in_flight_bytes: int
+    prefetch_bytes: int
+    timeline: Timeline
+    thresholds: Thresholds | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+
+class Front:
+    """Candidates of which none is both slower and larger than another, by peak."""
+
+    def __init__(self) -> None:
+        self.members: list[Candidate] = []
+
+    def add(self, candidate: Candidate) -> None:
+        members = self.members
+        if self.beats(candidate.peak_bytes, candidate.step_s, _FRONT_STEP_TOLERANCE):
+            return
+        first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
+        while first and members[first - 1].peak_bytes == candidate.peak_bytes:
+            first -= 1
+        last = first
+        while last < len(members) and members[last].step_s >= candidate.step_s:
+            last += 1
+        members[first:last] = [candidate]
+
+    def beats(self, peak_bytes: int, step_s: float, tolerance: float) -> bool:
+        """Whether a member holds no more than `peak_bytes` and is no slower, but for `tolerance` of its step."""
+        place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
+        return place > 0 and self.members[place - 1].step_s <= step_s * (1 + tolerance)
+
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """The members next smaller and next larger than a member."""
+        place = self.members.index(candidate)
+        return self.members[max(0, place - 1) : place] + self.members[place + 1 : place + 2]
+
+
+class Trials:
+    """Simulates plans, each once and only so many, and remembers all of them.
+
+    Args:
+        profile: what the step saves and uses.
+        link: bandwidths.
+        prefetch_ahead: bounds the windows.
+        host_budget_bytes: plans that offload more are not tried. None, no limit.
+        max_events: saves and uses to simulate in all: bounds the time, whatever the size of the profile.
+    """
+
+    def __init__(
+        self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, max_events: int
+    ) -> None:
+        self.profile, self.link = profile, link
+        self.windows = windows(prefetch_ahead)
+        self.num_left = max(100, max_events // max(1, len(profile.events)))
+        self.front = Front()
+        self.candidates: list[Candidate] = []
+        self._host_budget_bytes = host_budget_bytes
+        self._seen: set[tuple[bytes, int, int]] = set()
+        self._only_sources = [index for index, count in enumerate(profile.num_uses) if count == 0]
+
+    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> None:
+        """Simulate a plan unless it is known, needs too much host memory, or nothing is left to spend."""
+        actions = self._without_idle(actions)
+        offloaded = [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == Action.OFFLOAD]
+        in_flight, prefetch = window_bytes(window, offloaded)
+        key = (actions, in_flight, prefetch)
+        if self.num_left == 0 or key in self._seen or self._exceeds_host(sum(offloaded)):
+            return
+        self._seen.add(key)
+        self.num_left -= 1
+        timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
+        candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
+        self.candidates.append(candidate)
+        self.front.add(candidate)
+
+    def _without_idle(self, actions: bytes) -> bytes:
+        """What nothing is recomputed from costs nothing, whatever its action: plans that differ there are the same."""
+        if not self._only_sources:
+            return actions
+        needs = count_needs(self.profile, actions)
+        normalised = bytearray(actions)
+        for index in self._only_sources:
+            if needs[index] == 0:
+                normalised[index] = Action.KEEP
+        return bytes(normalised)
+
+    def _exceeds_host(self, num_bytes: int) -> bool:
+        return self._host_budget_bytes is not None and num_bytes > self._host_budget_bytes

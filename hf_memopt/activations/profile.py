@@ -1,0 +1,100 @@
+"""What one training step saved for backward, and when it used it: recorded by the engine, read by the planner."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One device storage that autograd saved in a forward pass.
+
+    Attributes:
+        num_bytes: its size.
+        saved_at_s: when, in seconds of compute since the pass began, stalls excluded.
+        uses_s: every unpacking in backward, on the same clock; uses by one autograd node carry the same time. Empty:
+            the storage exists only so that others can be recomputed from it, and costs nothing unless one of them is.
+        recompute_s: compute seconds to make it again. None: it cannot be.
+        sources: indices of the storages that recomputing it reads.
+    """
+
+    num_bytes: int
+    saved_at_s: float
+    uses_s: tuple[float, ...]
+    recompute_s: float | None = None
+    sources: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one training step saved and when it used it.
+
+    Attributes:
+        storages: in the order of saving.
+        step_s: compute seconds of forward and backward, without stalls.
+
+    Raises:
+        ValueError: a storage is used before it, or what it is recomputed from, was saved; a source does not exist or
+            depends on what it is a source of.
+    """
+
+    storages: tuple[SavedStorage, ...]
+    step_s: float
+
+    def __post_init__(self) -> None:
+        for index, (storage, needed_at) in enumerate(zip(self.storages, self.first_needs_s, strict=True)):
+            if storage.saved_at_s > needed_at:
+                raise ValueError(
+                    f"storage {index}: saved_at_s={storage.saved_at_s} is after its first need at {needed_at}; "
+                    "times must be seconds of compute on one clock, for saves and uses alike"
+                )
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage."""
+        return [storage.num_bytes for storage in self.storages]
+
+    @cached_property
+    def num_uses(self) -> list[int]:
+        """How often backward unpacks each storage."""
+        return [len(storage.uses_s) for storage in self.storages]
+
+    @cached_property
+    def dependents_first(self) -> list[int]:
+        """All storages, each before its sources."""
+        num_unvisited = [0] * len(self.storages)
+        for index, storage in enumerate(self.storages):
+            for source in storage.sources:
+                if not 0 <= source < len(self.storages):
+                    raise ValueError(f"storage {index}: sources={storage.sources} names a storage that does not exist")
+                num_unvisited[source] += 1
+        order = [index for index, count in enumerate(num_unvisited) if count == 0]
+        for index in order:
+            for source in self.storages[index].sources:
+                num_unvisited[source] -= 1
+                if num_unvisited[source] == 0:
+                    order.append(source)
+        if len(order) < len(self.storages):
+            raise ValueError("sources form a cycle; a storage can only be recomputed from what was there before it")
+        return order
+
+    @cached_property
+    def first_needs_s(self) -> list[float]:
+        """When each storage is needed first if everything that can be recomputed is; `inf` if never."""
+        needs = [min(storage.uses_s, default=math.inf) for storage in self.storages]
+        for index in self.dependents_first:
+            for source in self.storages[index].sources:
+                needs[source] = min(needs[source], needs[index])
+        return needs
+
+    @cached_property
+    def events(self) -> list[tuple[float, bool, int]]:
+        """`(time, is_use, storage)` in time order; at equal times saves first, then by index."""
+        saves = [(storage.saved_at_s, False, index) for index, storage in enumerate(self.storages)]
+        uses = [(time, True, index) for index, storage in enumerate(self.storages) for time in storage.uses_s]
+        return sorted(saves + uses)
+
+    @cached_property
+    def use_order(self) -> list[int]:
+        """Storages in the order of their first use."""
+        return list(dict.fromkeys(index for _, is_use, index in self.events if is_use))

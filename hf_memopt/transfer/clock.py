@@ -1,0 +1,56 @@
+"""Time as the compute stream sees it, in a form that a test can replace."""
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks moments of the compute stream without waiting for them."""
+
+    def mark(self) -> Any:
+        """The moment at which the compute stream has done all work submitted so far."""
+
+    def reached(self, mark: Any) -> bool:
+        """Whether that moment is known to be over, without waiting."""
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; waits until the later one is reached."""
+
+
+class HostClock:
+    """The CPU computes when it is told to, so that marks are moments of the host."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+class StreamClock:
+    """Events on an accelerator's current stream; a mark costs a microsecond or two and no synchronisation."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        return torch.accelerator.current_stream(self._device).record_event(event)
+
+    def reached(self, mark: torch.Event) -> bool:
+        return mark.query()
+
+    def elapsed_s(self, start: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+
+def clock_for(device: torch.device | str) -> Clock:
+    """The clock of the device that computes."""
+    device = torch.device(device)
+    return HostClock() if device.type == "cpu" else StreamClock(device)

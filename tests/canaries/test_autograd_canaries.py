@@ -1,0 +1,132 @@
+"""What the activation offloader relies on in torch's autograd, storages and dispatch modes."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt.activations.context import _called_from_checkpoint
+from hf_memopt.activations.residency import current_node, in_backward
+from hf_memopt.activations.tensors import VersionGuard
+
+pytestmark = pytest.mark.canary
+
+
+def test_a_detached_alias_with_other_data_shares_the_version_counter() -> None:
+    for tensor in (torch.randn(3), torch.randn(3, requires_grad=True) * 2, torch.nn.Parameter(torch.randn(3))):
+        guard = VersionGuard(tensor)
+        assert not guard.was_modified()
+        with torch.no_grad():
+            tensor.add_(1)
+        assert guard.was_modified()
+
+
+def test_inside_a_dispatch_mode_an_alias_has_a_counter_of_its_own() -> None:
+    """Why guards are made where tensors are packed, and never where operations are noted."""
+    seen = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.sin.default:
+                seen.append(args[0].detach())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3)
+    with Noting():
+        torch.sin(x)
+    x.add_(1)
+    assert seen[0]._version != x._version
+
+
+def test_a_weak_reference_reserves_the_key_of_a_dead_storage() -> None:
+    references, keys = [], set()
+    for _ in range(100):
+        tensor = torch.empty(1000)
+        keys.add(tensor.untyped_storage()._cdata)
+        references.append(StorageWeakRef(tensor.untyped_storage()))
+    assert len(keys) == 100
+    assert all(reference.expired() for reference in references[:-1])
+
+
+def test_views_and_detached_tensors_share_the_key_of_their_storage() -> None:
+    x = torch.randn(4, 4)
+    assert {view.untyped_storage()._cdata for view in (x, x.t(), x[1], x.detach())} == {x.untyped_storage()._cdata}
+
+
+def test_a_hook_knows_whether_it_runs_in_backward_and_for_which_node() -> None:
+    nodes, ended = [], []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if not nodes:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: ended.append(len(nodes)))
+        nodes.append((in_backward(), current_node()))
+        return tensor
+
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    with saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        loss = (torch.sin(a) * b).sum()  # the product saves both factors, the sine one
+    assert not in_backward()
+    assert current_node() is None
+    loss.backward()
+    assert [inside for inside, _ in nodes] == [True] * 3
+    assert nodes[0][1] == nodes[1][1] != nodes[2][1]
+    assert ended == [3]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_saves_its_inputs_from_its_own_file(use_reentrant: bool) -> None:
+    found = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append((tensor.shape, _called_from_checkpoint()))
+        return tensor.detach()
+
+    x = torch.randn(5, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+        y.exp()
+    assert (torch.Size([5]), True) in found
+    assert found[-1] == (torch.Size([5]), False)
+
+
+def test_a_mode_that_ignores_compiled_regions_lets_them_be_compiled() -> None:
+    graphs, noted = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Noting(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            noted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    compiled = torch.compile(torch.sin, backend=backend)
+    with Noting():
+        compiled(torch.ones(3))
+    assert len(graphs) == 1
+
+
+def test_a_hook_that_returns_the_tensor_itself_leaks_it() -> None:
+    """Why a kept tensor is saved as a detached alias."""
+
+    def leaks(pack: Any) -> bool:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = torch.exp(torch.randn(3, requires_grad=True))  # saves its own output
+        reference = StorageWeakRef(y.untyped_storage())
+        del y
+        gc.collect()
+        return not reference.expired()
+
+    assert leaks(lambda tensor: tensor)
+    assert not leaks(lambda tensor: tensor.detach())
