@@ -1,1 +1,6 @@
-"""Transformers Trainer callbacks."""
+"""For transformers' Trainer and its descendants: `attach`, and callbacks for plain registration."""
+
+from hf_memopt.callbacks.activation_offload import ActivationOffloadCallback
+from hf_memopt.callbacks.attach import attach
+
+__all__ = ["ActivationOffloadCallback", "attach"]

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_memopt import reflow
-    from hf_memopt.activations import ActivationOffloader, OffloadStats, wrap_forward_with_offload
+    from hf_memopt.activations import (
+        ActivationOffloader,
+        InfeasibleBudgetError,
+        OffloadStats,
+        SelectiveCheckpoint,
+        apply_selective_checkpointing,
+        estimate_offloading_memory_savings,
+        wrap_forward_with_offload,
+    )
     from hf_memopt.memory import SavedBytes
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
     from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
@@ -19,13 +27,18 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationOffloader",
     "Copier",
+    "InfeasibleBudgetError",
     "OffloadStats",
     "OffloadedTeacher",
     "SavedBytes",
+    "SelectiveCheckpoint",
     "StreamCopier",
     "SyncCopier",
     "TeacherReport",
     "__version__",
+    "apply_selective_checkpointing",
+    "attach",
+    "estimate_offloading_memory_savings",
     "reflow",
     "wrap_forward_with_offload",
 ]
@@ -33,12 +46,17 @@ __all__ = [
 _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
     "Copier": "hf_memopt.transfer",
+    "InfeasibleBudgetError": "hf_memopt.activations",
     "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
     "SavedBytes": "hf_memopt.memory",
+    "SelectiveCheckpoint": "hf_memopt.activations",
     "StreamCopier": "hf_memopt.transfer",
     "SyncCopier": "hf_memopt.transfer",
     "TeacherReport": "hf_memopt.teacher",
+    "apply_selective_checkpointing": "hf_memopt.activations",
+    "attach": "hf_memopt.callbacks",
+    "estimate_offloading_memory_savings": "hf_memopt.activations",
     "wrap_forward_with_offload": "hf_memopt.activations",
 }
 

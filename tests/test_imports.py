@@ -39,7 +39,7 @@ LIBRARIES = {
         "draccus",
         "tqdm",
     },
-    "callbacks": {"torch", "transformers"},
+    "callbacks": {"torch", "transformers", "accelerate"},
 }
 
 # The package's face and its command name everything, so they import nothing before it is used.

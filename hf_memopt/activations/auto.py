@@ -56,6 +56,8 @@ class AutoMode:
         self._num_corrections = 0
         self._ended: ForwardPass | None = None
         self._stalled_ms = 0.0
+        # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
+        self._trims_left = 2
 
     @property
     def is_recording(self) -> bool:
@@ -97,6 +99,9 @@ class AutoMode:
             self._adapt(forward.sizes)
         elif self.plan is not None and self._engine.clock.reached(forward.ended):
             self._correct(self.plan)
+        if not self.is_recording and self._trims_left:
+            self._trims_left -= 1
+            self._engine.arena.trim()
 
     def _end(self, forward: ForwardPass) -> None:
         if forward.recorder:

@@ -62,6 +62,11 @@ class OffloadContext:
         self._inputs_only, self._producers = inputs_only, producers
         self._passes: dict[torch.device, ForwardPass | None] = {}
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was there to offload."""
+        return bool(self._passes)
+
     def pack(self, tensor: Tensor) -> Payload:
         """The payload that autograd keeps instead of `tensor`."""
         if type(tensor) is not Tensor:
@@ -180,9 +185,11 @@ def is_weight(tensor: Tensor) -> bool:
     if tensor._base is not None and isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1 and node.name() in _RESHAPING:
+    name = "" if node is None else node.name()
+    while node is not None and name in _RESHAPING and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        name = "" if node is None else node.name()
+    return name == "torch::autograd::AccumulateGrad"
 
 
 _RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")

@@ -1,5 +1,6 @@
 """Saved activations go to host memory after the forward pass has used them and come back in time for backward."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,12 +16,18 @@ from hf_memopt.activations.context import Counters, OffloadContext, Payload, sto
 from hf_memopt.activations.engine import Engine
 from hf_memopt.activations.payload import Restored
 from hf_memopt.activations.producers import Producers
+from hf_memopt.activations.report import plan_report
 from hf_memopt.activations.schedule import ForwardPass
+from hf_memopt.activations.wrapping import WrappedModule
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer.host_memory import available_bytes
+
+logger = logging.getLogger(__name__)
 
 MODES = ("auto", "all", "inputs")
 _GIB = 2**30
+_HOST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class ActivationOffloader:
             moment, at the least predicted time.
         max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
             longer than the plain one.
-        host_budget_gib: host memory to use at most; what finds no room stays on the device. None, no limit.
+        host_budget_gib: host memory to use at most; what finds no room stays on the device. None: nine tenths of what
+            is available when the first tensor is offloaded.
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
             checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
             the second pass on which storages to keep, to offload and to compute again.
@@ -128,7 +136,8 @@ class ActivationOffloader:
         self._limits = Limits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
         self._engines: dict[torch.device, Engine | None] = {}
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
-        self._plans_without_model: dict[torch.device, AutoMode] = {}
+        self._no_model = nn.Module()  # stands for it, as a key
+        self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = Counters()
         self._ended: ForwardPass | None = None
 
@@ -136,11 +145,13 @@ class ActivationOffloader:
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload what is saved for backward inside. Backward may run inside the context or after it.
 
+        Does nothing where gradients are disabled when it is entered.
+
         Args:
             model: its parameters and buffers are never moved, and its passes have a plan of their own. Without it
                 weights are recognised where autograd shows them as parameters, which casts and sharded weights do not.
         """
-        if not self.enabled:
+        if not self.enabled or not torch.is_grad_enabled():
             yield self
             return
         for plan in self._plans_of(model).values():
@@ -157,8 +168,10 @@ class ActivationOffloader:
         )
         with saved_tensors_hooks(context.pack, unpack), producers or nullcontext():
             yield self
+        if producers is not None and not context.has_begun:
+            self._note_idle(model)
 
-    def wrap(self, model: nn.Module) -> "WrappedModule":
+    def wrap(self, model: nn.Module) -> WrappedModule:
         """Run every forward of `model` in an `offload_context`; returns a handle whose `remove()` undoes it.
 
         Works through forward hooks, so `model` keeps its class, its `forward` and its state, and copies and pickles of
@@ -201,6 +214,12 @@ class ActivationOffloader:
             measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
 
+    def report(self) -> str:
+        """What the newest plan does with what each kind of module saves, as a table; says so where there is none."""
+        modes = [mode for plans in self._plans.values() for mode in plans.values() if mode.plan and mode.recording]
+        tables = [plan_report(mode.plan, mode.recording) for mode in modes if mode.plan and mode.recording]
+        return "\n\n".join(tables) or f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
+
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
         return _recreate, (self._options,)
@@ -221,55 +240,39 @@ class ActivationOffloader:
     def _note_end(self, forward: ForwardPass) -> None:
         self._ended = forward
 
+    def _key(self, model: nn.Module | None) -> nn.Module:
+        return self._no_model if model is None else model
+
     def _plans_of(self, model: nn.Module | None) -> dict[torch.device, AutoMode]:
-        return self._plans_without_model if model is None else self._plans.setdefault(model, {})
+        return self._plans.setdefault(self._key(model), {})
 
     def _producers(self, model: nn.Module | None, fixed: frozenset[int]) -> Producers | None:
         device = _device_of(model, self._given_copier)
         if self.mode != "auto" or self._engine(device) is None:
             return None
         plans = self._plans_of(model).values()
-        if not plans or any(plan.is_recording for plan in plans):
+        if any(plan.is_recording for plan in plans) or (not plans and self._key(model) not in self._idle):
             return Producers(fixed, clock_for(device))
         return Producers(fixed, None) if any(plan.recomputes for plan in plans) else None
+
+    def _note_idle(self, model: nn.Module | None) -> None:
+        """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
+        if self._key(model) not in self._idle:
+            self._idle.add(self._key(model))
+            threshold_mb = self._options["offload_threshold_mb"]
+            logger.info("activation offloading: no saved tensor reaches offload_threshold_mb=%g", threshold_mb)
+
+    def _host_bytes(self) -> int:
+        budget_bytes = self._limits.host_budget_bytes
+        return round(_HOST_SHARE * available_bytes()) if budget_bytes is None else budget_bytes
 
     def _engine(self, device: torch.device) -> Engine | None:
         if device not in self._engines:
             copier = self._given_copier
             if copier is None and device.type != "cpu":
                 copier = copier_for(device, pin_memory=self._pin_memory)
-            budget_bytes = self._limits.host_budget_bytes
-            self._engines[device] = None if copier is None else Engine(copier, clock_for(device), budget_bytes)
+            self._engines[device] = None if copier is None else Engine(copier, clock_for(device), self._host_bytes())
         return self._engines[device]
-
-
-class WrappedModule:
-    """A module whose forwards run in an `offload_context`."""
-
-    def __init__(self, offloader: ActivationOffloader, model: nn.Module) -> None:
-        self.offloader = offloader
-        self._contexts: list[Any] = []
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, prepend=True),
-            # Also after an exception, or the hooks would go on packing whatever runs next.
-            model.register_forward_hook(self._exit, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, model: nn.Module, inputs: Any) -> None:
-        context = self.offloader.offload_context(model)
-        context.__enter__()
-        self._contexts.append(context)
-
-    def _exit(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self._contexts.pop().__exit__(None, None, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_contexts": []}
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -99,15 +99,15 @@ class Trials:
         link: bandwidths.
         prefetch_ahead: bounds the windows.
         host_budget_bytes: plans that offload more are not tried. None, no limit.
-        max_events: saves and uses to simulate in all: bounds the time, whatever the size of the profile.
+        num_left: how many may be simulated.
     """
 
     def __init__(
-        self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, max_events: int
+        self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, num_left: int
     ) -> None:
         self.profile, self.link = profile, link
         self.windows = windows(prefetch_ahead)
-        self.num_left = max(100, max_events // max(1, len(profile.events)))
+        self.num_left = num_left
         self.front = Front()
         self.candidates: list[Candidate] = []
         self._host_budget_bytes = host_budget_bytes

@@ -10,14 +10,16 @@ from hf_memopt.activations.timeline import Action, Link, Profile
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
 _GRID = 4
-_GRID_IN_FLIGHT = 1 / 16
+_GRID_IN_FLIGHT = 1 / 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
-# About 1 us per event.
+# Saves and uses to simulate in all, at about 1 us each, and plans, of which small profiles need no more.
 _MAX_EVENTS = 1_200_000
-# Up to so many storages the plans that the bound leaves over can all be simulated.
+_MAX_PLANS = 4_000
+# Up to so many storages, almost all plans that the bound leaves over can be simulated in a few seconds at most.
 _MAX_ENUMERATED = 10
+_MAX_ENUMERATED_PLANS = 60_000
 
 Move = Callable[[Candidate], None]
 
@@ -29,10 +31,11 @@ def search_plans(
 
     See `planner` for the method. It does not know the device budget, so that a larger one never leads to a slower plan.
     """
-    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, _MAX_EVENTS)
-    search = _Search(trials)
-    search.run()
+    num_plans = min(_MAX_PLANS, _MAX_EVENTS // max(1, len(profile.events)))
+    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(2 * _GRID**3, num_plans))
+    _Search(trials).run()
     if len(profile.storages) <= _MAX_ENUMERATED:
+        trials.num_left += _MAX_ENUMERATED_PLANS
         enumerate_plans(trials)
     return trials.candidates
 
@@ -67,6 +70,7 @@ class _Search:
         ]
         self._improve(coarse)
         self._improve([*coarse, self._change_one])
+        self._improve([*coarse, self._change_one_in_any_window])
 
     def _improve(self, moves: list[Move]) -> None:
         """Apply each move to each member of the front until all have been applied to all."""
@@ -87,6 +91,8 @@ class _Search:
         window = max(window for window in self._trials.windows if window.in_flight_fraction <= _GRID_IN_FLIGHT)
         for thresholds in product(steps, repeat=3):
             self._try_thresholds(Thresholds(*thresholds), window)
+        for recompute in steps:  # the smallest peaks
+            self._try_thresholds(Thresholds(recompute, recompute, 1.0), self._trials.windows[0])
 
     def _try_thresholds(self, thresholds: Thresholds, window: Window) -> None:
         self._trials.attempt(self._threshold_plan(thresholds), window, thresholds)
@@ -142,13 +148,20 @@ class _Search:
 
     def _change_one(self, member: Candidate) -> None:
         """Every other action for every single storage."""
+        self._change_one_with(member, [member.window])
+
+    def _change_one_in_any_window(self, member: Candidate) -> None:
+        self._change_one_with(member, self._trials.windows)
+
+    def _change_one_with(self, member: Candidate, windows: list[Window]) -> None:
         for index, storage in enumerate(self._profile.storages):
             for action in (_KEEP, _OFFLOAD, _RECOMPUTE):
                 if action == _RECOMPUTE and storage.recompute_s is None:
                     continue
                 changed = bytearray(member.actions)
                 changed[index] = action
-                self._trials.attempt(bytes(changed), member.window)
+                for window in windows:
+                    self._trials.attempt(bytes(changed), window)
 
 
 def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:

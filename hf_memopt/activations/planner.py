@@ -4,12 +4,11 @@ Plans differ in two costs, the peak of what they hold and the step time, so the 
 plans that are fastest for what they hold. A budget then only selects from it. Candidates come from a price on either
 resource: recompute what costs least per byte, offload what lives longest, keep the rest, with the thresholds between
 the three on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy
-windows, blends with its neighbours on the front, and other actions for single storages; for up to ten storages it ends
-with a branch and bound over all plans. Every candidate is simulated (`timeline`), so that the cost of a plan is never an
-estimate of an estimate.
+windows, blends with its neighbours on the front, and other actions for single storages. For up to ten storages it ends
+with a branch and bound over all plans (`plan_bound`). Every candidate is simulated (`timeline`).
 
 Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
-offloading and recomputation together, with an exact optimum on chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
+offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
 them this takes any lifetimes and sources, decides for each storage, and models how memory is given up in host order.
 """
 
@@ -34,8 +33,8 @@ class InfeasibleBudgetError(ValueError):
         smallest_gib = -(-smallest_bytes * 10_000 // _GIB) / 10_000
         super().__init__(
             f"budget_gib={budget_bytes / _GIB:.4f} is too small: the saved activations of this model and batch need at "
-            f"least budget_gib={smallest_gib:.4f}, with everything offloaded or recomputed that can be; raise budget_gib, "
-            "or use a smaller batch"
+            f"least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib or use a "
+            "smaller batch"
         )
         self.smallest_bytes = smallest_bytes
 
@@ -80,10 +79,11 @@ class Plan:
     def summary(self) -> str:
         """One line for a log."""
         return (
-            f"saved activations: {self.kept_bytes / _GIB:.2f} GiB kept, {self.offloaded_bytes / _GIB:.2f} GiB offloaded, "
-            f"{self.recomputed_bytes / _GIB:.2f} GiB recomputed; predicted peak {self.predicted_peak_bytes / _GIB:.2f} "
-            f"GiB, step {1e3 * self.predicted_step_s:.1f} ms (+{100 * self.slowdown:.1f} %: "
-            f"{1e3 * self.recompute_s:.1f} ms recomputing, {1e3 * self.stall_s:.1f} ms waiting for copies)"
+            f"saved activations: {self.kept_bytes / _GIB:.2f} GiB kept, {self.offloaded_bytes / _GIB:.2f} GiB "
+            f"offloaded, {self.recomputed_bytes / _GIB:.2f} GiB recomputed; predicted peak "
+            f"{self.predicted_peak_bytes / _GIB:.2f} GiB, step {1e3 * self.predicted_step_s:.1f} ms "
+            f"(+{100 * self.slowdown:.1f} %: {1e3 * self.recompute_s:.1f} ms recomputing, "
+            f"{1e3 * self.stall_s:.1f} ms waiting for copies)"
         )
 
 
@@ -122,7 +122,8 @@ def make_plan(
     fitting = [candidate for candidate in candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         raise InfeasibleBudgetError(budget_bytes, min(candidate.peak_bytes for candidate in candidates))
-    return _plan(profile, min(fitting, key=lambda c: (c.step_s, c.peak_bytes, c.timeline.offloaded_bytes)))
+    # Of equally fast plans the one that moves least: what a copy hides behind is never quite as predicted.
+    return _plan(profile, min(fitting, key=lambda c: (c.step_s, c.timeline.offloaded_bytes, c.peak_bytes)))
 
 
 def _smallest(candidates: list[Candidate], max_step_s: float) -> Candidate:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.activations.producers import Operand, Producers, Recipe, map_tensors
-from hf_memopt.activations.storages import LiveStorage
+from hf_memopt.activations.storages import NOTHING, LiveStorage, is_profiling
 from hf_memopt.activations.tensors import VersionGuard, ViewMeta, bytes_of
 
 if TYPE_CHECKING:
@@ -43,13 +43,27 @@ class Source:
 
 
 class Weight:
-    """An operand that stays where it is."""
+    """An operand that stays where it is, or so it seems: sharding frees it between forward and backward."""
 
-    __slots__ = ("guard", "tensor")
+    __slots__ = ("_num_bytes", "guard", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # Made here and not where the operation is noted: inside a dispatch mode an alias has a version of its own.
         self.tensor, self.guard = tensor, VersionGuard(tensor)
+        self._num_bytes = tensor.untyped_storage().nbytes()
+
+    def was_freed(self) -> bool:
+        """Whether the memory is gone."""
+        return self.tensor.untyped_storage().nbytes() != self._num_bytes
+
+    def read(self) -> Tensor:
+        self.guard.check()
+        if self.was_freed():
+            raise RuntimeError(
+                f"the memory of a weight of shape {tuple(self.tensor.shape)} was freed before a saved tensor could be "
+                'computed from it again; use mode="all" where weights are resharded in between'
+            )
+        return self.tensor
 
 
 class Intermediate:
@@ -81,10 +95,11 @@ class Computation:
         """What the whole computation reads; a storage that is read through several views is there several times."""
         return [operand for step in self.steps() for operand in step._operands if isinstance(operand, Source)]
 
-    def guards(self) -> list[VersionGuard]:
-        """One for each operand that must not be modified before the computation is over."""
+    def checks(self) -> list[Callable[[], bool]]:
+        """One for each operand that has to stay as it is until the computation is over: whether it is no longer."""
         operands = [operand for step in self.steps() for operand in step._operands]
-        return [operand.guard for operand in operands if not isinstance(operand, Intermediate)]
+        modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, Intermediate)]
+        return modified + [operand.was_freed for operand in operands if isinstance(operand, Weight)]
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
         """The result's storage as bytes. `memory` has that of every source."""
@@ -97,8 +112,7 @@ class Computation:
     ) -> Tensor:
         def read(operand: Source | Weight | Intermediate) -> Tensor:
             if isinstance(operand, Weight):
-                operand.guard.check()
-                return operand.tensor
+                return operand.read()
             if isinstance(operand, Source):
                 assert operand.live is not None
                 return operand.meta.of(memory[operand.live])
@@ -198,7 +212,7 @@ class RecomputedStorage(LiveStorage):
 
     def _bring(self) -> Tensor:
         if self._memory is None:
-            with self.label("recompute"):
+            with self.label("recompute") if is_profiling() else NOTHING:
                 memory = {source: source.fetch(counted=not self._was_computed) for source in self._sources}
                 self._was_computed = True
                 self._counted_bytes = self.num_bytes

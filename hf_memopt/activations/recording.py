@@ -1,7 +1,7 @@
 """What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -12,7 +12,6 @@ from torch import nn
 from hf_memopt.activations.profile import Profile, SavedStorage
 from hf_memopt.activations.recompute import Computation
 from hf_memopt.activations.residency import current_node
-from hf_memopt.activations.tensors import VersionGuard
 from hf_memopt.transfer.clock import Clock
 
 
@@ -59,7 +58,7 @@ class Recorder:
         self._indices: dict[int, int] = {}
         # Storages that nobody has saved, by key: bytes, and the first storage that could be computed from them.
         self._unsaved: dict[int, tuple[int, int]] = {}
-        self._computations: dict[int, tuple[list[Any], list[int], list[VersionGuard]]] = {}
+        self._computations: dict[int, tuple[list[Any], list[int], list[Callable[[], bool]]]] = {}
         self._begun = clock.mark()
 
     @contextmanager
@@ -94,14 +93,14 @@ class Recorder:
             if keys[-1] not in self._indices and keys[-1] not in self._unsaved:
                 self._unsaved[keys[-1]] = source.num_bytes, index
         marks = [step.recipe.marks for step in computation.steps()]
-        self._computations[index] = marks, list(dict.fromkeys(keys)), computation.guards()
+        self._computations[index] = marks, list(dict.fromkeys(keys)), computation.checks()
 
     def end(self) -> None:
-        """Backward is over: what has been modified by now, as eager mode may allow, cannot be computed from."""
+        """Backward is over: what was modified or freed by now, as eager mode may allow, cannot be computed from."""
         self._computations = {
             index: noted
             for index, noted in self._computations.items()
-            if not any(guard.was_modified() for guard in noted[2])
+            if not any(has_changed() for has_changed in noted[2])
         }
 
     def finish(self, ended: Any) -> Recording:

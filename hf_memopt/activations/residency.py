@@ -32,13 +32,12 @@ class Residency:
     def remove_after_node(self, num_bytes: int) -> None:
         """Memory that the autograd node at work is the last to use."""
         self.settle()
+        self._node = current_node()
         self._ending_bytes += num_bytes
 
     def settle(self) -> None:
         """Take out what ended with the last node, if another one is at work."""
-        node = current_node()
-        if node != self._node or node is None:
-            self._node = node
+        if self._ending_bytes and (self._node is None or current_node() != self._node):
             self.now_bytes -= self._ending_bytes
             self._ending_bytes = 0
 

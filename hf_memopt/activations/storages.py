@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hf_memopt.activations.schedule import ForwardPass
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
+is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class LiveStorage:
@@ -73,8 +74,6 @@ class LiveStorage:
 
     def label(self, what: str) -> AbstractContextManager[object]:
         """A range in the trace of a running torch.profiler."""
-        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return _NOTHING
         owner = self.forward.owner(self.index)
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
@@ -124,7 +123,7 @@ class OffloadedStorage(LiveStorage):
         self._memory: Tensor | None = None
         super().__init__(tensor, guard, forward, index)
         source = bytes_of(tensor)
-        with self.label("offload"):
+        with self.label("offload") if is_profiling() else NOTHING:
             self._outgoing = self._engine.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
@@ -134,7 +133,7 @@ class OffloadedStorage(LiveStorage):
         """Give up the device memory; compute that reuses it is ordered after the copy."""
         if self._source is not None:
             assert self._outgoing is not None
-            with self.label("wait for offload"):
+            with self.label("wait for offload") if is_profiling() else NOTHING:
                 self._outgoing.wait()
             self._source = None
             self._discount()
@@ -142,7 +141,7 @@ class OffloadedStorage(LiveStorage):
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is None and self._memory is None:
-            with self.label("prefetch"):
+            with self.label("prefetch") if is_profiling() else NOTHING:
                 memory = self._engine.copier.empty_device(self.num_bytes)
                 self._incoming = self._engine.copier.to_device(self._block, memory)
             self._memory = memory
@@ -157,7 +156,7 @@ class OffloadedStorage(LiveStorage):
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         if self._incoming is not None:
-            with self.label("wait for prefetch"):
+            with self.label("wait for prefetch") if is_profiling() else NOTHING:
                 self._incoming.wait()
             self._incoming = None
         return self._memory

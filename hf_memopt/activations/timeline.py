@@ -86,35 +86,6 @@ def simulate(
 class _Step:
     """The state of a simulated step. Memory is given up in host order, never because a copy happens to end early."""
 
-    __slots__ = (
-        "actions",
-        "arrives_s",
-        "bytes_before",
-        "copied_s",
-        "delay_s",
-        "ending",
-        "fetched_to",
-        "in_flight_bytes",
-        "leaving",
-        "leaving_bytes",
-        "link",
-        "needs",
-        "now_s",
-        "offloaded_bytes",
-        "peak_bytes",
-        "positions",
-        "prefetch_bytes",
-        "profile",
-        "recompute_s",
-        "reload_order",
-        "resident_bytes",
-        "sizes",
-        "states",
-        "storages",
-        "to_device_free_s",
-        "to_host_free_s",
-    )
-
     def __init__(self, profile: Profile, actions: Sequence[int], link: Link, in_flight: int, prefetch: int) -> None:
         self.profile, self.actions, self.link = profile, actions, link
         self.sizes, self.storages = profile.sizes, profile.storages

@@ -19,6 +19,8 @@ class HostArena:
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        # Of each size, how many blocks have been free at every moment since the last `trim`.
+        self._always_free: dict[int, int] = {}
         self.num_allocations = 0
         self.bytes_held = 0
         self.bytes_live = 0
@@ -28,6 +30,8 @@ class HostArena:
         blocks = self._free[num_bytes]
         if blocks:
             block = blocks.pop()
+            if len(blocks) < self._always_free.get(num_bytes, 0):
+                self._always_free[num_bytes] = len(blocks)
         elif self._make_room(num_bytes):
             block = self._copier.empty_host(num_bytes)
             self.num_allocations += 1
@@ -39,9 +43,17 @@ class HostArena:
 
     def release(self, block: Tensor) -> None:
         """Take back a block that nothing reads or writes any more."""
+        num_bytes = block.nbytes
         self._copier.release(block)
-        self.bytes_live -= block.nbytes
-        self._free[block.nbytes].append(block)
+        self.bytes_live -= num_bytes
+        self._free[num_bytes].append(block)
+
+    def trim(self) -> None:
+        """Give up the free blocks that nobody has needed since the last call; none the first time."""
+        for size, num_blocks in self._always_free.items():
+            del self._free[size][:num_blocks]
+            self.bytes_held -= num_blocks * size
+        self._always_free = {size: len(blocks) for size, blocks in self._free.items()}
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop free blocks of other sizes, largest first, until `num_bytes` fit the budget."""
@@ -50,4 +62,5 @@ class HostArena:
         for size in sorted(self._free, reverse=True):
             while self._free[size] and self.bytes_held + num_bytes > self._budget_bytes:
                 self.bytes_held -= self._free[size].pop().nbytes
+                self._always_free[size] = min(self._always_free.get(size, 0), len(self._free[size]))
         return self.bytes_held + num_bytes <= self._budget_bytes

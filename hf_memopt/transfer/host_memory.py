@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import os
 import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,6 +34,17 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     finalizer = weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())
     finalizer.atexit = False
     return block
+
+
+def available_bytes() -> int:
+    """Host memory that this process may take: what the system has available, shared with the node's other ranks."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kib = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        available = 1024 * int(kib)
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _clear_last_error(device: torch.device) -> None:

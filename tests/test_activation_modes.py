@@ -1,5 +1,6 @@
-"""Mode "inputs": the inputs of checkpointed blocks, all of them and nothing else. Labels in a profiler's trace."""
+"""Mode "inputs": the inputs of checkpointed blocks and nothing else. What users see: labels, reports, log lines."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -74,3 +75,61 @@ def test_transfers_are_labelled_in_a_trace(decoder: nn.Module, tokens: Tensor) -
     whats = {name.removeprefix("hf_memopt::").partition(" #")[0] for name in names}
     assert whats == {"offload", "wait for offload", "prefetch", "wait for prefetch"}
     assert all(name.endswith("MiB") for name in names)
+
+
+def test_a_report_sums_what_kinds_of_modules_save(decoder: nn.Module, tokens: Tensor) -> None:
+    offloader = ActivationOffloader(offload_threshold_mb=0, max_slowdown=10, copier=SyncCopier())
+    assert "no plan yet" in offloader.report()
+    for _ in range(3):
+        gradients(decoder, tokens, offloader)
+    lines = offloader.report().splitlines()
+    assert lines[0].split() == ["saved", "by", "kept", "offloaded", "recomputed", "(MiB)"]
+    owners = [line.split()[0] for line in lines[1:-1]]
+    assert "model.layers.*.mlp.down_proj" in owners
+    assert len(owners) == len(set(owners)) < 20
+    sizes = sum(float(figure) for line in lines[1:-1] for figure in line.split()[-3:])
+    (mode,) = offloader._plans[decoder].values()
+    assert sizes == pytest.approx(sum(mode.recording.sizes) / 2**20, abs=0.005 * 3 * len(owners))
+    assert "predicted peak" in lines[-1]
+
+
+def test_a_threshold_that_nothing_reaches_is_said_once(
+    decoder: nn.Module, tokens: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    offloader = ActivationOffloader(copier=SyncCopier())
+    with caplog.at_level(logging.INFO, "hf_memopt"):
+        for _ in range(3):
+            gradients(decoder, tokens, offloader)
+    assert [record.message for record in caplog.records if "reaches offload_threshold_mb=10" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_host_memory_that_only_recording_needed_is_given_back(decoder: nn.Module, tokens: Tensor) -> None:
+    offloader = ActivationOffloader(offload_threshold_mb=0, budget_gib=1, copier=SyncCopier())
+    gradients(decoder, tokens, offloader)
+    recording = offloader.stats.host_bytes_pinned
+    for _ in range(3):
+        gradients(decoder, tokens, offloader)
+    # With this budget everything is kept.
+    assert offloader.stats.host_bytes_pinned == 0 < recording
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_weights_that_are_freed_after_backward_are_not_computed_from(freed: bool) -> None:
+    """As sharded training does it."""
+    layer = nn.Linear(16, 16)
+    offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
+    storage = layer.weight.untyped_storage()
+
+    def free(weight: Tensor) -> None:
+        storage.resize_(0)
+
+    if freed:
+        layer.weight.register_post_accumulate_grad_hook(free)
+    with offloader.offload_context(layer):
+        loss = layer(torch.randn(4, 16)).square().sum()
+    loss.backward()
+    (mode,) = offloader._plans[layer].values()
+    mode.review()
+    product = mode.recording.profile.storages[1]  # after the input
+    assert (product.recompute_s is None) == freed

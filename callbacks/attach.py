@@ -1,0 +1,119 @@
+"""Everything that this library does for a Trainer, attached in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from hf_memopt.callbacks.activation_offload import (
+    ActivationOffloadCallback,
+    log_stats,
+    make_offloader,
+    refuse_what_conflicts,
+)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_memopt.activations import ActivationOffloader
+
+
+def attach(trainer: Trainer, *, offloader: ActivationOffloader | str | None = None) -> "Attachment":
+    """Switch on parts of this library for a transformers Trainer or a descendant, such as TRL's trainers.
+
+    Call it before `trainer.train()`; it holds for every later one, whatever exceptions there are in between.
+
+    Args:
+        trainer: its training steps, and nothing else, are affected.
+        offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for what forward passes and
+            losses save for backward. None, no offloading.
+
+    Returns:
+        A handle whose `remove()` restores the trainer.
+
+    Raises:
+        ValueError: something else offloads activations already, naming what to switch off; or the trainer has an
+            attached offloader.
+
+    Example:
+        >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
+        >>> trainer.train()
+    """
+    parts: list[Part] = []
+    if offloader is not None:
+        parts.append(OffloadedLoss(trainer, make_offloader(offloader)))
+    return Attachment(parts)
+
+
+class Part(Protocol):
+    """Something attached to a trainer."""
+
+    def remove(self) -> None:
+        """Restore the trainer."""
+
+
+class Attachment:
+    """What `attach` has attached."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+
+    def remove(self) -> None:
+        """Restore the trainer. A second call does nothing."""
+        while self._parts:
+            self._parts.pop().remove()
+
+
+class OffloadedLoss(TrainerCallback):
+    """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
+
+    Replaces `compute_loss_context_manager` on the instance, the one place of Trainer that encloses forward and loss and
+    not backward. Hooks entered in `on_step_begin` would outlive an exception and pack what checkpointed layers
+    recompute.
+    """
+
+    def __init__(self, trainer: Trainer, offloader: ActivationOffloader) -> None:
+        if _SEAM in vars(trainer):
+            raise ValueError(f"{_SEAM} of this trainer is replaced already; remove() what was attached to it before")
+        _refuse_callback(trainer)
+        refuse_what_conflicts(offloader, trainer.args, trainer.model)
+        self.offloader = offloader
+        self._trainer = trainer
+        self._plain_context = getattr(trainer, _SEAM)
+        setattr(trainer, _SEAM, self._context)
+        trainer.add_callback(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Again, since either may have changed after attaching.
+        _refuse_callback(self._trainer)
+        refuse_what_conflicts(self.offloader, args, self._trainer.model)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        log_stats(self.offloader.stats, state)
+
+    def remove(self) -> None:
+        delattr(self._trainer, _SEAM)
+        self._trainer.remove_callback(self)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with self._plain_context():
+            if not torch.is_grad_enabled():  # evaluation
+                yield
+                return
+            # Looked up each time: FSDP and model_init replace the trainer's model.
+            with self.offloader.offload_context(self._trainer.model):
+                yield
+
+
+_SEAM = "compute_loss_context_manager"
+
+
+def _refuse_callback(trainer: Trainer) -> None:
+    if any(isinstance(callback, ActivationOffloadCallback) for callback in trainer.callback_handler.callbacks):
+        raise ValueError(
+            "the trainer has an ActivationOffloadCallback, and two offloaders do not stack; remove it, since attach "
+            "sees more"
+        )

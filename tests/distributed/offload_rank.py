@@ -1,0 +1,166 @@
+"""What each process of test_offload_two_processes.py runs: `offload_rank.py <folder>`.
+
+Leaves weights, gradients and byte counts in `<folder>`, in files named after the case and this rank.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from adversarial_copier import AdversarialCopier
+from hf_memopt.callbacks import ActivationOffloadCallback, attach
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+from hf_memopt import ActivationOffloader, Copier
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+
+
+class WatchingCopier(AdversarialCopier):
+    """Counts how often what it copies to the host is, at that time, a whole parameter of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__("late")
+        self._model = model
+        self.num_weights = 0
+
+    def to_host(self, source: Tensor, destination: Tensor) -> Any:
+        whole = [p for p in self._model.parameters() if not isinstance(p, DTensor)]
+        self.num_weights += source.untyped_storage().data_ptr() in {p.untyped_storage().data_ptr() for p in whole}
+        return super().to_host(source, destination)
+
+
+def everything(copier: Copier) -> ActivationOffloader:
+    return ActivationOffloader(mode="all", offload_threshold_mb=0, copier=copier)
+
+
+# ------------------------------------------------------------------------------------------------ DDP
+
+
+def train_under_ddp(folder: Path, how: str) -> None:
+    """4 steps of Trainer with 2 micro-batches, which Trainer spreads over the ranks."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(32)]
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": str(folder)}
+    arguments = TrainingArguments(
+        max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, **quiet
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    offloader = everything(AdversarialCopier("late"))
+    if how == "attach":
+        attach(trainer, offloader=offloader)
+    elif how == "callback":
+        trainer.add_callback(ActivationOffloadCallback(offloader))
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / f"ddp_{how}_{dist.get_rank()}")
+    counts = {"moved": offloader.stats.bytes_moved, "live": offloader.stats.host_bytes_live}
+    (folder / f"ddp_{how}_{dist.get_rank()}.json").write_text(json.dumps(counts))
+
+
+# ------------------------------------------------------------------------------------------------ FSDP2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(sharded: bool, policy: MixedPrecisionPolicy) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    if not sharded:
+        return model if policy.param_dtype is None else model.to(policy.param_dtype)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def batch(rank: int, dtype: torch.dtype | None) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank)).to(dtype or torch.float32)
+
+
+def train_under_fsdp(folder: Path, how: str, precision: str) -> None:
+    """3 steps of SGD; saves the whole gradients of each, and what was copied to the host."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    model = blocks(sharded=how != "one_process", policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copier = WatchingCopier(model)
+    offloader = everything(copier)
+    if how == "wrap":
+        offloader.wrap(model)
+    gradients = {}
+    for step in range(3):
+        context = offloader.offload_context(model) if how in ("context", "one_process") else nullcontext()
+        with context:
+            output = model(batch(dist.get_rank(), policy.param_dtype))
+        output.float().square().mean().backward()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradients[f"{step}.{name}"] = whole.clone().contiguous()
+        optimizer.step()
+        optimizer.zero_grad()
+    name = f"fsdp_{how}_{precision}_{dist.get_rank()}"
+    save_file(gradients, folder / name)
+    counts = {
+        "moved": copier.bytes_to_host,
+        "live": offloader.stats.host_bytes_live,
+        "weights_moved": copier.num_weights,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(counts))
+
+
+def penalty_on_sharded_weights(folder: Path) -> None:
+    """A loss on the sharded weights themselves, whose saved tensors are DTensors."""
+    results = {}
+    for how in ("plain", "context"):
+        model = blocks(sharded=True, policy=MixedPrecisionPolicy())
+        offloader = everything(AdversarialCopier("late"))
+        with offloader.offload_context(model) if how == "context" else nullcontext():
+            penalty = sum((torch.tanh(p * 2) * p).sum() for p in model.parameters()).full_tensor()
+        moved = offloader.stats.bytes_moved
+        penalty.backward()
+        whole = {name: p.grad.full_tensor().contiguous() for name, p in model.named_parameters()}
+        save_file(whole, folder / f"dtensor_{how}_{dist.get_rank()}")
+        results[how] = {"moved": moved}
+    (folder / f"dtensor_{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for how in ("plain", "attach", "callback"):
+        train_under_ddp(folder, how)
+    for precision in ("fp32", "bf16"):
+        for how in ("plain", "context", "wrap", "one_process"):
+            train_under_fsdp(folder, how, precision)
+    penalty_on_sharded_weights(folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

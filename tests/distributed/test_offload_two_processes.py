@@ -1,0 +1,74 @@
+"""Activation offloading in two processes on the CPU: Trainer under DDP, and modules sharded by FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which both processes have left what they computed."""
+    folder = tmp_path_factory.mktemp("offload")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    paths = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    result = subprocess.run(
+        [*launch, str(FOLDER / "offload_rank.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    return folder
+
+
+def same_tensors(first: Path, second: Path) -> bool:
+    want, got = load_file(first), load_file(second)
+    return want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+def counts(file: Path) -> Any:
+    return json.loads(file.with_name(f"{file.name}.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["attach", "callback"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trainer_under_ddp_ends_with_the_plain_weights(results: Path, how: str, rank: int) -> None:
+    assert same_tensors(results / f"ddp_plain_{rank}", results / f"ddp_{how}_{rank}")
+    assert same_tensors(results / f"ddp_{how}_0", results / f"ddp_{how}_{rank}")
+    assert counts(results / f"ddp_{how}_{rank}")["moved"] > 0
+    assert counts(results / f"ddp_{how}_{rank}")["live"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["context", "wrap"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sharded_modules_have_the_plain_gradients(results: Path, how: str, precision: str, rank: int) -> None:
+    assert same_tensors(results / f"fsdp_plain_{precision}_{rank}", results / f"fsdp_{how}_{precision}_{rank}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["context", "wrap"])
+def test_of_sharded_modules_only_activations_move(results: Path, how: str, precision: str) -> None:
+    """As many bytes as one process moves with whole weights, and never the weights that a rank has gathered."""
+    sharded = counts(results / f"fsdp_{how}_{precision}_0")
+    whole = counts(results / f"fsdp_one_process_{precision}_0")
+    assert sharded["moved"] == whole["moved"] > 0
+    assert sharded["weights_moved"] == 0
+    assert sharded["live"] == 0
+
+
+def test_saved_dtensors_stay_on_the_device(results: Path) -> None:
+    assert same_tensors(results / "dtensor_plain_0", results / "dtensor_context_0")
+    assert counts(results / "dtensor_0")["context"]["moved"] == 0
