@@ -33,6 +33,11 @@ $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo --overwrite
 
+demo-lm: $(READY) ## a small language model with offloading on the CPU, in about 2 minutes: results in outputs/demo_lm
+	rm -rf outputs/demo_lm
+	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
+	  -m hf_memopt.recipes.train_causal_lm @recipes/configs/causal_lm_demo.args
+
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2
 
@@ -57,4 +62,4 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo test test-slow test-gpu style quality bench clean
+.PHONY: help setup demo demo-lm test test-slow test-gpu style quality bench clean

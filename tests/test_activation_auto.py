@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SavedBytes
 from hf_memopt.activations import auto
+from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.activations.plan_front import Candidate, Window
 from hf_memopt.activations.planner import InfeasibleBudgetError, Plan, _plan
 from hf_memopt.activations.profile import Profile
 from hf_memopt.activations.timeline import Action, simulate
 from hf_memopt.transfer import Copier, SyncCopier
+from hf_memopt.transfer.clock import HostClock
 
 GIB = 2**30
 COPIERS: dict[str, Callable[[], Copier]] = {
@@ -100,6 +102,14 @@ def saved_gib(model: nn.Module, tokens: Tensor) -> float:
     with SavedBytes(exclude=model.parameters()) as saved:
         language_loss(model, tokens)
     return saved.total_bytes / GIB
+
+
+class DeviceClock:
+    """Tells the host's time, but is not known to."""
+
+    def __init__(self) -> None:
+        host = HostClock()
+        self.mark, self.reached, self.elapsed_s = host.mark, host.reached, host.elapsed_s
 
 
 # ------------------------------------------------------------------------------------------------ any plan
@@ -276,6 +286,7 @@ def test_stalls_beyond_the_prediction_make_the_link_slower(
     copier = AdversarialCopier("late")
     stalls = iter(range(0, 10**9, 10**6))
     copier.stall_ms = lambda: next(stalls)
+    monkeypatch.setattr(offloader_module, "clock_for", lambda device: DeviceClock())
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
     for _ in range(8):
         step(offloader, decoder, lambda: language_loss(decoder, tokens))

@@ -13,6 +13,7 @@ from hf_memopt.activations.planner import InfeasibleBudgetError, Plan, make_plan
 from hf_memopt.activations.recording import Recorder, Recording
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.timeline import Action, Link
+from hf_memopt.transfer.clock import HostClock
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,8 @@ class AutoMode:
 
     def _correct(self, plan: Plan) -> None:
         """Plan for a slower link when compute has waited longer than predicted."""
+        if isinstance(self._engine.clock, HostClock):  # whose copies never run beside compute
+            return
         stalled_ms = self._engine.copier.stall_ms()
         excess_s = 1e-3 * (stalled_ms - self._stalled_ms) - plan.stall_s
         self._stalled_ms = stalled_ms

@@ -79,11 +79,10 @@ class Plan:
     def summary(self) -> str:
         """One line for a log."""
         return (
-            f"saved activations: {self.kept_bytes / _GIB:.2f} GiB kept, {self.offloaded_bytes / _GIB:.2f} GiB "
-            f"offloaded, {self.recomputed_bytes / _GIB:.2f} GiB recomputed; predicted peak "
-            f"{self.predicted_peak_bytes / _GIB:.2f} GiB, step {1e3 * self.predicted_step_s:.1f} ms "
-            f"(+{100 * self.slowdown:.1f} %: {1e3 * self.recompute_s:.1f} ms recomputing, "
-            f"{1e3 * self.stall_s:.1f} ms waiting for copies)"
+            f"saved activations: {_size(self.kept_bytes)} kept, {_size(self.offloaded_bytes)} offloaded, "
+            f"{_size(self.recomputed_bytes)} recomputed; predicted peak {_size(self.predicted_peak_bytes)}, "
+            f"step {1e3 * self.predicted_step_s:.1f} ms (+{100 * self.slowdown:.1f} %: "
+            f"{1e3 * self.recompute_s:.1f} ms recomputing, {1e3 * self.stall_s:.1f} ms waiting for copies)"
         )
 
 
@@ -124,6 +123,10 @@ def make_plan(
         raise InfeasibleBudgetError(budget_bytes, min(candidate.peak_bytes for candidate in candidates))
     # Of equally fast plans the one that moves least: what a copy hides behind is never quite as predicted.
     return _plan(profile, min(fitting, key=lambda c: (c.step_s, c.timeline.offloaded_bytes, c.peak_bytes)))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _smallest(candidates: list[Candidate], max_step_s: float) -> Candidate:

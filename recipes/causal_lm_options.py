@@ -1,0 +1,200 @@
+"""The flags of `train_causal_lm.py`."""
+
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from transformers import HfArgumentParser
+from transformers.trainer_utils import get_last_checkpoint
+
+MODES = ("off", "all", "inputs", "auto")
+
+# About 4 million parameters with the default tokenizer.
+SMALL_QWEN3 = (
+    "hidden_size=256,intermediate_size=768,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,"
+    "head_dim=64,max_position_embeddings=1024,tie_word_embeddings=true"
+)
+
+
+def flag(default: Any, text: str) -> Any:
+    """A field with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelOptions:
+    _argument_group_name: ClassVar[str] = "model"
+
+    model: str | None = flag(None, "hub id or folder of a causal LM to fine-tune; without it one is made from scratch")
+    model_type: str = flag("qwen3", "transformers' model type for a model from scratch")
+    config_overrides: str = flag(SMALL_QWEN3, "configuration of a model from scratch, as name=value,name=value")
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "of the weights; autocast is accelerate's --mixed_precision"
+    )
+    tokenizer: str | None = flag(None, "hub id or folder (the model's own; from scratch: trained on the text)")
+    vocab_size: int = flag(4096, "of a tokenizer that is trained on the text: byte-level BPE")
+    gradient_checkpointing: bool = flag(False, "keep only the inputs of each block and compute the rest again")
+
+
+@dataclass
+class DataOptions:
+    _argument_group_name: ClassVar[str] = "data"
+
+    text_file: list[str] = field(
+        default_factory=list, metadata={"help": "UTF-8 text files; each is read whole and is one document"}
+    )
+    dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
+    dataset_config: str | None = flag(None, "configuration of the dataset")
+    split: str = flag("train", "split of the dataset")
+    text_column: str = flag("text", "column of the dataset that holds one document per row")
+    block_size: int = flag(128, "tokens per training example; documents are packed into blocks without padding")
+    held_out: float = flag(0.02, "share of the blocks, drawn at random, that evaluation uses")
+
+
+@dataclass
+class TrainingOptions:
+    _argument_group_name: ClassVar[str] = "training"
+
+    output_dir: str = flag("outputs/causal_lm", "folder for the model, checkpoints, results.json and results.png")
+    loop: Literal["accelerate", "trainer"] = flag("accelerate", "the loop in this file, or transformers' Trainer")
+    max_steps: int = flag(150, "updates of the weights")
+    per_device_batch_size: int = flag(8, "blocks per forward pass and process")
+    gradient_accumulation_steps: int = flag(1, "forward passes per update; accelerate launch's own flag is not used")
+    learning_rate: float = flag(2e-3, "peak learning rate of AdamW")
+    weight_decay: float = flag(0.0, "of AdamW, on all weights")
+    lr_scheduler_type: str = flag("cosine", "one of transformers' schedules")
+    warmup_steps: int = flag(10, "updates until the learning rate has reached its peak")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    log_every: int = flag(10, "updates between log lines")
+    eval_every: int = flag(50, "updates between evaluations; there is one at the end in any case")
+    save_every: int = flag(0, "updates between checkpoints; 0 saves none, the model at the end excepted")
+    resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
+    seed: int = flag(0, "of weights, dropout, the order of the data and the held-out part")
+    report_to: str = flag("none", "tracker, such as tensorboard or wandb")
+
+
+@dataclass
+class OffloadOptions:
+    _argument_group_name: ClassVar[str] = "activation offloading"
+
+    offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
+    budget_gib: float | None = flag(None, "auto: device memory that saved activations may hold at any time, in GiB")
+    max_slowdown: float = flag(0.03, "auto without a budget: share of the step's time that offloading may cost")
+    offload_threshold_mb: float = flag(10.0, "storages smaller than this many MiB stay on the device")
+    prefetch_ahead: int = flag(2, "how many storages backward brings back ahead of their use")
+    pin_memory: bool = flag(True, "use page-locked host memory")
+    host_budget_gib: float | None = flag(None, "host memory to use at most, in GiB")
+    cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
+    compare: str | None = flag(None, "modes to compare before training, such as off,all,auto: same weights and batches")
+    compare_steps: int = flag(12, "updates per compared mode, the second half of which is measured")
+
+    @property
+    def compared_modes(self) -> list[str]:
+        return self.compare.split(",") if self.compare else []
+
+    @property
+    def used_modes(self) -> set[str]:
+        return {self.offload, *self.compared_modes}
+
+
+class Options(NamedTuple):
+    """Everything that the command line says."""
+
+    model: ModelOptions
+    data: DataOptions
+    training: TrainingOptions
+    offload: OffloadOptions
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All flags in one dictionary, as trackers take them: numbers and strings."""
+        flags = {name: value for group in self for name, value in asdict(group).items()}
+        return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
+
+
+class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Defaults beside the flags, and the description as it was written."""
+
+
+def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; `@FILE` stands for the flags in a file, one per line.
+
+    Raises:
+        ValueError: names a flag, its value and the remedy.
+    """
+    parser = HfArgumentParser(
+        Options.__annotations__.values(),
+        description=description,
+        formatter_class=_Formatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    options = Options(*parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
+    _check_numbers(options)
+    _check_offloading(options)
+    _check_folder(options.training)
+    return options
+
+
+def resumed_folder(training: TrainingOptions) -> str | None:
+    """The checkpoint to resume from; None for a new run.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    name = training.resume_from_checkpoint
+    if name is None:
+        return None
+    output = Path(training.output_dir)
+    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={training.output_dir!r} holds one"
+        )
+    return folder
+
+
+def _check_numbers(options: Options) -> None:
+    model, data, training, offload = options
+    at_least_one = {
+        "vocab_size": model.vocab_size,
+        "max_steps": training.max_steps,
+        "per_device_batch_size": training.per_device_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "log_every": training.log_every,
+        "eval_every": training.eval_every,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if data.block_size < 2:
+        raise ValueError(f"block_size={data.block_size} must be at least 2: each token is predicted from those before")
+    if not 0 < data.held_out < 1:
+        raise ValueError(f"held_out={data.held_out} must lie between 0 and 1, for example 0.02")
+    if offload.compare_steps < 4:
+        raise ValueError(f"compare_steps={offload.compare_steps} must be at least 4: the first half only warms up")
+
+
+def _check_offloading(options: Options) -> None:
+    offload = options.offload
+    unknown = offload.used_modes - set(MODES)
+    if unknown:
+        raise ValueError(f"compare={offload.compare!r}: no mode {sorted(unknown)[0]!r}; choose from {', '.join(MODES)}")
+    if offload.budget_gib is not None and "auto" not in offload.used_modes:
+        raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
+    if "inputs" in offload.used_modes and not options.model.gradient_checkpointing:
+        raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; add --gradient_checkpointing")
+
+
+def _check_folder(training: TrainingOptions) -> None:
+    output = Path(training.output_dir)
+    used = [path.name for pattern in ("results.json", "checkpoint-*") for path in output.glob(pattern)]
+    if used and training.resume_from_checkpoint is None:
+        raise ValueError(
+            f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
+            "or name another folder"
+        )
+    resumed_folder(training)
