@@ -2,5 +2,6 @@
 
 from hf_memopt.callbacks.activation_offload import ActivationOffloadCallback
 from hf_memopt.callbacks.attach import attach
+from hf_memopt.callbacks.memory import MemoryLoggingCallback
 
-__all__ = ["ActivationOffloadCallback", "attach"]
+__all__ = ["ActivationOffloadCallback", "MemoryLoggingCallback", "attach"]

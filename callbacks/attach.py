@@ -11,12 +11,16 @@ from hf_memopt.callbacks.activation_offload import (
     make_offloader,
     refuse_what_conflicts,
 )
+from hf_memopt.callbacks.memory import MemoryLoggingCallback
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.memory import explain_oom
 
 
-def attach(trainer: Trainer, *, offloader: ActivationOffloader | str | None = None) -> "Attachment":
+def attach(
+    trainer: Trainer, *, offloader: ActivationOffloader | str | None = None, memory: bool = True
+) -> "Attachment":
     """Switch on parts of this library for a transformers Trainer or a descendant, such as TRL's trainers.
 
     Call it before `trainer.train()`; it holds for every later one, whatever exceptions there are in between.
@@ -25,6 +29,8 @@ def attach(trainer: Trainer, *, offloader: ActivationOffloader | str | None = No
         trainer: its training steps, and nothing else, are affected.
         offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for what forward passes and
             losses save for backward. None, no offloading.
+        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), and explain a lack
+            of memory in the output folder and in the error itself (`explain_oom`).
 
     Returns:
         A handle whose `remove()` restores the trainer.
@@ -40,6 +46,8 @@ def attach(trainer: Trainer, *, offloader: ActivationOffloader | str | None = No
     parts: list[Part] = []
     if offloader is not None:
         parts.append(OffloadedLoss(trainer, make_offloader(offloader)))
+    if memory:
+        parts.append(MemoryReports(trainer))
     return Attachment(parts)
 
 
@@ -106,6 +114,30 @@ class OffloadedLoss(TrainerCallback):
             # Looked up each time: FSDP and model_init replace the trainer's model.
             with self.offloader.offload_context(self._trainer.model):
                 yield
+
+
+class MemoryReports:
+    """Peak memory in a trainer's logs, and a report when there is none left."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        callbacks = trainer.callback_handler.callbacks
+        has_one = any(isinstance(callback, MemoryLoggingCallback) for callback in callbacks)
+        self._callback = None if has_one else MemoryLoggingCallback()
+        if self._callback is not None:
+            trainer.add_callback(self._callback)
+        # Callbacks see no exceptions.
+        self._plain_train = trainer.train
+        trainer.train = self._train
+
+    def remove(self) -> None:
+        del self._trainer.train
+        if self._callback is not None:
+            self._trainer.remove_callback(self._callback)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        with explain_oom(self._trainer.model, output_dir=self._trainer.args.output_dir):
+            return self._plain_train(*args, **kwargs)
 
 
 _SEAM = "compute_loss_context_manager"

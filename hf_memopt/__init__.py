@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         estimate_offloading_memory_savings,
         wrap_forward_with_offload,
     )
-    from hf_memopt.memory import SavedBytes
+    from hf_memopt.memory import MemoryLogger, MemoryTracker, SavedBytes, explain_oom
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
     from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
 
@@ -28,6 +28,8 @@ __all__ = [
     "ActivationOffloader",
     "Copier",
     "InfeasibleBudgetError",
+    "MemoryLogger",
+    "MemoryTracker",
     "OffloadStats",
     "OffloadedTeacher",
     "SavedBytes",
@@ -39,6 +41,7 @@ __all__ = [
     "apply_selective_checkpointing",
     "attach",
     "estimate_offloading_memory_savings",
+    "explain_oom",
     "reflow",
     "wrap_forward_with_offload",
 ]
@@ -47,6 +50,8 @@ _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
     "Copier": "hf_memopt.transfer",
     "InfeasibleBudgetError": "hf_memopt.activations",
+    "MemoryLogger": "hf_memopt.memory",
+    "MemoryTracker": "hf_memopt.memory",
     "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
     "SavedBytes": "hf_memopt.memory",
@@ -57,6 +62,7 @@ _HOMES = {
     "apply_selective_checkpointing": "hf_memopt.activations",
     "attach": "hf_memopt.callbacks",
     "estimate_offloading_memory_savings": "hf_memopt.activations",
+    "explain_oom": "hf_memopt.memory",
     "wrap_forward_with_offload": "hf_memopt.activations",
 }
 

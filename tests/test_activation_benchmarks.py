@@ -31,7 +31,7 @@ def load() -> Iterator[Load]:
 
 def run_toy(load: Load, folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
     output = folder / "results.json"
-    arguments = ["--size", "toy", "--layers", "2", "--tokens", "32", "--output", str(output), *options]
+    arguments = ["--size", "toy", "--layers", "4", "--tokens", "16", "--output", str(output), *options]
     assert load("activation_offload").main(arguments) == status
     return json.loads(output.read_text())
 
@@ -39,16 +39,20 @@ def run_toy(load: Load, folder: Path, *options: str, status: int = 0) -> dict[st
 # ------------------------------------------------------------------------------------------- activation_offload
 
 
+SMALLER_BUDGETS = ("ours auto 10 %", "ours auto 20 %")  # the same code, and a search for a plan takes a second
+
+
 @pytest.fixture(scope="module")
 def results(load: Load, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_toy(load, tmp_path_factory.mktemp("toy"), "--link-divisors", "1", "2")
+    modes = [mode for mode in load("activation_modes").MODES if mode not in SMALLER_BUDGETS]
+    return run_toy(load, tmp_path_factory.mktemp("toy"), "--link-divisors", "1", "2", "--modes", *modes)
 
 
 def test_every_mode_keeps_a_row(results: dict[str, Any], load: Load) -> None:
-    modes = load("activation_modes")
     assert results["complete"]
     assert {"hardware", "versions", "commit", "shape", "num_layers", "link_gb_per_s", "targets"} <= results.keys()
-    rows = {1: list(modes.MODES), 2: list(modes.ON_SLOWER_LINKS)}
+    all_modes = [mode for mode in load("activation_modes").MODES if mode not in SMALLER_BUDGETS]
+    rows = {1: all_modes, 2: ["ours inputs"]}
     for divisor, expected in rows.items():
         assert [cell["mode"] for cell in results["cells"] if cell["link_divisor"] == divisor] == expected
     errors = {cell["mode"]: cell["error"] for cell in results["cells"] if "error" in cell}
@@ -57,7 +61,7 @@ def test_every_mode_keeps_a_row(results: dict[str, Any], load: Load) -> None:
 
 def test_our_gradients_equal_the_plain_ones_and_our_bytes_are_counted(results: dict[str, Any], load: Load) -> None:
     ours = [cell for cell in results["cells"] if cell["mode"] in load("activation_modes").OURS]
-    assert len(ours) == 6
+    assert len(ours) == 3
     for cell in ours:
         assert cell["gradients_equal"] is True
         assert len(cell["host_allocations"]) >= 3

@@ -1,6 +1,21 @@
 """What memory is used for, counted."""
 
+from hf_memopt.memory.counters import Counters, DeviceMemory, HostMemory
+from hf_memopt.memory.metrics import MemoryLogger
+from hf_memopt.memory.oom import explain_oom
 from hf_memopt.memory.phases import PhaseMemory
 from hf_memopt.memory.saved_tensors import SavedBytes
+from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
 
-__all__ = ["PhaseMemory", "SavedBytes"]
+__all__ = [
+    "Counters",
+    "DeviceMemory",
+    "HostMemory",
+    "MemoryLogger",
+    "MemoryReading",
+    "MemoryTracker",
+    "PhaseMemory",
+    "PhasePeak",
+    "SavedBytes",
+    "explain_oom",
+]

@@ -1,0 +1,128 @@
+"""Every tensor storage that Python or an autograd graph holds."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+WITH_GRAPH = "tensor with its graph"
+GRADIENT = "gradient"
+SAVED = "saved for backward"
+
+
+class Held(NamedTuple):
+    """A tensor on a live storage, and by what it is known."""
+
+    tensor: Tensor
+    kind: str  # "parameter", "tensor", WITH_GRAPH, GRADIENT or SAVED
+    root: Tensor  # whose gradient it is, or whose graph or gradient's graph saved it; itself where Python holds it
+    node: str = ""  # name of the autograd node that saved it
+
+
+def live_storages() -> dict[int, list[Held]]:
+    """Each live storage under the address of its `StorageImpl`, on all devices, with one entry for each kind of holder.
+
+    Python's tensors come from the garbage collector's list, and first; what C++ alone holds comes from walking the
+    autograd graphs of those tensors and of their gradients. Packed values of saved-tensor hooks are looked at without
+    unpacking them, so that nothing is fetched or recomputed. Not seen: objects hidden by `gc.freeze`, tensors without
+    a strided storage (sparse ones, fake ones), and memory that only C++ code outside autograd holds.
+
+    Cost: 0.1 to 0.2 s for the 440 thousand objects of a process that has imported transformers, and some 20 µs per
+    autograd node; no device synchronisation. The result holds the tensors: drop it before the next step.
+    """
+    held: dict[int, list[Held]] = {}
+    # A subclass's __torch_function__ must not see what only looks.
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = _python_tensors()
+        for tensor in tensors:
+            _add(held, Held(tensor, _kind(tensor), tensor))
+        for item in _behind(tensors):
+            _add(held, item)
+    return held
+
+
+def count_graph_nodes(tensor: Tensor) -> int:
+    """Number of autograd nodes that `tensor` keeps alive."""
+    return sum(1 for _ in graph_nodes([tensor], set()))
+
+
+def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[Any]:
+    """The autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
+    stack = [tensor.grad_fn for tensor in starts if tensor is not None and tensor.grad_fn is not None]
+    while stack:
+        node: Any = stack.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+_RAW_NAMES: dict[type, list[str]] = {}  # dir() is slow, and there are few types of nodes
+
+
+def saved_tensors(node: Any) -> Iterator[Tensor]:
+    """What an autograd node has saved, without unpacking what saved-tensor hooks have packed."""
+    kind = type(node)
+    if kind not in _RAW_NAMES:
+        _RAW_NAMES[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    for name in _RAW_NAMES[kind]:
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # how a custom Function says that backward has freed what it saved
+            continue
+        for saved in raw if isinstance(raw, tuple | list) else (raw,):
+            data = getattr(saved, "data", None)  # None once backward has freed it
+            if isinstance(data, Tensor):
+                yield data
+
+
+def _python_tensors() -> list[Tensor]:
+    objects = gc.get_objects()
+    # type() and not isinstance, which asks objects for __class__ and sets off deprecation warnings in lazy modules.
+    types = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    return [thing for thing in objects if type(thing) in types]
+
+
+def _kind(tensor: Tensor) -> str:
+    if isinstance(tensor, torch.nn.Parameter):
+        return "parameter"
+    return "tensor" if tensor.grad_fn is None else WITH_GRAPH
+
+
+def _add(held: dict[int, list[Held]], item: Held) -> None:
+    if not torch._C._has_storage(item.tensor):
+        return
+    storage = item.tensor.untyped_storage()
+    if storage.device.type != "meta":
+        known = held.setdefault(storage._cdata, [])
+        if all(other.kind != item.kind for other in known):
+            known.append(item)
+
+
+def _behind(tensors: list[Tensor]) -> Iterator[Held]:
+    """Gradients of `tensors`, and what their graphs and their gradients' graphs saved."""
+    gradients = [(leaf.grad, leaf) for leaf in tensors if leaf.is_leaf and leaf.grad is not None]
+    for gradient, leaf in gradients:
+        yield Held(gradient, GRADIENT, leaf)
+    leaf_of = {id(gradient): leaf for gradient, leaf in gradients}
+    visited: set[Any] = set()
+    # The newest first, so that what a graph saved is put down to its last output and not to one on the way.
+    for start in sorted([*tensors, *(gradient for gradient, _ in gradients)], key=_sequence_number, reverse=True):
+        yield from _graph(start, leaf_of.get(id(start), start), visited)
+
+
+def _sequence_number(tensor: Tensor) -> int:
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def _graph(start: Tensor, root: Tensor, visited: set[Any]) -> Iterator[Held]:
+    for node in graph_nodes([start], visited):
+        for saved in saved_tensors(node):
+            yield Held(saved, SAVED, root, node.name())
+        variable = getattr(node, "variable", None)  # AccumulateGrad owns its leaf, which Python may have dropped
+        if variable is not None and variable is not root:
+            yield Held(variable, _kind(variable), root)
+            if variable.grad is not None:
+                yield Held(variable.grad, GRADIENT, root)

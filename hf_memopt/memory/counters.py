@@ -1,0 +1,144 @@
+"""Where memory figures come from: the device's allocator, the device, the host."""
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One reading of a device's caching allocator, in bytes where nothing else is said.
+
+    Attributes:
+        allocated_bytes: held by tensors.
+        peak_allocated_bytes: the highest that was since the counter was last reset, by whomever.
+        reserved_bytes: taken from the device; what is not allocated is kept for the next tensors.
+        inactive_split_bytes: reserved, not allocated, and not returnable: the rest of its block is in use.
+        num_alloc_retries: how often the allocator ran out and had to return its cache to the device.
+    """
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    inactive_split_bytes: int = 0
+    num_alloc_retries: int = 0
+
+
+class Counters(Protocol):
+    """What a `MemoryTracker` reads a device's memory from. No method may wait for the device."""
+
+    def read(self) -> DeviceMemory:
+        """The allocator's books, which are kept on the host as memory is requested."""
+        ...
+
+    def reset_peaks(self) -> None:
+        """Let the peak begin again at what is allocated now, for everyone who reads this counter."""
+        ...
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Free and total memory of the device in bytes, over all processes."""
+        ...
+
+
+class AcceleratorCounters:
+    """The counters of torch's caching allocator on one accelerator.
+
+    A reading costs microseconds. It takes the nested dictionary that `torch.accelerator.memory_stats` is made from,
+    since flattening that one's 120 entries takes ten times longer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.accelerator.current_device_index() if device.index is None else device.index
+
+    def read(self) -> DeviceMemory:
+        """Zeros before the first allocation."""
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return DeviceMemory(0, 0, 0)
+        stats = torch._C._accelerator_getDeviceStats(self._index)
+        allocated = stats["allocated_bytes"]["all"]
+        return DeviceMemory(
+            allocated_bytes=allocated["current"],
+            peak_allocated_bytes=allocated["peak"],
+            reserved_bytes=stats["reserved_bytes"]["all"]["current"],
+            inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
+            num_alloc_retries=stats["num_alloc_retries"],
+        )
+
+    def reset_peaks(self) -> None:
+        """Resets the process's peak counters of this device."""
+        if torch._C._accelerator_isAllocatorInitialized():
+            torch.accelerator.reset_peak_memory_stats(self._index)
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Asks the driver."""
+        return torch.accelerator.get_memory_info(self._index)
+
+
+def counters_for(device: torch.device) -> Counters | None:
+    """The counters of a device, or None, with one log line, where torch keeps none."""
+    if device.type == "cpu":
+        logger.info("memory on cpu: torch keeps no counters there, so only the process's host memory is reported")
+        return None
+    counters = AcceleratorCounters(device)
+    try:
+        counters.read()
+        counters.free_and_total()
+    except RuntimeError as error:
+        logger.warning("memory on %s: no allocator counters (%s), so only host memory is reported", device, error)
+        return None
+    return counters
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory, in bytes.
+
+    Attributes:
+        rss_bytes: resident memory of this process, pages that it shares with others counted in full.
+        pss_bytes: the same with shared pages divided among their users, so that processes add up; None where the
+            system does not tell (it is Linux that does) or it was not asked for.
+        pinned_bytes: page-locked memory that torch's own allocator holds, rounded up to powers of two as it rounds.
+            Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means and not among them.
+            None where no CUDA device is in use.
+        available_bytes: what the machine could still give to processes.
+        total_bytes: what it has.
+    """
+
+    rss_bytes: int
+    pss_bytes: int | None
+    pinned_bytes: int | None
+    available_bytes: int
+    total_bytes: int
+
+
+class Host:
+    """Reads the host memory of the process that made it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of this process; some 10 microseconds."""
+        return int(self._process.memory_info().rss)
+
+    def read(self, *, pss: bool = False) -> HostMemory:
+        """Everything. With `pss` the kernel walks all page tables, which takes long in a large process."""
+        machine = psutil.virtual_memory()
+        return HostMemory(
+            rss_bytes=self.rss_bytes(),
+            pss_bytes=getattr(self._process.memory_full_info(), "pss", None) if pss else None,
+            pinned_bytes=_pinned_bytes(),
+            available_bytes=int(machine.available),
+            total_bytes=int(machine.total),
+        )
+
+
+def _pinned_bytes() -> int | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -1,0 +1,278 @@
+"""Peak memory of each phase of a training step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_memopt.memory.counters import Counters, DeviceMemory, Host, HostMemory, counters_for
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """The most memory that a phase held, in bytes; fields that the device has no counters for are None.
+
+    Attributes:
+        at_least_bytes: the phase's peak of allocated device memory was not lower.
+        at_most_bytes: and not higher. Both are equal where the peak is known exactly.
+        reserved_bytes: highest reserved memory at the phase's beginnings and ends. Reserved memory shrinks only when
+            the cache is emptied.
+        inactive_split_bytes: likewise, of what lies unusable between tensors in use.
+        num_alloc_retries: how often the allocator ran out in this phase and had to return its cache.
+        host_rss_bytes: highest resident host memory at the phase's beginnings and ends; None where the device has
+            counters, since reading it takes longer than they do.
+    """
+
+    at_least_bytes: int | None = None
+    at_most_bytes: int | None = None
+    reserved_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    num_alloc_retries: int | None = None
+    host_rss_bytes: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the peak of device memory is known to the byte."""
+        return self.at_least_bytes is not None and self.at_least_bytes == self.at_most_bytes
+
+    @property
+    def certain_bytes(self) -> int:
+        """What the phase held for certain: on the device, or in host memory where the device has no counters."""
+        return self.at_least_bytes or self.host_rss_bytes or 0
+
+    def joined(self, other: "PhasePeak") -> "PhasePeak":
+        """The peak over two intervals."""
+        return PhasePeak(
+            at_least_bytes=_largest(self.at_least_bytes, other.at_least_bytes),
+            at_most_bytes=_largest(self.at_most_bytes, other.at_most_bytes),
+            reserved_bytes=_largest(self.reserved_bytes, other.reserved_bytes),
+            inactive_split_bytes=_largest(self.inactive_split_bytes, other.inactive_split_bytes),
+            num_alloc_retries=(
+                None
+                if self.num_alloc_retries is None or other.num_alloc_retries is None
+                else self.num_alloc_retries + other.num_alloc_retries
+            ),
+            host_rss_bytes=_largest(self.host_rss_bytes, other.host_rss_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """Device memory at one moment, in bytes.
+
+    Attributes:
+        counters: the allocator's books.
+        highest_bytes: the most that tensors held at any time, in phases and outside.
+        total_bytes: what the device has.
+        elsewhere_bytes: used on the device outside of this process's allocator: by other processes, and by this one's
+            device context and libraries.
+    """
+
+    counters: DeviceMemory
+    highest_bytes: int
+    total_bytes: int
+    elsewhere_bytes: int
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Reserved and not held by tensors."""
+        return self.counters.reserved_bytes - self.counters.allocated_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What this process's tensors could have at most."""
+        return self.total_bytes - self.elsewhere_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Memory at one moment; `device` is None where torch keeps no counters."""
+
+    device: DeviceReading | None
+    host: HostMemory
+
+
+class MemoryTracker:
+    """Measures the peak memory of each phase of a training step, without waiting for the device.
+
+    Example:
+        >>> tracker = MemoryTracker("cuda")
+        >>> for batch in batches:
+        ...     with tracker.phase("forward"):
+        ...         loss = model(batch)
+        ...     with tracker.phase("backward"):
+        ...         loss.backward()
+        ...     with tracker.phase("optimizer"):
+        ...         optimizer.step()
+        ...     tracker.step()
+        >>> tracker.peaks["backward"].at_most_bytes
+
+    Phases may have any name, repeat, and nest: an outer one includes what its inner ones used.
+
+    A process has one peak counter per device, and training loops read it too: lerobot does in every step, Trainer with
+    `skip_memory_metrics=False`. By default the tracker therefore never resets it. Then a phase's peak is exact if the
+    process's peak grew in it, and is otherwise known to lie between what was allocated at the phase's ends and the
+    process's peak (`at_least_bytes`, `at_most_bytes`). If someone else resets the counter within a phase, what came
+    before in this phase is known from its beginning only.
+
+    Args:
+        device: where the model runs; None, the current accelerator, or the CPU without one. On the CPU there are no
+            counters, and the figures are those of host memory.
+        reset_peaks: reset the peak counter at each beginning and end of a phase, which makes every peak exact. Only
+            where nothing else reads the counter.
+        counters: where to read from; None, the device's own.
+
+    Costs one reading of the counters at each beginning and end: microseconds. One tracker belongs to one thread.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, *, reset_peaks: bool = False, counters: Counters | None = None
+    ) -> None:
+        self.device = _device(device)
+        counters = counters if counters is not None else counters_for(self.device)
+        self._host = Host()
+        self._gauge = HostGauge(self._host) if counters is None else DeviceGauge(counters, reset_peaks)
+        self._open: list[str] = []
+        self._step: dict[str, PhasePeak] = {}
+        self._peaks: dict[str, PhasePeak] = {}
+        self.num_steps = 0
+
+    @property
+    def peaks(self) -> dict[str, PhasePeak]:
+        """The peak of each phase over all steps so far, in the order in which they first appeared."""
+        return _join(self._peaks, self._step)
+
+    @property
+    def peak_phase(self) -> str | None:
+        """The phase that is known to have held most, the later one of equals; None before the first has ended."""
+        peaks = self.peaks
+        return max(reversed(peaks), key=lambda name: peaks[name].certain_bytes, default=None)
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether figures are those of device memory; otherwise they are those of host memory."""
+        return isinstance(self._gauge, DeviceGauge)
+
+    @property
+    def highest_bytes(self) -> int:
+        """The most that tensors held on the device up to the last end of a phase; without counters, the most resident
+        host memory at any beginning or end of one.
+        """
+        return self._gauge.highest_bytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to the phase `name`."""
+        self._boundary()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._boundary()
+            if name in self._open:  # unless step() or switch_to() has ended it
+                self._open.remove(name)
+
+    def switch_to(self, name: str | None) -> None:
+        """End whatever phase is running and begin `name`, or none; for loops that are known by their events."""
+        self._boundary()
+        self._open = [] if name is None else [name]
+
+    def step(self) -> dict[str, PhasePeak]:
+        """End a training step, and with it all phases; returns the peak of each phase in this step."""
+        self.switch_to(None)
+        finished, self._step = self._step, {}
+        self._peaks = _join(self._peaks, finished)
+        self.num_steps += 1
+        return finished
+
+    def read(self, *, pss: bool = False) -> MemoryReading:
+        """Everything that is known of memory now.
+
+        Asks the driver and the system, so it is for logging and not for every phase. For `pss` see `HostMemory`: it
+        takes long in a large process.
+        """
+        self._boundary()
+        host = self._host.read(pss=pss)
+        device = self._gauge.read() if isinstance(self._gauge, DeviceGauge) else None
+        return MemoryReading(device, host)
+
+    def _boundary(self) -> None:
+        """Charge the memory since the last boundary to the phases that are running."""
+        interval = self._gauge.interval()
+        for name in self._open:
+            known = self._step.get(name)
+            self._step[name] = interval if known is None else known.joined(interval)
+
+
+class DeviceGauge:
+    """Device memory between one call of `interval` and the next."""
+
+    def __init__(self, counters: Counters, reset_peaks: bool) -> None:
+        self._counters = counters
+        self._reset_peaks = reset_peaks
+        self._now = counters.read()
+        self.highest_bytes = self._now.peak_allocated_bytes
+
+    def interval(self) -> PhasePeak:
+        """What is known of the memory since the last call."""
+        before, self._now = self._now, self._counters.read()
+        self.highest_bytes = max(self.highest_bytes, self._now.peak_allocated_bytes)
+        interval = _between(before, self._now)
+        if self._reset_peaks:
+            self._counters.reset_peaks()
+            self._now = replace(self._now, peak_allocated_bytes=self._now.allocated_bytes)
+        return interval
+
+    def read(self) -> DeviceReading:
+        """The counters as the last call of `interval` found them, and the device as a whole."""
+        free_bytes, total_bytes = self._counters.free_and_total()
+        elsewhere_bytes = max(0, total_bytes - free_bytes - self._now.reserved_bytes)
+        return DeviceReading(self._now, self.highest_bytes, total_bytes, elsewhere_bytes)
+
+
+class HostGauge:
+    """Host memory between one call of `interval` and the next, of which only the ends are known."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._rss_bytes = self.highest_bytes = host.rss_bytes()
+
+    def interval(self) -> PhasePeak:
+        """What is known of the memory since the last call."""
+        before, self._rss_bytes = self._rss_bytes, self._host.rss_bytes()
+        self.highest_bytes = max(self.highest_bytes, self._rss_bytes)
+        return PhasePeak(host_rss_bytes=max(before, self._rss_bytes))
+
+
+def _between(before: DeviceMemory, now: DeviceMemory) -> PhasePeak:
+    peak_bytes = now.peak_allocated_bytes
+    # A peak that has changed was reached here: it has grown, or begun again after someone's reset.
+    at_least_bytes = now.allocated_bytes if peak_bytes == before.peak_allocated_bytes else peak_bytes
+    return PhasePeak(
+        at_least_bytes=max(at_least_bytes, before.allocated_bytes),
+        at_most_bytes=max(peak_bytes, before.peak_allocated_bytes),
+        reserved_bytes=max(before.reserved_bytes, now.reserved_bytes),
+        inactive_split_bytes=max(before.inactive_split_bytes, now.inactive_split_bytes),
+        num_alloc_retries=now.num_alloc_retries - before.num_alloc_retries,
+    )
+
+
+def _join(first: dict[str, PhasePeak], second: dict[str, PhasePeak]) -> dict[str, PhasePeak]:
+    joined = dict(first)
+    for name, peak in second.items():
+        joined[name] = first[name].joined(peak) if name in first else peak
+    return joined
+
+
+def _largest(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return max(first, second)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found

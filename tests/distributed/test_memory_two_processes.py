@@ -1,0 +1,52 @@
+"""Two processes on the CPU log the memory of the one that holds most."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    python_path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+    result = subprocess.run(
+        [*launch, str(FOLDER / "memory_rank.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_training_is_bitwise_unchanged_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["world_size"] for rank in ranks] == [2, 2]
+    assert ranks[0]["plain"] == ranks[0]["watched"] == ranks[1]["watched"]
+
+
+def test_the_largest_of_all_ranks_is_logged_on_each(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        logged = [entry for entry in rank["history"] if "loss" in entry]
+        assert [entry["step"] for entry in logged] == [2, 4]
+        assert [entry["memory/peak_allocated_gib"] for entry in logged] == [2.0, 2.0]
+        assert [entry["memory/peak_rank"] for entry in logged] == [1, 1]
+    assert ranks[0]["history"][0]["memory/host_rss_gib"] == ranks[1]["history"][0]["memory/host_rss_gib"]
+
+
+def test_accelerate_logs_the_same_on_each_rank_whatever_its_phases(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["accelerate"] for rank in ranks)
+    assert first == second
+    assert first["memory/peak_allocated_gib"] == 2.0
+    assert {"memory/only_on_rank_0_peak_gib", "memory/only_on_rank_1_peak_gib"} <= first.keys()

@@ -1,0 +1,227 @@
+"""ActivationOffloader on a real accelerator: ordering against slow copies and slow compute, memory, no waiting host."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.memory import SavedBytes
+from hf_memopt.transfer import StreamCopier, Transfer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SLEEP_CYCLES = 40_000_000  # about 20 ms: far longer than any copy or kernel here
+MODES = ["all", "inputs", "auto"]
+BUDGET_SHARE = 0.4
+NUM_PASSES = 8  # enough for a plan to be made and followed
+
+Gradients = list[Tensor]
+
+
+class Block(nn.Module):
+    """Saves ten times its input, in tensors of 4 and 16 MiB, and computes its gradients without atomic additions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.act, self.down = nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """A stack of blocks, each checkpointed or not."""
+
+    def __init__(self, num_blocks: int = 6, width: int = 512) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x
+
+
+class SleepyCopier(StreamCopier):
+    """Each copy comes late: its stream sleeps first."""
+
+    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+        with self._stream_to_host:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return super().to_host(source, destination)
+
+    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+        with self._stream_to_device:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return super().to_device(source, destination)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks().cuda()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2048, 512, generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[Any] | None = None) -> Gradients:
+    with context or nullcontext():
+        loss = loss_of(model, x)
+    # Whatever the allocator hands out now may be what the offloader has given up.
+    torch.full((2**24,), float("nan"), device="cuda")
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    with SavedBytes(exclude=model.parameters()) as saved:
+        loss_of(model, x)
+    return saved.total_bytes
+
+
+def make_offloader(mode: str, model: nn.Module, x: Tensor, **options: Any) -> ActivationOffloader:
+    """An offloader of that mode, and the checkpointing or budget that belongs to it."""
+    model.checkpointing = mode == "inputs"
+    if mode == "auto":
+        options["budget_gib"] = BUDGET_SHARE * saved_bytes(model, x) / 2**30
+    return ActivationOffloader(mode=mode, offload_threshold_mb=1, **options)
+
+
+def equal(first: Gradients, second: Gradients) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_bitwise_the_plain_ones(model: nn.Module, x: Tensor, mode: str) -> None:
+    want = gradients(model, x)
+    offloader = make_offloader(mode, model, x)
+    for _ in range(NUM_PASSES):
+        assert equal(gradients(model, x, offloader.offload_context(model)), want)
+    assert offloader.stats.bytes_moved > 0
+    assert offloader.stats.host_bytes_live == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prefetch_ahead", [0, 2])
+def test_compute_waits_for_slow_copies(model: nn.Module, x: Tensor, mode: str, prefetch_ahead: int) -> None:
+    want = gradients(model, x)
+    offloader = make_offloader(mode, model, x, copier=SleepyCopier("cuda"), prefetch_ahead=prefetch_ahead)
+    for _ in range(4):
+        assert equal(gradients(model, x, offloader.offload_context(model)), want)
+    torch.cuda.synchronize()
+    if mode != "auto":  # a plan may well avoid a link that is this slow
+        assert offloader.stats.stall_ms > 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_wait_for_slow_compute(model: nn.Module, x: Tensor, mode: str) -> None:
+    want = gradients(model, x)
+    offloader = make_offloader(mode, model, x)
+    for _ in range(4):
+        late = torch.full_like(x, float("nan"))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        late.copy_(x)  # what a copy that did not wait for it would not find
+        assert equal(gradients(model, late, offloader.offload_context(model)), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_never_waits_in_steady_state(model: nn.Module, x: Tensor, mode: str) -> None:
+    offloader = make_offloader(mode, model, x)
+    for _ in range(NUM_PASSES):
+        gradients(model, x, offloader.offload_context(model))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(model, x, offloader.offload_context(model))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_runs_ahead_of_slow_copies(model: nn.Module, x: Tensor) -> None:
+    offloader = make_offloader("all", model, x, copier=SleepyCopier("cuda"))
+    for _ in range(3):
+        gradients(model, x, offloader.offload_context(model))
+    torch.cuda.synchronize()
+    with offloader.offload_context(model):
+        loss = loss_of(model, x)
+    finished = torch.cuda.current_stream().record_event()
+    assert not finished.query()  # events see no wait that sync debug mode does not know of
+    loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["all", "inputs"])
+def test_host_memory_is_allocated_in_the_first_two_steps_only(model: nn.Module, x: Tensor, mode: str) -> None:
+    offloader = make_offloader(mode, model, x)
+    counts = []
+    for _ in range(NUM_PASSES):
+        gradients(model, x, offloader.offload_context(model))
+        counts.append(offloader.stats.num_host_allocations)
+    assert counts[1] == counts[-1] > 0
+
+
+def test_a_plan_that_is_followed_allocates_no_host_memory(model: nn.Module, x: Tensor) -> None:
+    offloader = make_offloader("auto", model, x)
+    for _ in range(NUM_PASSES):
+        gradients(model, x, offloader.offload_context(model))
+    count = offloader.stats.num_host_allocations
+    for _ in range(3):
+        gradients(model, x, offloader.offload_context(model))
+    assert offloader.stats.num_host_allocations == count
+
+
+def peak_bytes(model: nn.Module, x: Tensor, make_context: Callable[[], AbstractContextManager[Any]]) -> int:
+    """Of one pass, over what is allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with make_context():
+        loss = loss_of(model, x)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    model.zero_grad()
+    return peak
+
+
+@pytest.mark.parametrize("mode", ["all", "auto"])
+def test_the_peak_falls_and_memory_returns(model: nn.Module, x: Tensor, mode: str) -> None:
+    gradients(model, x)  # the libraries' workspaces
+    plain = peak_bytes(model, x, nullcontext)
+    saved = saved_bytes(model, x)
+    offloader = make_offloader(mode, model, x)
+    for _ in range(NUM_PASSES):
+        gradients(model, x, offloader.offload_context(model))
+    before = torch.cuda.memory_allocated()
+    peak = peak_bytes(model, x, lambda: offloader.offload_context(model))
+    # Gradients and temporaries are the same in both; what autograd saves is not.
+    assert peak < plain - 0.4 * saved
+    assert torch.cuda.memory_allocated() == before
+    if mode == "auto":
+        assert offloader.stats.measured_peak_gib <= 1.03 * BUDGET_SHARE * saved / 2**30
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dropped_graph_gives_everything_back(model: nn.Module, x: Tensor, mode: str) -> None:
+    offloader = make_offloader(mode, model, x)
+    for _ in range(NUM_PASSES):
+        gradients(model, x, offloader.offload_context(model))
+    before = torch.cuda.memory_allocated()
+    with offloader.offload_context(model):
+        loss = loss_of(model, x)
+    del loss
+    assert torch.cuda.memory_allocated() == before
+    assert offloader.stats.host_bytes_live == 0
