@@ -18,7 +18,15 @@ if TYPE_CHECKING:
         estimate_offloading_memory_savings,
         wrap_forward_with_offload,
     )
-    from hf_memopt.memory import MemoryLogger, MemoryTracker, SavedBytes, explain_oom
+    from hf_memopt.memory import (
+        LeakMonitor,
+        LeakReport,
+        MemoryLogger,
+        MemoryTracker,
+        SavedBytes,
+        detect_leaks,
+        explain_oom,
+    )
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
     from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
 
@@ -28,6 +36,8 @@ __all__ = [
     "ActivationOffloader",
     "Copier",
     "InfeasibleBudgetError",
+    "LeakMonitor",
+    "LeakReport",
     "MemoryLogger",
     "MemoryTracker",
     "OffloadStats",
@@ -40,6 +50,7 @@ __all__ = [
     "__version__",
     "apply_selective_checkpointing",
     "attach",
+    "detect_leaks",
     "estimate_offloading_memory_savings",
     "explain_oom",
     "reflow",
@@ -50,6 +61,8 @@ _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
     "Copier": "hf_memopt.transfer",
     "InfeasibleBudgetError": "hf_memopt.activations",
+    "LeakMonitor": "hf_memopt.memory",
+    "LeakReport": "hf_memopt.memory",
     "MemoryLogger": "hf_memopt.memory",
     "MemoryTracker": "hf_memopt.memory",
     "OffloadStats": "hf_memopt.activations",
@@ -62,6 +75,7 @@ _HOMES = {
     "apply_selective_checkpointing": "hf_memopt.activations",
     "attach": "hf_memopt.callbacks",
     "estimate_offloading_memory_savings": "hf_memopt.activations",
+    "detect_leaks": "hf_memopt.memory",
     "explain_oom": "hf_memopt.memory",
     "wrap_forward_with_offload": "hf_memopt.activations",
 }

@@ -1,6 +1,7 @@
 """What memory is used for, counted."""
 
 from hf_memopt.memory.counters import Counters, DeviceMemory, HostMemory
+from hf_memopt.memory.leaks import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks
 from hf_memopt.memory.metrics import MemoryLogger
 from hf_memopt.memory.oom import explain_oom
 from hf_memopt.memory.phases import PhaseMemory
@@ -9,13 +10,18 @@ from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
 
 __all__ = [
     "Counters",
+    "Culprit",
     "DeviceMemory",
     "HostMemory",
+    "LeakMonitor",
+    "LeakReport",
+    "MemoryLeakError",
     "MemoryLogger",
     "MemoryReading",
     "MemoryTracker",
     "PhaseMemory",
     "PhasePeak",
     "SavedBytes",
+    "detect_leaks",
     "explain_oom",
 ]

@@ -1,0 +1,172 @@
+"""By whom an object is referenced, as a Python expression."""
+
+import gc
+import inspect
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType, TracebackType
+from typing import Any
+
+_MAX_DEPTH = 32
+_MAX_BREADTH = 200  # objects followed at each level
+_ARROW = " → "
+_CLOSURE_MARK = ".__closure__"
+_DICT_LOOKUP = re.compile(r"\.__dict__\['(\w+)'\]")
+_CLOSURE = re.compile(r"\.__closure__\[(\d+)\]")
+_PLAIN = (dict, list, tuple, deque, set, CellType, FrameType, TracebackType)
+_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("holders.py", "leak_report.py", "leaks.py", "ages.py")}
+
+
+def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
+    """The shortest chain of references from a name in the program to `thing`.
+
+    For example `errors[3].__traceback__ → hidden of step() (loop.py:9), in main() (loop.py:20)`. Chains start at a
+    local variable of a running function, at a module's global variable or at a class; where there is none, at the type
+    of the nearest object that is no plain container, in angle brackets. None if no such object refers to `thing`.
+
+    Args:
+        thing: any object that the garbage collector tracks.
+        ignore: containers of the caller that reference `thing` too.
+
+    Cost: one pass over all tracked objects for each link of the chain, tens of milliseconds each.
+    """
+    running = _running_locals()
+    seen = {id(thing), *map(id, ignore)}
+    unrooted: str | None = None
+    level, expressions = [thing], [""]
+    for _ in range(_MAX_DEPTH):
+        for holder, expression in zip(level, expressions, strict=True):
+            if id(holder) in running:
+                name, place = running[id(holder)]
+                return _shorten(f"{name}{expression}, in {place}")
+            if isinstance(holder, type):
+                return _shorten(f"{holder.__module__}.{holder.__qualname__}{expression}")
+            if _module_of(holder) or (isinstance(holder, FunctionType) and expression.startswith(_ARROW)):
+                return _shorten(expression.removeprefix(_ARROW))
+            if unrooted is None and holder is not thing and not isinstance(holder, _PLAIN):
+                unrooted = f"<{type(holder).__name__}>{expression}"
+        level, expressions = _one_level_up(level, expressions, seen)
+        if not level:
+            break
+    return unrooted and _shorten(unrooted)
+
+
+def _shorten(expression: str) -> str:
+    """`model.cache` for `model.__dict__['cache']`."""
+    return _DICT_LOOKUP.sub(r".\1", expression)
+
+
+def _one_level_up(level: list[Any], expressions: list[str], seen: set[int]) -> tuple[list[Any], list[str]]:
+    expression_of = {id(child): expression for child, expression in zip(level, expressions, strict=True)}
+    seen.add(id(level))  # refers to the children like what is searched for
+    holders: list[Any] = []
+    longer: list[str] = []
+    for parent in gc.get_referrers(*level):
+        if id(parent) in seen or _is_own_frame(parent) or len(holders) == _MAX_BREADTH:
+            continue
+        child = next((child for child in gc.get_referents(parent) if id(child) in expression_of), None)
+        seen.add(id(parent))
+        holders.append(parent)
+        longer.append(_longer(parent, child, expression_of.get(id(child), "")))
+    seen.add(id(holders))
+    return holders, longer
+
+
+def _is_own_frame(thing: object) -> bool:
+    return isinstance(thing, FrameType) and thing.f_code.co_filename in _OWN_FILES
+
+
+def _module_of(thing: object) -> str | None:
+    """Name of the module whose namespace `thing` is."""
+    name = thing.get("__name__") if type(thing) is dict else None
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return name if module is not None and vars(module) is thing else None
+
+
+def _longer(parent: Any, child: object, expression: str) -> str:
+    """The expression that starts one link earlier, at `parent`."""
+    if isinstance(parent, FunctionType):
+        return _enclosed(parent.__code__, expression)
+    return _link(parent, child) + expression
+
+
+def _enclosed(code: CodeType, expression: str) -> str:
+    closure = _CLOSURE.match(expression)
+    if closure is None:  # a default value or an attribute
+        return expression
+    return f"{_ARROW}{code.co_freevars[int(closure[1])]}{expression[closure.end() :]} enclosed by {_place(code)}"
+
+
+def _link(parent: Any, child: object) -> str:
+    if isinstance(parent, dict):
+        key = next((key for key, value in parent.items() if value is child), None)
+        module = _module_of(parent)
+        return f"{module}.{key}" if module else f"[{key!r}]" if isinstance(key, str | int) else "[…]"
+    if isinstance(parent, TracebackType | CellType):
+        return ""
+    if isinstance(parent, list | tuple | deque):
+        position = next((index for index, item in enumerate(parent) if item is child), "…")
+        return f"{_CLOSURE_MARK if isinstance(child, CellType) else ''}[{position}]"
+    if isinstance(parent, FrameType):
+        return f"{_ARROW}{_local_name(parent, child)} of {_place(parent.f_code, parent.f_lineno)}"
+    if isinstance(parent, GeneratorType) and parent.gi_frame is not None:
+        return f"{_ARROW}{_local_name(parent.gi_frame, child)} of {_place(parent.gi_code)}"
+    return _attribute(parent, child)
+
+
+def _attribute(parent: object, child: object) -> str:
+    if isinstance(parent, type):
+        return ".__dict__"
+    return next((f".{name}" for name, value in _attributes(parent) if value is child), ".…")
+
+
+def _attributes(thing: object) -> Iterator[tuple[str, object]]:
+    """What is stored in `thing` itself. Properties, which may do anything, are left alone."""
+    if isinstance(thing, BaseException):
+        yield from ((name, getattr(thing, name)) for name in ("__traceback__", "__cause__", "__context__", "args"))
+    if type(thing).__dictoffset__:
+        attributes = object.__getattribute__(thing, "__dict__")
+        yield "__dict__", attributes
+        yield from attributes.items()
+    for kind in type(thing).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # a slot that was never set
+                    yield name, member.__get__(thing)
+
+
+def _local_name(frame: FrameType, child: object) -> str:
+    return next((name for name, value in _locals(frame) if value is child), "a temporary")
+
+
+def _locals(frame: FrameType) -> list[tuple[str, object]]:
+    snapshot = frame.f_locals
+    items = list(snapshot.items())
+    if type(snapshot) is dict:
+        snapshot.clear()  # Python 3.12 would keep it, and what it refers to, until the function ends
+    return items
+
+
+def _place(code: CodeType, line: int | None = None) -> str:
+    return f"{code.co_qualname}() ({Path(code.co_filename).name}:{line or code.co_firstlineno})"
+
+
+def _running_locals() -> dict[int, tuple[str, str]]:
+    """Name and function of what the running functions' local variables refer to, by address."""
+    names: dict[int, tuple[str, str]] = {}
+    # Emptied on the way: a variable that keeps this function's own frame would be a reference cycle.
+    newest = list(sys._current_frames().values())
+    while newest:
+        frame: FrameType | None = newest.pop()
+        while frame is not None:
+            # Only functions have locals of their own: those of a module are its globals.
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_code.co_filename not in _OWN_FILES:
+                place = _place(frame.f_code, frame.f_lineno)
+                for name, value in _locals(frame):
+                    names.setdefault(id(value), (name, place))
+            frame = frame.f_back
+    return names

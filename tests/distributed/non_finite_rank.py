@@ -1,0 +1,81 @@
+"""What each process of test_non_finite_two_processes.py runs: `non_finite_rank.py <folder>`.
+
+Trains until the second micro-batch of the third step has a NaN gradient on rank 1 alone, and leaves what happened in
+`<folder>/rank<number>.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_memopt.callbacks.non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+BAD_FORWARD = 2 * 2 + 1
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        if self.num_forwards == BAD_FORWARD and torch.distributed.get_rank() == 1:
+            hidden.register_hook(lambda gradient: gradient * float("nan"))
+        self.num_forwards += 1
+        prediction = self.last(hidden)
+        return {"loss": (prediction - labels).square().mean(), "logits": prediction}
+
+
+class Snapshot(TrainerCallback):
+    """The parameters after the newest step."""
+
+    def __init__(self) -> None:
+        self.parameters: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        self.parameters = parameters(model)
+
+
+def parameters(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(64)]
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=6,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+    snapshot = Snapshot()
+    trainer = Trainer(Regression(), arguments, train_dataset=data, callbacks=[snapshot, StopOnNonFiniteCallback()])
+    try:
+        trainer.train()
+        message = "no error"
+    except NonFiniteGradientError as error:
+        message = str(error)
+    result = {"message": message, "before": snapshot.parameters, "after": parameters(trainer.model)}
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    # A process that ends while the other one still talks to it makes that one abort.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
