@@ -59,6 +59,7 @@ quality: $(READY) ## what continuous integration checks before the tests
 bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 	$(PY) benchmarks/teacher_offload.py
 	$(PY) benchmarks/activation_offload.py
+	-$(PY) benchmarks/cache_clearing.py
 
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info

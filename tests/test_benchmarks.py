@@ -230,3 +230,21 @@ def test_on_an_accelerator_times_peaks_and_copies_are_measured(load: Load, tmp_p
     moved = cells["swap"]["traffic_bytes"]
     assert moved["profiler"]["host_to_device"] >= moved["copier"]["host_to_device"]
     assert cells["seed"]["traffic_bytes"]["profiler"]["device_to_host"] >= moved["copier"]["host_to_device"] // 2
+
+
+def test_cache_clearing_runs_a_step_of_its_workload(
+    load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its figures are those of CUDA's allocator; what runs elsewhere is the training step and the table."""
+    benchmark = load("cache_clearing")
+    monkeypatch.setattr(benchmark, "SIZES", range(32, 65, 32))
+    row = benchmark.measure("empty_cache", 2, torch.device("cpu"))
+    assert row["step_ms"]["median"] > 0
+    benchmark.print_report({"rows": {"default": row | {"reserved_bytes": 2**31, "peak_allocated_bytes": 2**30}}})
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["1.00", "0"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures there")
+def test_cache_clearing_says_that_it_needs_cuda(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("cache_clearing").main([]) == 1
+    assert "No CUDA device" in capsys.readouterr().out

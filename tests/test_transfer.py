@@ -170,13 +170,15 @@ def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.
     assert not runtime.registered
 
 
-def test_memory_that_cannot_be_pinned_is_pageable_and_said(
+def test_memory_that_cannot_be_pinned_is_pageable_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=2))
     monkeypatch.setattr(host_memory, "_clear_last_error", lambda device: None)
+    host_memory._warn_pageable.cache_clear()
     with caplog.at_level(logging.WARNING):
-        block = host_memory.pinned_empty(1000, torch.device("cuda"))
-    assert block.nbytes == 1000
+        blocks = [host_memory.pinned_empty(1000, torch.device("cuda")) for _ in range(3)]
+    assert [block.nbytes for block in blocks] == [1000] * 3
+    assert len(caplog.records) == 1
     assert "cudaHostRegister returned error 2" in caplog.text
     assert "ulimit -l" in caplog.text

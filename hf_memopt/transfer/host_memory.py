@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import weakref
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     error = int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if error:
         _clear_last_error(device)
-        _warn_pageable(num_bytes, f"cudaHostRegister returned error {error}")
+        _warn_pageable(f"cudaHostRegister returned error {error}")
         return block
     # Tied to the storage: views outlive the tensor returned here. Not at exit, when the driver may be gone already.
     finalizer = weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())
@@ -57,14 +58,15 @@ def _pinned_by_torch(num_bytes: int) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        _warn_pageable(num_bytes, str(error))
+        _warn_pageable(str(error))
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _warn_pageable(num_bytes: int, reason: str) -> None:
+@cache
+def _warn_pageable(reason: str) -> None:
+    """Once for each reason: blocks are many."""
     logger.warning(
-        "cannot pin %.2f GiB of host memory (%s); copies will be slower and block the host. "
+        "cannot pin host memory (%s); copies will be slower and block the host. "
         "Raise the locked-memory limit (ulimit -l) or free host memory.",
-        num_bytes / 2**30,
         reason,
     )
