@@ -3,6 +3,7 @@
 import inspect
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from hf_memopt.memory.metrics import (
     memory_metrics,
     short_figure,
 )
+from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +27,10 @@ class MemoryLoggingCallback(TrainerCallback):
     """Shows peak memory in the progress bar, logs it with the loss, and warns when it gets close to the limit.
 
     Plain registration is enough, `callbacks=[MemoryLoggingCallback()]`: every log that holds a loss then has the
-    figures of `hf_memopt.memory.metrics.memory_metrics`, in `state.log_history` and in every tracker of `report_to`,
-    and there is one line like `step 40/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45` at level INFO. In a distributed
-    run the figures are the largest over all ranks, gathered when Trainer logs.
+    figures of `hf_memopt.memory.metrics.memory_metrics`, in `state.log_history`, in every tracker of `report_to` and in
+    `memory.jsonl` of the output folder (for `hf-memopt report`), and there is one line like
+    `step 40/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45` at level INFO. In a distributed run the figures are the
+    largest over all ranks, gathered when Trainer logs.
 
     The phases are `forward` (of the model), `backward` (from there to the optimizer, so a loss outside of the model and
     the clipping of gradients are in it), `optimizer` and `evaluation`. With `torch_compile=True`, whose model must not
@@ -70,6 +73,8 @@ class MemoryLoggingCallback(TrainerCallback):
                 "leave one of them at its default"
             )
         self._go_first()
+        if state.global_step == 0 and state.is_world_process_zero:  # not of this run
+            (Path(args.output_dir) / METRICS_FILE).unlink(missing_ok=True)
         if self.tracker is None:
             self.tracker = MemoryTracker(args.device, reset_peaks=self._reset_peaks, counters=self._counters)
         self.tracker.switch_to(None)
@@ -120,6 +125,7 @@ class MemoryLoggingCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
         if state.is_world_process_zero:
             logger.info("%s", self._clock.line(state, short_figure(self.tracker)))
+            append_metrics(Path(args.output_dir) / METRICS_FILE, state.global_step, metrics)
         if self._warn_at is not None and (message := high_memory_message(self.tracker, reading, self._warn_at)):
             logger.warning("%s", message)
             self._warn_at = None

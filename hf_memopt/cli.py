@@ -1,6 +1,7 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -10,17 +11,17 @@ from hf_memopt import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; user errors go to standard error and give exit status 2."""
+    """Run a subcommand and return its exit status; user errors go to standard error and give 2."""
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
     try:
-        parsed.run(parsed)
+        status: int = parsed.run(parsed)
     except ValueError as error:
         print(f"hf-memopt {parsed.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prepare_student(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
@@ -40,7 +42,7 @@ def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.Argument
     parser.set_defaults(run=_prepare_student)
 
 
-def _prepare_student(parsed: argparse.Namespace) -> None:
+def _prepare_student(parsed: argparse.Namespace) -> int:
     from hf_memopt.integrations.lerobot.students import prepare_student
 
     output = prepare_student(parsed.teacher, parsed.output)
@@ -51,6 +53,7 @@ def _prepare_student(parsed: argparse.Namespace) -> None:
         "  lerobot-train --discover_packages_path=hf_memopt.integrations.lerobot "
         f"--policy.path={output} --dataset.repo_id=<repo>"
     )
+    return 0
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,7 +78,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.set_defaults(run=_export)
 
 
-def _export(parsed: argparse.Namespace) -> None:
+def _export(parsed: argparse.Namespace) -> int:
     from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
     from hf_memopt.integrations.lerobot.students import check_new, export_student, push_to_hub
 
@@ -88,19 +91,68 @@ def _export(parsed: argparse.Namespace) -> None:
     print(f"exported to {export_student(parsed.policy, parsed.output, parsed.num_steps, card)}")
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")
+    return 0
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("doctor", help="say where a policy's teacher lives and what it costs")
-    parser.add_argument("--policy", required=True, help="student: checkpoint or training output folder, hub id")
-    parser.add_argument("--device", help="where the student would train (default: the accelerator, or cpu)")
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine has and which features are on; with --policy also where its teacher lives",
+        description="Look at devices, their free memory and the speed of their links, host memory and its limits, "
+        "versions, and which features of this library are on here.",
+    )
+    parser.add_argument("--policy", help="also look at a student: checkpoint or training output folder, hub id")
+    parser.add_argument("--device", help="the device to look at, where the student would train (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="print problems only; exit status 1 if there are any")
     parser.set_defaults(run=_doctor)
 
 
-def _doctor(parsed: argparse.Namespace) -> None:
+def _doctor(parsed: argparse.Namespace) -> int:
+    from hf_memopt.diagnostics import examine, page
+
+    machine = examine(parsed.device)
+    policy_text = _diagnose(parsed) if parsed.policy else None
+    if parsed.json:
+        policy = {} if policy_text is None else {"policy": policy_text.splitlines()}
+        print(json.dumps({**machine.to_dict(), **policy}, indent=2))
+    elif parsed.quiet:
+        print("".join(f"{problem}\n" for problem in machine.problems), end="")
+    else:
+        print("\n\n".join([page(machine), *([policy_text] if policy_text else [])]))
+    return 1 if parsed.quiet and machine.problems else 0
+
+
+def _diagnose(parsed: argparse.Namespace) -> str:
     from hf_memopt.integrations.lerobot.diagnosis import diagnose
 
-    print(diagnose(parsed.policy, parsed.device))
+    return diagnose(parsed.policy, parsed.device)
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="show a run's memory and time as an HTML page and figures",
+        description="Write report.html, one file that needs no network, and its figures as PNG files.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a recipe, the demo or Trainer wrote")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--output", type=Path, help="folder to write to (default: RUN_DIR/report)")
+    instead.add_argument("--json", action="store_true", help="print what was found as JSON, and write nothing")
+    parser.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from hf_memopt.reporting import read_run, write_report
+
+    run = read_run(parsed.run_dir)
+    if parsed.json:
+        print(json.dumps(run.to_dict(), indent=2))
+        return 0
+    print(f"report: {write_report(run, parsed.output or parsed.run_dir / 'report')}")
+    for lacking in run.lacking:
+        print(f"not in the report: {lacking}")
+    return 0
 
 
 def _numbers(text: str) -> list[int]:

@@ -11,6 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture
+def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are searched for less long: no worse for toy models, and a second sooner."""
+    from hf_memopt.activations import plan_search
+
+    monkeypatch.setattr(plan_search, "_MAX_EVENTS", 100_000)
+
+
 @pytest.fixture(scope="session")
 def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the toy VLM."""

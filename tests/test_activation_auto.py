@@ -22,6 +22,8 @@ from hf_memopt.activations.timeline import Action, simulate
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
 
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
 GIB = 2**30
 COPIERS: dict[str, Callable[[], Copier]] = {
     "sync": SyncCopier,

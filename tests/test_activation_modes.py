@@ -14,6 +14,8 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.transfer import Copier, SyncCopier
 
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
 NUM_LAYERS, HIDDEN = 3, 32
 
 

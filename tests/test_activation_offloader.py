@@ -300,7 +300,8 @@ def test_a_fault_in_any_copy_leaves_the_next_step_right(tokens: Tensor) -> None:
     loss.backward()
     take_gradients(model)
     for fail_at in range(1, counter.num_operations + 1):
-        offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=AdversarialCopier("late", 0, fail_at, False))
+        copier = AdversarialCopier("late", 0, fail_at, waits_fail=False)
+        offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=copier)
         for attempt in range(2):
             try:
                 with offloader.offload_context(model):

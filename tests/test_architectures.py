@@ -19,6 +19,8 @@ from hf_memopt.activations.timeline import Action, Link, Profile, SavedStorage, 
 from hf_memopt.memory import SavedBytes
 from hf_memopt.transfer import Copier
 
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
 NAMES = list(ARCHITECTURES)
 CHECKPOINTED = [name for name in NAMES if ARCHITECTURES[name].can_checkpoint]
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}

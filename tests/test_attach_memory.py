@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import hide_what_is_alive
 from hf_memopt.callbacks import MemoryLoggingCallback
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -25,6 +26,11 @@ class Regression(nn.Module):
         if self.fails:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_what_is_alive(monkeypatch)
 
 
 @pytest.fixture
@@ -53,9 +59,7 @@ def test_a_callback_that_is_there_is_used_and_left_there(trainer: Trainer) -> No
     assert found == [mine]
 
 
-def test_an_out_of_memory_error_is_explained_in_itself_and_in_the_output_folder(
-    trainer: Trainer, tmp_path: Path
-) -> None:
+def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: Trainer, tmp_path: Path) -> None:
     hf_memopt.attach(trainer)
     trainer.model.fails = True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error:

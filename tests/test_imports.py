@@ -14,8 +14,10 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
+    ("reporting",),
     ("transfer", "reflow", "memory"),
     ("activations", "teacher"),
+    ("diagnostics", "training"),
     ("integrations.lerobot", "callbacks"),
     ("recipes",),
 )
@@ -28,6 +30,9 @@ LIBRARIES = {
     "memory": {"torch", "psutil"},
     "activations": {"torch"},
     "teacher": {"torch"},
+    "diagnostics": {"torch", "psutil"},
+    "reporting": {"matplotlib"},
+    "training": {"torch", "accelerate"},
     "integrations": set(),
     "integrations.lerobot": {
         "torch",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import hide_what_is_alive
 from counted_allocator import FakeCounters
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -30,6 +31,11 @@ from hf_memopt.memory.owners import (
 )
 
 DIM, BATCH = 24, 6
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_what_is_alive(monkeypatch)
 
 
 class NoMoreMemory(torch.autograd.Function):
@@ -163,7 +169,6 @@ def live_by_kind(model: nn.Module) -> dict[str, int]:
 
 
 def test_kinds_are_complete_and_exact_to_the_byte() -> None:
-    gc.collect()  # what earlier tests left behind counts too
     step = Step()
     parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
     before = live_by_kind(step.model)

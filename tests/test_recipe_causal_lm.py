@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
 ROOT = Path(__file__).parent.parent
 
 # With accumulation ten updates take 40 batches, and an epoch has 27, so that a window crosses its end.

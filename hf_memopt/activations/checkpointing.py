@@ -51,7 +51,8 @@ class SelectiveCheckpoint:
             raise ValueError(f"policy={policy!r} is unknown; use one of {sorted(POLICIES)} or a policy function")
         self.policy = policy
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    # What torch.compiler.disable is, except that the compiler is imported at the first call; that takes seconds.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)

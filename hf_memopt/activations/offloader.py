@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from hf_memopt.activations.payload import Restored
 from hf_memopt.activations.producers import Producers
 from hf_memopt.activations.report import plan_report
 from hf_memopt.activations.schedule import ForwardPass
+from hf_memopt.activations.stats import OffloadStats
 from hf_memopt.activations.wrapping import WrappedModule
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.clock import clock_for
@@ -28,37 +28,7 @@ logger = logging.getLogger(__name__)
 MODES = ("auto", "all", "inputs")
 _GIB = 2**30
 _HOST_SHARE = 0.9
-
-
-@dataclass(frozen=True)
-class OffloadStats:
-    """Counters since the offloader was made, and figures of the newest pass whose backward is over.
-
-    Attributes:
-        bytes_kept: saved tensors left on the device, by view, without the model's weights.
-        bytes_moved: copied to the host.
-        bytes_deduplicated: saved views whose storage had been copied already.
-        host_bytes_live: host memory that graphs hold now; 0 once none is alive.
-        host_bytes_pinned: host memory in use or kept for the next step.
-        num_host_allocations: grows in the first steps only.
-        stall_ms: time for which compute waited for copies.
-        predicted_peak_gib: device memory that saved activations hold at most, by plan; None without one.
-        measured_peak_gib: the same, counted; None before the first backward is over.
-        predicted_step_ms: forward and backward, by plan; None without one.
-        measured_step_ms: the same, measured from the first save to the end of backward. Reading it waits for that end.
-    """
-
-    bytes_kept: int
-    bytes_moved: int
-    bytes_deduplicated: int
-    host_bytes_live: int
-    host_bytes_pinned: int
-    num_host_allocations: int
-    stall_ms: float
-    predicted_peak_gib: float | None
-    measured_peak_gib: float | None
-    predicted_step_ms: float | None
-    measured_step_ms: float | None
+_HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
 
 
 class ActivationOffloader:
@@ -269,8 +239,10 @@ class ActivationOffloader:
     def _engine(self, device: torch.device) -> Engine | None:
         if device not in self._engines:
             copier = self._given_copier
-            if copier is None and device.type != "cpu":
+            if copier is None and device.type not in _HOST_MEMORY:
                 copier = copier_for(device, pin_memory=self._pin_memory)
+            if copier is None and device.type != "cpu":
+                logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
             self._engines[device] = None if copier is None else Engine(copier, clock_for(device), self._host_bytes())
         return self._engines[device]
 

@@ -1,5 +1,7 @@
 """Memory at the ends of a training step's phases."""
 
+from typing import Any
+
 import torch
 
 from hf_memopt.memory.counters import Host, counters_for
@@ -18,9 +20,14 @@ class PhaseMemory:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._counters = counters_for(torch.device(device))
+        self._device = torch.device(device)
+        self._counters = counters_for(self._device)
         self._host = Host()
         self._figures: dict[str, float] = {}
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles of a policy measure for themselves: a handle of the process is no use to another one.
+        return PhaseMemory, (self._device,)
 
     def mark(self, phase: str) -> None:
         """Record the memory at the end of `phase`."""

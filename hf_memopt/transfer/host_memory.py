@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
@@ -38,14 +41,29 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def available_bytes() -> int:
-    """Host memory that this process may take: what the system has available, shared with the node's other ranks."""
+    """Host memory that this process may take, of the system's or its container's, divided among the node's ranks."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         kib = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
         available = 1024 * int(kib)
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min([available, *cgroup_limits()]) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterator[int]:
+    """Memory limits in bytes, of this process's control groups and all groups around them, versions 1 and 2."""
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder = base / path.lstrip("/")
+        # In a container the path may be the host's; then its folder is missing and the root is the container's own.
+        for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(base))):
+            text = (group / name).read_text().strip() if (group / name).exists() else "max"
+            if text != "max":
+                yield int(text)
 
 
 def _clear_last_error(device: torch.device) -> None:

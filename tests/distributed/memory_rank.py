@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from alone import leave
 from counted_allocator import FakeCounters
 from hf_memopt.callbacks.memory import MemoryLoggingCallback
 from torch import Tensor, nn
@@ -81,3 +82,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

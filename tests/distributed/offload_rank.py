@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adversarial_copier import AdversarialCopier
+from alone import leave
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -159,8 +160,8 @@ def main() -> None:
         for how in ("plain", "context", "wrap", "one_process"):
             train_under_fsdp(folder, how, precision)
     penalty_on_sharded_weights(folder)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -18,7 +18,7 @@ def test_all_ranks_stop_before_the_update(tmp_path: Path) -> None:
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)},
     )
     assert result.returncode == 0, result.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))

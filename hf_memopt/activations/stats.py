@@ -1,0 +1,34 @@
+"""What an offloader has done, in figures."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OffloadStats:
+    """Counters since the offloader was made, and figures of the newest pass whose backward is over.
+
+    Attributes:
+        bytes_kept: saved tensors left on the device, by view, without the model's weights.
+        bytes_moved: copied to the host.
+        bytes_deduplicated: saved views whose storage had been copied already.
+        host_bytes_live: host memory that graphs hold now; 0 once none is alive.
+        host_bytes_pinned: host memory in use or kept for the next step.
+        num_host_allocations: grows in the first steps only.
+        stall_ms: time for which compute waited for copies.
+        predicted_peak_gib: device memory that saved activations hold at most, by plan; None without one.
+        measured_peak_gib: the same, counted; None before the first backward is over.
+        predicted_step_ms: forward and backward, by plan; None without one.
+        measured_step_ms: the same, measured from the first save to the end of backward. Reading it waits for that end.
+    """
+
+    bytes_kept: int
+    bytes_moved: int
+    bytes_deduplicated: int
+    host_bytes_live: int
+    host_bytes_pinned: int
+    num_host_allocations: int
+    stall_ms: float
+    predicted_peak_gib: float | None
+    measured_peak_gib: float | None
+    predicted_step_ms: float | None
+    measured_step_ms: float | None

@@ -1,0 +1,41 @@
+"""For tests that count everything alive in a process: what earlier tests left there does not count."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from hf_memopt.memory import owners
+from hf_memopt.memory.census import Held, live_storages
+
+
+def hide_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reports see only the storages and optimizers that come from now on."""
+    gc.collect()
+    others = set(live_storages())
+    other_optimizers = {id(optimizer) for optimizer in owners.live_optimizers()}
+    all_optimizers: Callable[[], list[Any]] = owners.live_optimizers
+
+    def new_storages() -> dict[int, list[Held]]:
+        return {address: held for address, held in live_storages().items() if address not in others}
+
+    monkeypatch.setattr(owners, "live_storages", new_storages)
+    monkeypatch.setattr(
+        owners, "live_optimizers", lambda: [each for each in all_optimizers() if id(each) not in other_optimizers]
+    )
+
+
+def leave() -> NoReturn:
+    """End a rank of a test that has two.
+
+    At once: while the interpreter shuts down, gloo's threads can abort the process ("terminate called without an active
+    exception"), and a rank that is gone makes one abort that still talks to it.
+    """
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
