@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_memopt import detect_leaks
+
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
 ROOT = Path(__file__).parent.parent
@@ -296,3 +298,15 @@ def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
     assert [cost["mode"] for cost in results["compared_costs"]] == ["off", "all", "auto"]
     assert done.stderr.count("bitwise equal") == 2
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
+    options = parse(None, [*TINY, f"--offload={mode}", "--cpu_copies", f"--output_dir={tmp_path}"])
+    texts = causal_lm_data.read_texts(options.data)
+    tokenizer = causal_lm_data.make_tokenizer(options.model, texts)
+    blocks = causal_lm_data.pack(texts, tokenizer, options.data, options.training.seed)
+    run = train_causal_lm.prepare(train_causal_lm.make_accelerator(options), mode, options, tokenizer, blocks)
+    batches = train_causal_lm.endless(run, 0)
+    leaks = detect_leaks(lambda: train_causal_lm.update(run, batches), num_steps=36)
+    assert not leaks.leaking, str(leaks)

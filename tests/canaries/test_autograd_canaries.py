@@ -130,3 +130,17 @@ def test_a_hook_that_returns_the_tensor_itself_leaks_it() -> None:
 
     assert leaks(lambda tensor: tensor)
     assert not leaks(lambda tensor: tensor.detach())
+
+
+def test_what_a_node_has_saved_can_be_looked_at_without_unpacking_it() -> None:
+    """What a census of live tensors walks along."""
+    unpacked = []
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: unpacked.append(tensor) or tensor):
+        y = torch.exp(x).sin()
+    (saved,) = (tensor for tensor in [y.grad_fn._raw_saved_self])
+    assert isinstance(saved.data, Tensor)
+    assert not unpacked
+    y.sum().backward()
+    assert saved.data is None
+    assert y.grad_fn._sequence_nr() > y.grad_fn.next_functions[0][0]._sequence_nr()
