@@ -2,33 +2,23 @@
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-_MAX_NAMES = 5
+from hf_memopt.training.non_finite import (
+    GradientWatch,
+    NonFiniteGradientError,
+    gather_findings,
+    local_values,
+    num_ranks,
+    scaler_takes_care,
+)
 
-Findings = list[tuple[int, list[str]]]  # micro-batch, counted from 1, and parameters in the order of backward
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """A gradient was infinite or NaN; the parameters are those of the step before.
-
-    Attributes:
-        step: the optimizer step that was not taken, counted from 1.
-        findings: for each rank, the micro-batches whose own gradients were not finite, with the parameters' names in
-            the order in which backward reached them. Empty where the overflow came from adding up micro-batches or
-            ranks.
-    """
-
-    def __init__(self, step: int, findings: list[Findings]) -> None:
-        super().__init__(_describe(step, findings))
-        self.step = step
-        self.findings = findings
+__all__ = ["NonFiniteGradientError", "StopOnNonFiniteCallback"]
 
 
 class StopOnNonFiniteCallback(TrainerCallback):
@@ -56,7 +46,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._watch: _GradientWatch | None = None
+        self._watch: GradientWatch | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
@@ -68,7 +58,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
             )
         # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
         self.remove()
-        self._watch = _GradientWatch(model)
+        self._watch = GradientWatch(model)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -92,9 +82,9 @@ class StopOnNonFiniteCallback(TrainerCallback):
     ) -> None:
         watch = self._running_watch()
         watch.end_micro_batch()
-        if _is_finite_everywhere(model.parameters(), args.device) or _scaler_takes_care(optimizer):
+        if _is_finite_everywhere(model.parameters(), args.device) or scaler_takes_care(optimizer):
             return
-        findings = _gather(watch.findings())
+        findings = gather_findings(watch.findings())
         self.remove()
         raise NonFiniteGradientError(state.global_step + 1, findings)
 
@@ -109,95 +99,17 @@ class StopOnNonFiniteCallback(TrainerCallback):
             self._watch.remove()
             self._watch = None
 
-    def _running_watch(self) -> "_GradientWatch":
+    def _running_watch(self) -> GradientWatch:
         assert self._watch is not None, "Trainer calls on_train_begin before any step"
         return self._watch
 
 
-class _GradientWatch:
-    """The largest magnitude of each parameter's gradient in each micro-batch of a step, left on the device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._handles = [
-            parameter.register_hook(partial(self._note, name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.numel()
-        ]
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self._names: list[str] = []
-        self._largest: list[Tensor] = []
-        self._micro_batches: list[tuple[list[str], Tensor]] = []
-
-    def end_micro_batch(self) -> None:
-        # One small tensor per micro-batch: as many as there are parameters would take an allocator block each.
-        largest = [each.to(self._largest[0].device) for each in self._largest]
-        stacked = torch.stack(largest) if largest else torch.zeros(0)
-        self._micro_batches.append((self._names, stacked))
-        self._names, self._largest = [], []
-
-    def findings(self) -> Findings:
-        found = []
-        for number, (names, largest) in enumerate(self._micro_batches, start=1):
-            bad = [name for name, value in zip(names, largest.tolist(), strict=True) if not math.isfinite(value)]
-            if bad:
-                found.append((number, bad))
-        return found
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _note(self, name: str, gradient: Tensor) -> None:
-        self._names.append(name)
-        # The largest magnitude cannot overflow, as a sum could.
-        self._largest.append(torch.linalg.vector_norm(_values(gradient), math.inf).float())
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """This rank's entries of a gradient that may be sparse or sharded."""
-    gradient = gradient.detach()
-    if gradient.is_sparse:
-        return gradient._values()
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local
-
-
 def _is_finite_everywhere(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
     """Whether the gradients are finite on all ranks, which have to call this together."""
-    gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in gradients if gradient.numel()]
     largest = torch.nn.utils.get_total_norm(gradients, math.inf)
     non_finite = torch.logical_not(largest.isfinite()).to(device, torch.float32)
-    if _num_ranks() > 1:
+    if num_ranks() > 1:
         dist.all_reduce(non_finite, dist.ReduceOp.MAX)
     return not non_finite.item()
-
-
-def _scaler_takes_care(optimizer: Any) -> bool:
-    scaler = getattr(optimizer, "scaler", None)
-    return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
-
-
-def _gather(findings: Findings) -> list[Findings]:
-    if _num_ranks() == 1:
-        return [findings]
-    gathered: list[Any] = [None] * _num_ranks()
-    dist.all_gather_object(gathered, findings)
-    return gathered
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _describe(step: int, findings: list[Findings]) -> str:
-    lines = [f"Non-finite gradient at step {step}. It was not applied: the parameters are those of step {step - 1}."]
-    for rank, of_rank in enumerate(findings):
-        for micro_batch, names in of_rank:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            lines.append(f"  rank {rank}, micro-batch {micro_batch}: {', '.join(names[:_MAX_NAMES])}{more}")
-    if len(lines) == 1:
-        lines.append("  Each micro-batch's own gradient was finite; their sum over micro-batches and ranks overflowed.")
-    return "\n".join(lines)

@@ -28,6 +28,15 @@ if TYPE_CHECKING:
         explain_oom,
     )
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+    from hf_memopt.training import (
+        GradientCache,
+        MicroBatcher,
+        NonFiniteGradientError,
+        StepResult,
+        find_micro_batch,
+        split_batch,
+        train_step,
+    )
     from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
 
 __version__ = "0.1.0"
@@ -35,15 +44,19 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationOffloader",
     "Copier",
+    "GradientCache",
     "InfeasibleBudgetError",
     "LeakMonitor",
     "LeakReport",
     "MemoryLogger",
     "MemoryTracker",
+    "MicroBatcher",
+    "NonFiniteGradientError",
     "OffloadStats",
     "OffloadedTeacher",
     "SavedBytes",
     "SelectiveCheckpoint",
+    "StepResult",
     "StreamCopier",
     "SyncCopier",
     "TeacherReport",
@@ -53,30 +66,40 @@ __all__ = [
     "detect_leaks",
     "estimate_offloading_memory_savings",
     "explain_oom",
+    "find_micro_batch",
     "reflow",
+    "split_batch",
+    "train_step",
     "wrap_forward_with_offload",
 ]
 
 _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
     "Copier": "hf_memopt.transfer",
+    "GradientCache": "hf_memopt.training",
     "InfeasibleBudgetError": "hf_memopt.activations",
     "LeakMonitor": "hf_memopt.memory",
     "LeakReport": "hf_memopt.memory",
     "MemoryLogger": "hf_memopt.memory",
     "MemoryTracker": "hf_memopt.memory",
+    "MicroBatcher": "hf_memopt.training",
+    "NonFiniteGradientError": "hf_memopt.training",
     "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
     "SavedBytes": "hf_memopt.memory",
     "SelectiveCheckpoint": "hf_memopt.activations",
+    "StepResult": "hf_memopt.training",
     "StreamCopier": "hf_memopt.transfer",
     "SyncCopier": "hf_memopt.transfer",
     "TeacherReport": "hf_memopt.teacher",
     "apply_selective_checkpointing": "hf_memopt.activations",
     "attach": "hf_memopt.callbacks",
-    "estimate_offloading_memory_savings": "hf_memopt.activations",
     "detect_leaks": "hf_memopt.memory",
+    "estimate_offloading_memory_savings": "hf_memopt.activations",
     "explain_oom": "hf_memopt.memory",
+    "find_micro_batch": "hf_memopt.training",
+    "split_batch": "hf_memopt.training",
+    "train_step": "hf_memopt.training",
     "wrap_forward_with_offload": "hf_memopt.activations",
 }
 

@@ -34,7 +34,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import default_data_collator, get_scheduler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_memopt import ActivationOffloader
+from hf_memopt import ActivationOffloader, MemoryLogger
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -111,6 +111,7 @@ class Run:
     offloader: ActivationOffloader | None
     mode: str
     max_grad_norm: float
+    memory: MemoryLogger
     progress: Progress = field(default_factory=Progress)
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -147,7 +148,8 @@ def prepare(accelerator: Accelerator, mode: str, options: Options, tokenizer: An
     held_out = DataLoader(blocks["test"], generator=torch.Generator(), **loader)
     prepared = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
     offloader = make_offloader(mode, options.offload, accelerator.device)
-    run = Run(accelerator, *prepared, offloader, mode, training.max_grad_norm)
+    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
+    run = Run(accelerator, *prepared, offloader, mode, training.max_grad_norm, memory)
     accelerator.register_for_checkpointing(run.progress)
     return run
 
@@ -170,14 +172,16 @@ def update(run: Run, batches: Iterator[dict[str, Tensor]]) -> Tensor:
     for _ in range(num_batches):
         batch = next(batches)
         with run.accelerator.accumulate(run.model):
-            with run.saving():
+            with run.memory.phase("forward"), run.saving():
                 loss = run.model(**batch, labels=batch["input_ids"]).loss
-            run.accelerator.backward(loss)
-            if run.accelerator.sync_gradients:
-                run.accelerator.clip_grad_norm_(run.model.parameters(), run.max_grad_norm)
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad()
+            with run.memory.phase("backward"):
+                run.accelerator.backward(loss)
+            with run.memory.phase("optimizer"):
+                if run.accelerator.sync_gradients:
+                    run.accelerator.clip_grad_norm_(run.model.parameters(), run.max_grad_norm)
+                run.optimizer.step()
+                run.scheduler.step()
+                run.optimizer.zero_grad()
         losses.append(loss.detach())
     run.progress.num_updates += 1
     return torch.stack(losses).mean()
@@ -215,6 +219,7 @@ def train(run: Run, options: Options) -> dict[str, Any]:
             loss = update(run, batches)
             meter.end()
             bar.update()
+            run.memory.log(progress.num_updates)
             if due(progress.num_updates, training.log_every, training.max_steps):
                 mean_loss = accelerator.reduce(loss, "mean").item()
                 record(run, {"loss": mean_loss, "learning_rate": run.scheduler.get_last_lr()[0]})

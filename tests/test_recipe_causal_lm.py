@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_memopt import detect_leaks
+from hf_memopt.reporting import read_run
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -87,6 +88,7 @@ def test_the_model_learns_and_can_be_loaded_again(plain: Path) -> None:
     assert last["perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
     assert results["final"] == last
     assert (plain / "results.png").stat().st_size > 10_000
+    assert [entry["step"] for entry in read_run(plain).timeline] == [5, 10]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
     text = "unless required by applicable law"
     tokens = tokenizer(text, return_tensors="pt").input_ids

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from torch import distributed
 
 from hf_memopt.memory.counters import Counters
 from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
+from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,7 @@ class MemoryLogger:
         accelerator: an `accelerate.Accelerator`.
         log_every: log at steps that are multiples of this.
         warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
+        output_dir: folder of the run, whose `memory.jsonl` gets the same figures for `hf-memopt report`. None, no file.
         reset_peaks: see `MemoryTracker`.
         counters: see `MemoryTracker`.
 
@@ -135,6 +138,7 @@ class MemoryLogger:
         *,
         log_every: int = 10,
         warn_at: float = 0.85,
+        output_dir: Path | str | None = None,
         reset_peaks: bool = False,
         counters: Counters | None = None,
     ) -> None:
@@ -145,6 +149,7 @@ class MemoryLogger:
         self._accelerator = accelerator
         self._log_every = log_every
         self._warn_at: float | None = warn_at
+        self._file = None if output_dir is None else Path(output_dir) / METRICS_FILE
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """What runs inside belongs to the phase `name`."""
@@ -161,6 +166,8 @@ class MemoryLogger:
             self._warn_at = None
         metrics = largest_of_ranks(memory_metrics(self.tracker, reading))
         self._accelerator.log(metrics, step=step)
+        if self._file is not None and self._accelerator.is_main_process:
+            append_metrics(self._file, step, metrics)
         return metrics
 
 

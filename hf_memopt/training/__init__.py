@@ -1,0 +1,16 @@
+"""What a training step on Accelerate lacks: exact windows, a finite check, micro-batches that fit, gradient caching."""
+
+from hf_memopt.training.gradient_cache import GradientCache
+from hf_memopt.training.micro_batch import MicroBatcher, find_micro_batch, split_batch
+from hf_memopt.training.non_finite import NonFiniteGradientError
+from hf_memopt.training.step import StepResult, train_step
+
+__all__ = [
+    "GradientCache",
+    "MicroBatcher",
+    "NonFiniteGradientError",
+    "StepResult",
+    "find_micro_batch",
+    "split_batch",
+    "train_step",
+]

@@ -1,0 +1,187 @@
+"""Exact full-batch gradients in micro-batches, for losses that are no mean over samples."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hf_memopt.training.replay import RandomState
+from hf_memopt.training.step import check_distributed_type
+
+Outputs = tuple[Tensor, ...]
+
+
+class GradientCache:
+    """The gradient of a loss that needs all samples at once, with the activations of one micro-batch at a time.
+
+    Sliced Wasserstein distances, contrastive losses and losses on batch statistics do not add up over micro-batches:
+    accumulating their gradients gives another gradient. Here every micro-batch runs forward without gradients, the loss
+    of all outputs together gives the gradient of each output, and every micro-batch runs forward again, with the same
+    random numbers, and backward from its outputs' gradients. By the chain rule that is the full batch's gradient; it
+    differs from it by rounding only.
+
+    Source: L. Gao, Y. Zhang, J. Han, J. Callan: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup
+    (GradCache), 2021, arXiv:2101.06983.
+
+    Args:
+        accelerator: prepared the models. With several ranks, under DDP, the loss sees the outputs of all ranks.
+        forward_fn: called twice on each micro-batch; returns a tensor or a tuple of tensors, samples first: `(n, ...)`.
+            Tensors without a gradient, such as labels, may be among them.
+        loss_fn: called with those tensors, each concatenated over all micro-batches and ranks: `(N, ...)`; returns the
+            loss, `()`. Every rank computes it, with the same random numbers of torch and of Python. Parameters of its
+            own get their gradient too; under DDP they must not be those of a prepared model.
+        models: the prepared models that `forward_fn` calls. Needed with several ranks, so that they exchange gradients
+            once, in the last backward; None: `forward_fn` is the model.
+
+    Works with autocast (around `backward` too), loss scalers, activation checkpointing and `ActivationOffloader`.
+    Costs one more forward pass, and memory for all outputs and their gradients.
+
+    `forward_fn` has to do the same both times. Random numbers of torch and of Python are replayed, NumPy's are not.
+    Modules that keep running statistics (BatchNorm in training mode) update them twice, and normalise by micro-batch.
+
+    Example:
+        >>> cache = GradientCache(accelerator, model, contrastive_loss)
+        >>> loss = cache.backward(micro_batches)
+        >>> accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        forward_fn: Callable[[Any], Tensor | Outputs],
+        loss_fn: Callable[..., Tensor],
+        *,
+        models: Sequence[nn.Module] | None = None,
+    ) -> None:
+        check_distributed_type(accelerator)
+        if models is None and not isinstance(forward_fn, nn.Module) and accelerator.num_processes > 1:
+            raise ValueError(
+                "models=None needs a prepared model as forward_fn; give models=[...] that forward_fn calls"
+            )
+        self._accelerator = accelerator
+        self._forward_fn = forward_fn
+        self._loss_fn = loss_fn
+        self._models = models if models is not None else [forward_fn]
+
+    def backward(self, micro_batches: Iterable[Any]) -> Tensor:
+        """Adds the full batch's gradient to the parameters' `.grad`, as `accelerator.backward(loss)` would.
+
+        Args:
+            micro_batches: at least one on every rank, of any sizes. All are held meanwhile.
+
+        Returns:
+            The loss, `()`, without gradient history, the same on all ranks.
+
+        Raises:
+            ValueError: `micro_batches` is empty, or `forward_fn` does not return tensors with samples first.
+
+        After an exception gradients are incomplete: call `optimizer.zero_grad()`.
+        """
+        micro_batches = list(micro_batches)
+        if not micro_batches:
+            raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
+        outputs, states = self._forward_all(micro_batches)
+        loss, gradients = self._loss_and_gradients(outputs)
+        after = RandomState(self._accelerator.device)
+        self._backward_all(micro_batches, states, gradients)
+        after.restore()
+        return loss
+
+    def _forward_all(self, micro_batches: Sequence[Any]) -> tuple[list[Outputs], list[RandomState]]:
+        outputs, states = [], []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                states.append(RandomState(self._accelerator.device))
+                outputs.append(self._forward(micro_batch))
+        return outputs, states
+
+    def _forward(self, micro_batch: Any) -> Outputs:
+        output = self._forward_fn(micro_batch)
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        if not all(isinstance(each, Tensor) and each.ndim for each in outputs):
+            raise ValueError(f"forward_fn returned {_kinds(outputs)}; return tensors whose first dimension is samples")
+        return outputs
+
+    def _loss_and_gradients(self, outputs: list[Outputs]) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """The loss of all outputs, and its gradient with respect to those of each micro-batch of this rank."""
+        leaves = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+        sizes = [[len(part) for part in parts] for parts in zip(*outputs, strict=True)]
+        outputs.clear()
+        for leaf in leaves:
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        with _same_draws_on_all_ranks(self._accelerator):
+            loss = self._loss_fn(*(_of_all_ranks(self._accelerator, leaf) for leaf in leaves))
+        # Backward divides by the first; undone. A loss scaler scales here, and with it all gradients that follow.
+        self._accelerator.backward(loss * self._accelerator.gradient_accumulation_steps)
+        gradients = [self._cut(leaf.grad, lengths) for leaf, lengths in zip(leaves, sizes, strict=True)]
+        return loss.detach(), [list(each) for each in zip(*gradients, strict=True)]
+
+    def _cut(self, gradient: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+        if gradient is None:
+            return [None] * len(sizes)
+        # Every rank has the whole loss; exchanging gradients takes their mean over ranks, where the sum is due.
+        parts: tuple[Tensor, ...] = torch.split(gradient * self._accelerator.num_processes, sizes)
+        return parts
+
+    def _backward_all(
+        self, micro_batches: Sequence[Any], states: list[RandomState], gradients: list[list[Tensor | None]]
+    ) -> None:
+        for number, micro_batch in enumerate(micro_batches):
+            with nullcontext() if number == len(micro_batches) - 1 else self._no_sync():
+                states[number].restore()
+                _backward(self._forward(micro_batch), gradients[number])
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(self._accelerator.no_sync(model))
+            yield
+
+
+def _backward(outputs: Outputs, gradients: list[Tensor | None]) -> None:
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and gradient is not None
+    ]
+    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+@contextmanager
+def _same_draws_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+    """Random numbers inside are the same on all ranks, and each rank's own go on afterwards as they were."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+    seeds = accelerator.gather(torch.randint(2**62, (1,)).to(accelerator.device))
+    own = RandomState(accelerator.device)
+    try:
+        torch.manual_seed(int(seeds[0]))
+        random.seed(int(seeds[0]))
+        yield
+    finally:
+        own.restore()
+
+
+def _of_all_ranks(accelerator: Accelerator, own: Tensor) -> Tensor:
+    """The samples of all ranks, in the order of ranks, with this rank's own tensor in its place in the graph."""
+    if accelerator.num_processes == 1:
+        return own
+    sizes = accelerator.gather(torch.tensor([len(own)], device=own.device)).tolist()
+    padded = accelerator.gather(accelerator.pad_across_processes(own.detach()).contiguous())
+    parts = [part[:size] for part, size in zip(padded.split(max(sizes)), sizes, strict=True)]
+    parts[accelerator.process_index] = own
+    return torch.cat(parts)
+
+
+def _kinds(outputs: Iterable[Any]) -> str:
+    return ", ".join(
+        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
+    )

@@ -1,0 +1,287 @@
+"""Micro-batches as large as memory allows, with an effective batch that stays what it is."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import is_compiled_module
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_memopt.training.replay import BufferState, RandomState
+from hf_memopt.training.step import (
+    LossFn,
+    StepResult,
+    WeightFn,
+    accumulate,
+    check_distributed_type,
+    check_supported,
+    clean_gradients,
+    drop_gradients,
+    shares_of,
+    update,
+)
+
+logger = logging.getLogger(__name__)
+
+# What Accelerate's test misses: messages without its full stop, libraries that allocate by themselves, and NVML's
+# assertion in an allocator that was just refused memory.
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED|NVML_SUCCESS == r", re.IGNORECASE)
+
+
+class MicroBatcher:
+    """Trains on whole batches in micro-batches, and halves these when memory runs out.
+
+    A step that runs out of memory on any rank starts over on all ranks, on the same batch in micro-batches of half the
+    size, as if that had been their size from its start: gradients, random numbers and the model's buffers are put back.
+    Each sample counts exactly once in the step's gradient, and the next batch is the next one. The smaller size is
+    kept, and logged once.
+
+    Args:
+        accelerator: with several ranks, under DDP.
+        micro_batch_size: samples per micro-batch and rank to begin with; `find_micro_batch` finds one.
+
+    Attributes:
+        micro_batch_size: the size now in use, the same on all ranks.
+
+    Under DDP, ranks exchange gradients after the last backward instead of within it, because no rank may be in the
+    middle of an exchange when another one runs out of memory. With many ranks, `train_step` on micro-batches that are
+    known to fit is faster. Each step copies the model's buffers, to be able to put them back.
+
+    Example:
+        >>> batcher = MicroBatcher(accelerator, micro_batch_size=64)
+        >>> for batch in data:  # this rank's part of the effective batch
+        ...     result = batcher.train_step(model, loss_fn, batch, optimizer, max_grad_norm=1.0)
+    """
+
+    def __init__(self, accelerator: Accelerator, micro_batch_size: int) -> None:
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1 sample")
+        check_distributed_type(accelerator)
+        self._accelerator = accelerator
+        self.micro_batch_size = micro_batch_size
+
+    def train_step(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        optimizer: AcceleratedOptimizer,
+        *,
+        weight_fn: WeightFn | None = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+    ) -> StepResult:
+        """`hf_memopt.train_step` on a batch that is split here (`split_batch`).
+
+        Args:
+            model: prepared by the accelerator.
+            loss_fn: as in `train_step`.
+            batch: this rank's samples for one optimizer step.
+            optimizer: prepared by the accelerator.
+            weight_fn: as in `train_step`; None: a micro-batch counts by its number of samples.
+            max_grad_norm: as in `train_step`.
+            scheduler: as in `train_step`.
+
+        Raises:
+            torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too.
+            ValueError, NonFiniteGradientError: as `train_step`; and `split_batch`'s.
+        """
+        check_supported(self._accelerator, optimizer, max_grad_norm)
+        with clean_gradients(model, optimizer) as watch:
+
+            def attempt(size: int) -> tuple[Tensor, int]:
+                drop_gradients(model, optimizer)
+                watch.begin_step()
+                shares = shares_of(self._accelerator, list(split_batch(batch, size)), weight_fn or num_samples)
+                return accumulate(self._accelerator, model, loss_fn, shares, watch, sync=False), len(shares)
+
+            size, (loss, num) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
+            self._use(size)
+            _sum_gradients(self._accelerator, model)
+            return update(self._accelerator, model, optimizer, scheduler, max_grad_norm, watch, loss, num)
+
+    def _use(self, size: int) -> None:
+        if size < self.micro_batch_size and self._accelerator.is_main_process:
+            logger.warning(
+                "out of memory with micro-batches of %d samples; from now on %d, and as many more of them that the "
+                "effective batch stays the same",
+                self.micro_batch_size,
+                size,
+            )
+        self.micro_batch_size = size
+
+
+def find_micro_batch(
+    accelerator: Accelerator, model: nn.Module, loss_fn: LossFn, batch: Any, *, effective_batch: int
+) -> int:
+    """The largest micro-batch, of those that halving gives, whose forward and backward fit on every rank.
+
+    Tries the whole of a rank's samples per optimizer step, then half of them, and so on, with two micro-batches in a
+    row, because the second one meets the gradients of the first. Gradients are dropped at the end; parameters, buffers
+    and random numbers are as before.
+
+    Args:
+        accelerator: as for `MicroBatcher`.
+        model: prepared by `accelerator`.
+        loss_fn: as in `train_step`.
+        batch: samples to try with, as many as there are; repeated to make larger micro-batches, so the longest ones
+            are the right ones.
+        effective_batch: samples of all ranks in one optimizer step; a multiple of the number of ranks.
+
+    Returns:
+        Samples per micro-batch and rank, for `MicroBatcher` or a loader.
+
+    Raises:
+        ValueError: `effective_batch` cannot be divided among ranks, or `split_batch`'s.
+        torch.OutOfMemoryError: one sample does not fit.
+
+    An optimizer that makes its state in the first step needs more memory from then on: call this after a step, or let
+    `MicroBatcher` halve the result if it must.
+    """
+    check_distributed_type(accelerator)
+    num_samples_of_rank, rest = divmod(effective_batch, accelerator.num_processes)
+    if num_samples_of_rank < 1 or rest:
+        raise ValueError(
+            f"effective_batch={effective_batch} cannot be divided evenly among {accelerator.num_processes} processes; "
+            "use a multiple of their number"
+        )
+
+    def attempt(size: int) -> bool:
+        model.zero_grad(set_to_none=True)
+        rows = [row % num_samples(batch) for row in range(size)]
+        for _ in range(min(2, math.ceil(num_samples_of_rank / size))):
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_fn(model, _take(batch, rows)))
+        return True
+
+    random, buffers = RandomState(accelerator.device), BufferState(model)
+    try:
+        size, _ = _first_that_fits(accelerator, model, num_samples_of_rank, attempt)
+    finally:
+        model.zero_grad(set_to_none=True)
+        random.restore()
+        buffers.restore()
+    return size
+
+
+def _first_that_fits[T](
+    accelerator: Accelerator, model: nn.Module, size: int, attempt: Callable[[int], T]
+) -> tuple[int, T]:
+    """The first of size, half of it and so on with which `attempt(size)` fits on all ranks, and what it returned."""
+    _share_buffers(model)
+    random, buffers = RandomState(accelerator.device), BufferState(model)
+    while True:
+        try:
+            result, error = attempt(size), None
+        except RuntimeError as caught:
+            if not is_out_of_memory(caught):
+                raise
+            result, error = None, caught
+        if not _on_any_rank(accelerator, error is not None):
+            assert result is not None
+            return size, result
+        if size == 1:
+            raise error or torch.OutOfMemoryError("out of memory on another rank with one sample per micro-batch")
+        error = result = None  # the error's traceback holds what the failed forward had computed
+        clear_device_cache(garbage_collection=True)
+        random.restore()
+        buffers.restore()
+        size = math.ceil(size / 2)
+
+
+def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
+    """The batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
+
+    Tensors are cut along their first dimension, as views, and lists of anything but containers by item, wherever they
+    are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
+
+    Raises:
+        ValueError: there is no tensor with samples, or not all tensors and lists have the same number of them.
+    """
+    for start in range(0, num_samples(batch), micro_batch_size):
+        yield _take(batch, slice(start, start + micro_batch_size))
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has; `split_batch` says what counts."""
+    sizes = set(_sizes(batch))
+    if len(sizes) != 1:
+        found = f"with {sorted(sizes)} samples" if sizes else "without samples"
+        raise ValueError(f"batch: tensors and lists {found}; give all of them the same first dimension")
+    return sizes.pop()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a smaller micro-batch could help."""
+    if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
+        return True
+    return not isinstance(error, dist.DistError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    if _has_samples(batch):
+        yield len(batch)
+    elif isinstance(batch, Mapping | list | tuple):
+        for each in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _sizes(each)
+
+
+def _take(batch: Any, rows: Any) -> Any:
+    """The samples in `rows`, a slice or a list of indices."""
+    if isinstance(batch, Tensor):
+        return batch[rows] if batch.ndim else batch
+    if _has_samples(batch):
+        return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
+    if isinstance(batch, Mapping):
+        return type(batch)({key: _take(each, rows) for key, each in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        parts = [_take(each, rows) for each in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _has_samples(value: Any) -> bool:
+    if isinstance(value, list):
+        return not any(isinstance(each, Tensor | Mapping | list | tuple) for each in value)
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _share_buffers(model: nn.Module) -> None:
+    """Give all ranks the first one's buffers, as DDP does in the next forward: here no rank can have failed yet."""
+    inner = model._orig_mod if is_compiled_module(model) else model
+    if isinstance(inner, DistributedDataParallel):
+        for buffer in inner.module.buffers() if inner.broadcast_buffers else ():
+            dist.broadcast(buffer, 0)
+        inner.require_forward_param_sync = False
+
+
+def _on_any_rank(accelerator: Accelerator, failed: bool) -> bool:
+    if accelerator.num_processes == 1:
+        return failed
+    flag = torch.tensor(float(failed), device=accelerator.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _sum_gradients(accelerator: Accelerator, model: nn.Module) -> None:
+    """Add up gradients over ranks in place. Parameters that some ranks did not use have a gradient of 0 there."""
+    if accelerator.num_processes == 1:
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], device=accelerator.device).float()
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    parameters = [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    exchanges = [dist.all_reduce(parameter.grad, async_op=True) for parameter in parameters]
+    for exchange in exchanges:
+        exchange.wait()

@@ -1,0 +1,118 @@
+"""Which rank, micro-batch and parameters a gradient that is not finite came from."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+_MAX_NAMES = 5
+
+Findings = list[tuple[int, list[str]]]  # micro-batch, counted from 1, and parameters in the order of backward
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient was infinite or NaN; the parameters are those of the step before.
+
+    Attributes:
+        step: the optimizer step that was not taken, counted from 1.
+        findings: for each rank, the micro-batches whose own gradients were not finite, with the parameters' names in
+            the order in which backward reached them. Empty where the overflow came from adding up micro-batches or
+            ranks.
+    """
+
+    def __init__(self, step: int, findings: list[Findings]) -> None:
+        super().__init__(_describe(step, findings))
+        self.step = step
+        self.findings = findings
+
+
+class GradientWatch:
+    """The largest magnitude of each parameter's gradient in each micro-batch of a step, left on the device.
+
+    Hooks on the parameters see each micro-batch's gradient before it is added up over micro-batches and ranks. They
+    change nothing, and cost one reduction over each gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles = [
+            parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.numel()
+        ]
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what has been noted."""
+        self._names: list[str] = []
+        self._largest: list[Tensor] = []
+        self._micro_batches: list[tuple[list[str], Tensor]] = []
+
+    def end_micro_batch(self) -> None:
+        """What was noted since the last call belongs to one micro-batch."""
+        # One small tensor per micro-batch: as many as there are parameters would take an allocator block each.
+        largest = [each.to(self._largest[0].device) for each in self._largest]
+        stacked = torch.stack(largest) if largest else torch.zeros(0)
+        self._micro_batches.append((self._names, stacked))
+        self._names, self._largest = [], []
+
+    def findings(self) -> Findings:
+        """Micro-batches and parameters whose gradients were not finite. Waits for the device."""
+        found = []
+        for number, (names, largest) in enumerate(self._micro_batches, start=1):
+            bad = [name for name, value in zip(names, largest.tolist(), strict=True) if not math.isfinite(value)]
+            if bad:
+                found.append((number, bad))
+        return found
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._names.append(name)
+        # The largest magnitude cannot overflow, as a sum could.
+        self._largest.append(torch.linalg.vector_norm(local_values(gradient), math.inf).float())
+
+
+def local_values(gradient: Tensor) -> Tensor:
+    """This rank's entries of a gradient that may be sparse or sharded."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return gradient._values()
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
+
+
+def scaler_takes_care(optimizer: Any) -> bool:
+    """Whether the loss scaler of Accelerate's optimizer skips a step that is not finite and tries a smaller scale."""
+    scaler = getattr(optimizer, "scaler", None)
+    return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
+
+
+def gather_findings(findings: Findings) -> list[Findings]:
+    """Every rank's findings, in the order of ranks, which have to call this together."""
+    if num_ranks() == 1:
+        return [findings]
+    gathered: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(gathered, findings)
+    return gathered
+
+
+def num_ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _describe(step: int, findings: list[Findings]) -> str:
+    lines = [f"Non-finite gradient at step {step}. It was not applied: the parameters are those of step {step - 1}."]
+    for rank, of_rank in enumerate(findings):
+        for micro_batch, names in of_rank:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            lines.append(f"  rank {rank}, micro-batch {micro_batch}: {', '.join(names[:_MAX_NAMES])}{more}")
+    if len(lines) == 1:
+        lines.append("  Each micro-batch's own gradient was finite; their sum over micro-batches and ranks overflowed.")
+    return "\n".join(lines)

@@ -1,0 +1,264 @@
+"""What each process of test_training_two_processes.py runs: `training_rank.py <folder>`.
+
+Each function is one situation; what came of it on this rank goes to `<folder>/rank<number>.json`.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from alone import leave
+from torch import Tensor, nn
+
+from hf_memopt.training import GradientCache, MicroBatcher, NonFiniteGradientError, find_micro_batch, train_step
+
+SPLITS = {
+    "1x8": ([8], [8]),
+    "2x4": ([4] * 2, [4] * 2),
+    "4x2": ([2] * 4, [2] * 4),
+    "8x1": ([1] * 8, [1] * 8),
+    "uneven": ([3, 3, 2], [5, 1]),
+    "tail on one rank": ([4, 4], [1]),
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.extra, self.never = nn.Linear(8, 3), nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(()))
+        self.double()
+
+    def forward(self, x: Tensor, with_extra: bool = False) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale
+        return self.last(hidden) + (self.extra(hidden) if with_extra else 0)
+
+
+class Run:
+    def __init__(self) -> None:
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.accelerator = Accelerator(cpu=True, kwargs_handlers=[unused], gradient_accumulation_steps=2)
+        self.rank = self.accelerator.process_index
+        self.plain = Model()
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *event: self.note(model))
+        self.gradient = torch.empty(0)
+        self.num_exchanges = 0
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model.register_comm_hook(None, self.exchange)
+
+    def note(self, model: nn.Module) -> None:
+        self.gradient = vector(model)
+
+    def exchange(self, state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP does by itself, counted."""
+        self.num_exchanges += bucket.index() == 0
+        future = torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def difference(self, loss: Tensor) -> float:
+        """Of the step's gradient to that of `loss`, which is of `plain`."""
+        self.plain.zero_grad()
+        loss.backward()
+        return (self.gradient - vector(self.plain)).abs().max().item()
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat(
+        [
+            torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten()
+            for parameter in model.parameters()
+        ]
+    ).clone()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def samples(num: int, rank: int) -> Tensor:
+    return torch.randn(num, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def splits() -> Iterator[tuple[str, Any]]:
+    for name, sizes in SPLITS.items():
+        run = Run()
+        parts = [samples(sum(of_rank), rank) for rank, of_rank in enumerate(sizes)]
+        micro_batches = parts[run.rank].split(sizes[run.rank])
+        result = train_step(run.accelerator, run.model, mean_loss, micro_batches, run.optimizer, weight_fn=len)
+        loss = mean_loss(run.plain, torch.cat(parts))
+        yield name, [run.difference(loss), abs(result.loss - loss.item()), run.num_exchanges]
+
+
+def weightless() -> list[float]:
+    """The second rank has no tokens: a loss of NaN, whose gradient is 0."""
+    run = Run()
+    part = samples(4, run.rank)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return mean_loss(model, batch) + (0.0 if run.rank == 0 else float("nan"))
+
+    weight = 1.0 - run.rank
+    result = train_step(run.accelerator, run.model, loss_fn, [part], run.optimizer, weight_fn=lambda batch: weight)
+    loss = mean_loss(run.plain, samples(4, 0))
+    return [run.difference(loss), abs(result.loss - loss.item())]
+
+
+def non_finite() -> dict[str, Any]:
+    run = Run()
+    parts = list(samples(8, run.rank).split(2))
+    train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer)
+    before = weights(run.model)
+    if run.rank == 1:
+        parts[2] = parts[2] * float("nan")
+    message = error_of(lambda: train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer))
+    return {"message": message, "before": before, "after": weights(run.model)}
+
+
+def nothing_on_one_rank() -> str:
+    run = Run()
+    parts = [samples(2, 0)] if run.rank == 0 else []
+    return error_of(lambda: train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer))
+
+
+def error_of(step: Callable[[], Any]) -> str:
+    try:
+        step()
+    except (NonFiniteGradientError, ValueError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def out_of_memory(bad_rank: int, fail_at: int, where: str) -> list[Any]:
+    """Micro-batches of 2 among 7 samples on the first rank, 8 on the second, until `bad_rank` fails."""
+    run = Run()
+    sizes: list[int] = []
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        failing = run.rank == bad_rank and len(sizes) == fail_at
+        if failing and where == "before forward":
+            raise torch.OutOfMemoryError("injected")
+        loss = mean_loss(model, batch)
+        if failing:
+            loss.register_hook(fail)
+        return loss
+
+    parts = [samples(7, 0), samples(8, 1)]
+    batcher = MicroBatcher(run.accelerator, 2)
+    batcher.train_step(run.model, loss_fn, parts[run.rank], run.optimizer)
+    difference = run.difference(mean_loss(run.plain, torch.cat(parts)))
+    return [difference, sizes[-len(parts[run.rank]) :], batcher.micro_batch_size, weights(run.model)]
+
+
+def fail(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("injected in backward")
+
+
+def does_not_fit_on_one_rank() -> str:
+    run = Run()
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        if run.rank == 0:
+            raise torch.OutOfMemoryError("injected")
+        return mean_loss(model, batch)
+
+    batcher = MicroBatcher(run.accelerator, 2)
+    return error_of(lambda: batcher.train_step(run.model, loss_fn, samples(4, run.rank), run.optimizer))
+
+
+def used_on_one_rank() -> list[Any]:
+    run = Run()
+    parts = [samples(4, 0), samples(4, 1)]
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch, with_extra=run.rank == 1).square().mean()
+
+    used: list[bool] = []
+    run.optimizer.optimizer.register_step_pre_hook(
+        lambda *event: used.extend(parameter.grad is not None for parameter in run.model.parameters())
+    )
+    MicroBatcher(run.accelerator, 2).train_step(run.model, loss_fn, parts[run.rank], run.optimizer)
+    loss = (run.plain(parts[0]).square().mean() + run.plain(parts[1], True).square().mean()) / 2
+    return [run.difference(loss), used]
+
+
+def search() -> int:
+    run = Run()
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        if len(batch) > (6, 3)[run.rank]:
+            raise torch.OutOfMemoryError("injected")
+        return mean_loss(model, batch)
+
+    return find_micro_batch(run.accelerator, run.model, loss_fn, samples(4, run.rank), effective_batch=24)
+
+
+def gradient_cache() -> dict[str, Any]:
+    """A loss with random numbers, over the outputs of both ranks, which have 7 and 5 samples."""
+    run = Run()
+    drawn: list[Tensor] = []
+
+    def loss_fn(output: Tensor) -> Tensor:
+        drawn.append(torch.randn(3, 8, dtype=output.dtype) * random.random())
+        return sliced_wasserstein(output, drawn[0])
+
+    parts = [samples(7, 0), samples(5, 1)]
+    torch.manual_seed(run.rank)
+    random.seed(run.rank)
+    cache = GradientCache(run.accelerator, lambda batch: run.model(batch), loss_fn, models=[run.model])
+    loss = cache.backward(parts[run.rank].split(2))
+    run.note(run.model)
+    want = sliced_wasserstein(run.plain(torch.cat(parts)), drawn[0])
+    return {
+        "difference": run.difference(want),
+        "loss": loss.item(),
+        "loss difference": abs(loss.item() - want.item()),
+        "exchanges": run.num_exchanges,
+        "draws": drawn[0].tolist(),
+        "next draw": torch.rand(1).item(),
+        "without models": error_of(lambda: GradientCache(run.accelerator, lambda batch: batch, loss_fn)),
+    }
+
+
+def sliced_wasserstein(output: Tensor, directions: Tensor) -> Tensor:
+    target = torch.linspace(0, 1, len(output), dtype=output.dtype)[:, None]
+    return ((output @ directions).sort(0).values - target).square().mean()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    results: dict[str, Any] = {
+        "splits": dict(splits()),
+        "weightless": weightless(),
+        "non-finite": non_finite(),
+        "nothing on one rank": nothing_on_one_rank(),
+        "out of memory": [
+            out_of_memory(bad_rank, fail_at, ("before forward", "backward")[(bad_rank + fail_at) % 2])
+            for bad_rank in (0, 1)
+            for fail_at in range(1, 5)
+        ],
+        "does not fit on one rank": does_not_fit_on_one_rank(),
+        "used on one rank": used_on_one_rank(),
+        "search": search(),
+        "gradient cache": gradient_cache(),
+    }
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,306 @@
+"""GradientCache: the full batch's gradient for losses that do not add up, where accumulating gives another one."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.training import GradientCache
+
+NUM_SAMPLES = 24
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.dropout = nn.Dropout(dropout)
+        self.checkpointed = checkpointed
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        output = self.last(hidden)
+        self.outputs.append(output.detach().clone())
+        return output
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.first(x)))
+
+
+def samples(num: int = NUM_SAMPLES, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def target(num: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(num, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype) * 2
+
+
+def sliced_wasserstein(output: Tensor) -> Tensor:
+    """Between the outputs and fixed samples, along 16 directions that are drawn anew in each call."""
+    directions = torch.randn(5, 16, dtype=output.dtype)
+    directions = directions / directions.norm(dim=0)
+    other = target(len(output), output.dtype)
+    return ((output @ directions).sort(0).values - (other @ directions).sort(0).values).square().mean()
+
+
+def contrastive(output: Tensor) -> Tensor:
+    """Each sample is its predecessor's counterpart, and all others are negatives."""
+    normed = nn.functional.normalize(output, dim=1)
+    return nn.functional.cross_entropy(10 * normed @ normed.roll(1, 0).t(), torch.arange(len(output)))
+
+
+def batch_statistics(output: Tensor) -> Tensor:
+    return (torch.cov(output.t()) - torch.eye(5, dtype=output.dtype)).square().sum()
+
+
+LOSSES = {each.__name__: each for each in (sliced_wasserstein, contrastive, batch_statistics)}
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All parameters' gradients as one vector, which are taken away."""
+    vector = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    model.zero_grad()
+    return vector
+
+
+def full_batch(model: Encoder, loss_fn: Callable[..., Tensor], batch: Tensor) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    loss = loss_fn(model(batch))
+    loss.backward()
+    return loss.detach(), gradient(model)
+
+
+def cached(
+    accelerator: Accelerator, model: nn.Module, loss_fn: Callable[..., Tensor], micro_batches: Any
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    loss = GradientCache(accelerator, model, loss_fn).backward(micro_batches)
+    return loss, gradient(model)
+
+
+def relative(vector: Tensor, reference: Tensor) -> float:
+    return ((vector - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_equals_the_full_batch_where_accumulation_does_not(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerances for sums over samples in another order. The model sees 2 samples at a time."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)  # which must not matter
+    model, loss_fn = accelerator.prepare(Encoder().to(dtype)), LOSSES[name]
+    batch = samples(dtype=dtype)
+    want_loss, want = full_batch(model, loss_fn, batch)
+    loss, got = cached(accelerator, model, loss_fn, batch.split(2))
+    assert relative(got, want) <= tolerance
+    assert loss.item() == pytest.approx(want_loss.item(), rel=1e-6)
+    assert not loss.requires_grad
+    for part in batch.split(2):
+        torch.manual_seed(3)  # along the same directions
+        (loss_fn(model(part)) / 12).backward()
+    accumulated = gradient(model)
+    assert torch.cosine_similarity(accumulated, want, dim=0) < 0.98
+    assert relative(accumulated, want) > 0.2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.sampled_from(sorted(LOSSES)))
+def test_any_split_gives_the_full_batch(lengths: list[int], name: str) -> None:
+    lengths = [*lengths, 2]  # two samples at least, for a covariance
+    accelerator, model = Accelerator(cpu=True), Encoder().double()
+    batch = samples(sum(lengths), torch.float64)
+    _, want = full_batch(model, LOSSES[name], batch)
+    _, got = cached(accelerator, model, LOSSES[name], batch.split(lengths))
+    assert relative(got, want) <= 1e-11
+
+
+def test_random_numbers_are_replayed_bitwise_and_go_on_as_after_one_forward() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.4)
+    noises = []
+
+    def forward(batch: Tensor) -> Tensor:
+        noises.append(random.random())
+        return model(batch) * (1 + noises[-1])
+
+    torch.manual_seed(3)
+    for part in samples().split(4):
+        model(part)
+    sliced_wasserstein(model.outputs[0])
+    after = torch.rand(1)
+    model.outputs.clear()
+    torch.manual_seed(3)
+    GradientCache(accelerator, forward, sliced_wasserstein).backward(samples().split(4))
+    assert torch.equal(torch.rand(1), after)
+    assert len(model.outputs) == len(noises) == 12
+    assert all(torch.equal(a, b) for a, b in zip(model.outputs[:6], model.outputs[6:], strict=True))
+    assert noises[:6] == noises[6:]
+    assert len(set(noises)) == 6
+    assert random.random() not in noises
+
+
+def test_with_dropout_the_gradient_is_that_of_the_micro_batches_as_one_graph() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.4).double()
+    parts = samples(dtype=torch.float64).split(4)
+    torch.manual_seed(3)
+    sliced_wasserstein(torch.cat([model(part) for part in parts])).backward()
+    want = gradient(model)
+    assert relative(cached(accelerator, model, sliced_wasserstein, parts)[1], want) <= 1e-12
+
+
+@pytest.mark.parametrize("where", ["accelerate", "outside"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_autocast(where: str, checkpointed: bool) -> None:
+    """Also when one autocast region, and its cache of cast weights, encloses both forward passes."""
+    mixed_precision = "bf16" if where == "accelerate" else "no"
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    model = accelerator.prepare(Encoder(dropout=0.2, checkpointed=checkpointed))
+    parts = samples().split(4)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return sliced_wasserstein(output.float())
+
+    with torch.autocast("cpu", torch.bfloat16) if where == "outside" else nullcontext():
+        torch.manual_seed(3)
+        loss_fn(torch.cat([model(part) for part in parts])).backward()
+        want = gradient(model)
+        got = cached(accelerator, model, loss_fn, parts)[1]
+    assert len(got) == len(want)
+    # One graph adds up gradients of casts in bf16, the cache those of micro-batches in fp32.
+    assert relative(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_checkpointing_and_offloading_change_no_bit(checkpointed: bool, wrapped: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    parts = samples().split(4)
+    want = cached(accelerator, Encoder(dropout=0.3), sliced_wasserstein, parts)[1]
+    model = Encoder(dropout=0.3, checkpointed=checkpointed)
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())
+    handle = offloader.wrap(model) if wrapped else None
+    assert torch.equal(cached(accelerator, model, sliced_wasserstein, parts)[1], want)
+    assert (offloader.stats.bytes_moved > 0) == wrapped
+    if handle is not None:
+        handle.remove()
+
+
+def test_several_outputs_some_of_which_have_no_gradient_and_a_loss_with_parameters() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder().double()
+    scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    labels = torch.arange(NUM_SAMPLES) % 3
+
+    def forward(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        output = model(batch[0])
+        return output, batch[1], output.detach().square(), output[:, :2] * 3, output * 2
+
+    def loss_fn(output: Tensor, labels: Tensor, fixed: Tensor, other: Tensor, unused: Tensor) -> Tensor:
+        centres = torch.stack([output[labels == label].mean(0) for label in range(3)])
+        return scale * (centres - other.mean()).square().sum() + fixed.mean()
+
+    batch = samples(dtype=torch.float64), labels
+    loss_fn(*forward(batch)).backward()
+    want, want_scale = gradient(model), scale.grad
+    scale.grad = None
+    parts = list(zip(batch[0].split(5), labels.split(5), strict=True))
+    GradientCache(accelerator, forward, loss_fn).backward(parts)
+    assert relative(gradient(model), want) <= 1e-12
+    assert scale.grad is not None
+    assert want_scale is not None
+    assert relative(scale.grad, want_scale) <= 1e-12
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder().double()
+    parts = samples(dtype=torch.float64).split(6)
+    alone = cached(accelerator, model, sliced_wasserstein, parts)[1]
+    model(parts[0]).sum().backward()
+    before = gradient(model)
+    model(parts[0]).sum().backward()
+    assert relative(cached(accelerator, model, sliced_wasserstein, parts)[1], alone + before) <= 1e-12
+
+
+def test_a_loss_scaler_scales_every_gradient_once() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder()
+    parts = samples().split(4)
+    want = cached(accelerator, model, sliced_wasserstein, parts)[1]
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    assert torch.equal(cached(accelerator, model, sliced_wasserstein, parts)[1], want * 2.0**12)
+
+
+def test_only_one_micro_batch_is_in_memory() -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder()
+    live, most = 0, 0
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal live, most
+            self.tensor = tensor
+            live += 1
+            most = max(most, live)
+
+        def __del__(self) -> None:
+            nonlocal live
+            live -= 1
+
+    def forward(batch: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            return model(batch)
+
+    forward(samples(4)).sum().backward()
+    of_one, most = most, 0
+    GradientCache(accelerator, forward, sliced_wasserstein).backward(samples().split(4))
+    assert most == of_one > 0
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_after_an_exception_the_next_call_is_right(at: int) -> None:
+    accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.3)
+    parts = samples().split(4)
+    want = cached(accelerator, model, sliced_wasserstein, parts)[1]
+    calls = iter(range(1, 13))
+
+    def forward(batch: Tensor) -> Tensor:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("injected")
+        return model(batch)
+
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        GradientCache(accelerator, forward, sliced_wasserstein).backward(parts)
+    model.zero_grad()
+    assert torch.equal(cached(accelerator, model, sliced_wasserstein, parts)[1], want)
+
+
+def test_what_would_go_wrong_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="micro_batches is empty"):
+        GradientCache(accelerator, Encoder(), sliced_wasserstein).backward([])
+    for output, kind in ((torch.tensor(1.0), r"a tensor \(\)"), ((torch.zeros(2), "text"), "str")):
+        cache = GradientCache(accelerator, lambda batch, output=output: output, sliced_wasserstein)
+        with pytest.raises(ValueError, match=kind):
+            cache.backward([samples()])
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(ValueError, match="FSDP"):
+        GradientCache(accelerator, Encoder(), sliced_wasserstein)
