@@ -4,12 +4,14 @@ import copy
 import logging
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from counted_allocator import CountedAllocator, FakeCounters
 from hf_memopt.callbacks.memory import MemoryLoggingCallback, _Clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,6 +22,16 @@ from hf_memopt.memory import MemoryLogger, MemoryTracker
 from hf_memopt.memory.metrics import high_memory_message, largest_of_ranks
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_accelerate_state() -> Iterator[None]:
+    """Accelerate keeps its state for the process, and what other tests left there is not this one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 class Regression(nn.Module):
@@ -283,6 +295,7 @@ def test_resuming_goes_on_with_the_same_training(tmp_path: Path, caplog: pytest.
     whole.train()
     make_trainer(tmp_path / "run", MemoryLoggingCallback(), save_strategy="steps", save_steps=2).train()
     resumed = make_trainer(tmp_path / "run", MemoryLoggingCallback())
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="hf_memopt"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
