@@ -1,6 +1,7 @@
 """Copiers: what they count, and the order in which the stream copier lets things happen."""
 
 import logging
+import mmap
 from typing import Any
 
 import pytest
@@ -162,10 +163,14 @@ def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.
     runtime = FakeRuntime(error=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     block = host_memory.pinned_empty(1000, torch.device("cuda"))
-    view = block[10:]
+    neighbour = host_memory.pinned_empty(1000, torch.device("cuda"))
+    assert block.data_ptr() % mmap.PAGESIZE == neighbour.data_ptr() % mmap.PAGESIZE == 0
+    del neighbour
+    view = block[10:].fill_(3)
     assert runtime.registered == [(block.data_ptr(), 1000)]
     del block
     assert runtime.registered
+    assert view.sum() == 3 * 990
     del view
     assert not runtime.registered
 

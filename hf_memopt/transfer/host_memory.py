@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -20,22 +21,23 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised page-locked memory, `(num_bytes,)` uint8; pageable, with one warning, where it cannot be had.
 
     torch rounds its own pinned allocations up to a power of two, up to twice the size (pytorch issue 150517), which
-    matters for a block of gigabytes. On CUDA the pages of an ordinary allocation are registered with the driver
-    instead, and given back when the memory is freed.
+    matters for a block of gigabytes. On CUDA pages of our own are registered with the driver instead, and given back
+    when the memory is freed. Of our own, because a page that two allocations share cannot be registered twice.
     """
     if device.type != "cuda":
         return _pinned_by_torch(num_bytes)
-    block = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes == 0:
-        return block
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes)
+    block = torch.frombuffer(pages, dtype=torch.uint8)  # which keeps the pages, and every view of it does
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if error:
         _clear_last_error(device)
         _warn_pageable(f"cudaHostRegister returned error {error}")
         return block
-    # Tied to the storage: views outlive the tensor returned here. Not at exit, when the driver may be gone already.
-    finalizer = weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())
+    # Before they are unmapped; not at exit, when the driver may be gone already.
+    finalizer = weakref.finalize(pages, runtime.cudaHostUnregister, block.data_ptr())
     finalizer.atexit = False
     return block
 
