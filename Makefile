@@ -38,6 +38,11 @@ demo-lm: $(READY) ## a small language model with offloading on the CPU, in about
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_causal_lm @recipes/configs/causal_lm_demo.args
 
+demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the CPU, in some minutes: results in outputs/demo_darcy
+	rm -rf outputs/demo_darcy
+	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
+	  -m hf_memopt.recipes.train_neural_operator @recipes/configs/neural_operator_demo.args
+
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2
 
@@ -59,9 +64,10 @@ quality: $(READY) ## what continuous integration checks before the tests
 bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 	$(PY) benchmarks/teacher_offload.py
 	$(PY) benchmarks/activation_offload.py
+	$(PY) benchmarks/neural_operator.py
 	-$(PY) benchmarks/cache_clearing.py
 
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-lm test test-slow test-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm test test-slow test-gpu style quality bench clean

@@ -302,7 +302,7 @@ def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("mode", ["off", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     options = parse(None, [*TINY, f"--offload={mode}", "--cpu_copies", f"--output_dir={tmp_path}"])
     texts = causal_lm_data.read_texts(options.data)
@@ -310,5 +310,5 @@ def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     blocks = causal_lm_data.pack(texts, tokenizer, options.data, options.training.seed)
     run = train_causal_lm.prepare(train_causal_lm.make_accelerator(options), mode, options, tokenizer, blocks)
     batches = train_causal_lm.endless(run, 0)
-    leaks = detect_leaks(lambda: train_causal_lm.update(run, batches), num_steps=36)
+    leaks = detect_leaks(lambda: train_causal_lm.update(run, batches), num_steps=24)
     assert not leaks.leaking, str(leaks)

@@ -12,7 +12,8 @@ from hf_memopt.integrations.lerobot.evaluation import held_out_batches
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 
 
-@pytest.mark.parametrize("offload", ["swap", pytest.param("resident", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["resident", "swap"])
 def test_reflow_training_leaks_nothing(offload: str, toy_teacher: Path, toy_student: Path, toy_dataset: Path) -> None:
     (batch,) = held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [3], batch_size=4, max_observations=4)
     policy = SmolVLAReflowPolicy.from_pretrained(toy_student).train()

@@ -1,0 +1,170 @@
+"""The flags of `train_neural_operator.py`."""
+
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from hf_memopt.recipes.causal_lm_options import MODES, OffloadOptions, flag, resumed_folder
+from transformers import HfArgumentParser
+
+
+@dataclass
+class ModelOptions:
+    _argument_group_name: ClassVar[str] = "model"
+
+    model: Literal["fno", "tfno", "uno"] = flag("fno", "neuralop's FNO, TFNO (Tucker-factorized weights) or UNO")
+    modes: int = flag(16, "Fourier modes along each side; a UNO has half as many where its resolution is halved")
+    hidden_channels: int = flag(32, "width")
+    num_layers: int = flag(4, "Fourier layers; at least 4 for a UNO")
+    rank: float = flag(0.1, "tfno: share of the dense weights' parameters that the factors have, about")
+    checkpoint_blocks: bool = flag(False, "keep only the input of each Fourier layer and compute the rest again")
+    checkpoint_mlps: bool = flag(False, "the same for the lifting and projection layers")
+
+    @property
+    def checkpointed_modules(self) -> list[str]:
+        """By class or name: an FNO has one `FNOBlocks` for all layers, a UNO one for each."""
+        blocks = ["FNOBlocks"] if self.checkpoint_blocks else []
+        return blocks + (["lifting", "projection"] if self.checkpoint_mlps else [])
+
+
+@dataclass
+class DataOptions:
+    _argument_group_name: ClassVar[str] = "data"
+
+    resolution: int = flag(16, "nodes along each side of the training data")
+    test_resolutions: list[int] = field(
+        default_factory=lambda: [16, 32, 64], metadata={"help": "nodes along each side of the test data"}
+    )
+    num_train: int = flag(1000, "training samples")
+    num_test: int = flag(100, "test samples of each resolution")
+    solve_resolution: int = flag(
+        120, "solve on a grid of at least this many nodes along each side and keep every second, third, ... node"
+    )
+    data_seed: int = flag(0, "of the generated coefficient fields")
+    data_folder: str | None = flag(
+        None, "folder with darcy_train_<resolution>.pt and darcy_test_<resolution>.pt, used instead of generated data"
+    )
+    cache_folder: str = flag("outputs/darcy", "where generated data are kept for the next run")
+
+
+@dataclass
+class TrainingOptions:
+    _argument_group_name: ClassVar[str] = "training"
+
+    output_dir: str = flag("outputs/neural_operator", "folder for the model, checkpoints, results.json and panels.png")
+    loop: Literal["accelerate", "neuralop"] = flag("accelerate", "the loop in this file, or neuralop's own Trainer")
+    epochs: int = flag(20, "passes over the training samples")
+    batch_size: int = flag(32, "samples per update and process")
+    micro_batch_size: int = flag(0, "samples per forward pass, of which an update then has several; 0: all at once")
+    train_loss: Literal["h1", "l2"] = flag("h1", "relative Sobolev or L2 norm of the error, as neuralop defines them")
+    learning_rate: float = flag(5e-3, "peak learning rate of neuralop's AdamW")
+    weight_decay: float = flag(1e-4, "of AdamW, on all weights")
+    lr_scheduler_type: str = flag("cosine", "one of transformers' schedules, stepped at every update")
+    warmup_steps: int = flag(0, "updates until the learning rate has reached its peak")
+    eval_every: int = flag(5, "epochs between evaluations; there is one at the end in any case")
+    save_every: int = flag(0, "epochs between checkpoints; 0 saves none, the model at the end excepted")
+    resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
+    seed: int = flag(0, "of weights and the order of the data")
+    report_to: str = flag("none", "tracker, such as tensorboard or wandb")
+
+
+class Options(NamedTuple):
+    """Everything that the command line says."""
+
+    model: ModelOptions
+    data: DataOptions
+    training: TrainingOptions
+    offload: OffloadOptions
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All flags in one dictionary, as trackers take them: numbers and strings."""
+        flags = {name: value for group in self for name, value in asdict(group).items()}
+        return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
+
+
+class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Defaults beside the flags, and the description as it was written."""
+
+
+def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; `@FILE` stands for the flags in a file, one per line.
+
+    Raises:
+        ValueError: names a flag, its value and the remedy.
+    """
+    parser = HfArgumentParser(
+        Options.__annotations__.values(),
+        description=description,
+        formatter_class=_Formatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    options = Options(*parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
+    _check_numbers(options)
+    _check_offloading(options)
+    _check_loop(options)
+    _check_folder(options.training)
+    return options
+
+
+def _check_numbers(options: Options) -> None:
+    model, data, training, offload = options
+    at_least = {
+        "modes": (model.modes, 2),
+        "hidden_channels": (model.hidden_channels, 1),
+        "num_layers": (model.num_layers, 4 if model.model == "uno" else 1),
+        "num_train": (data.num_train, 2),
+        "num_test": (data.num_test, 1),
+        "epochs": (training.epochs, 1),
+        "batch_size": (training.batch_size, 1),
+        "micro_batch_size": (training.micro_batch_size, 0),
+        "eval_every": (training.eval_every, 1),
+        "compare_steps": (offload.compare_steps, 4),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    for resolution in (data.resolution, *data.test_resolutions):
+        if resolution < model.modes:
+            raise ValueError(
+                f"modes={model.modes}: a grid of {resolution} nodes has no such frequencies; use modes={resolution} at "
+                "most, or higher resolutions"
+            )
+
+
+def _check_offloading(options: Options) -> None:
+    offload = options.offload
+    unknown = offload.used_modes - set(MODES)
+    if unknown:
+        raise ValueError(f"compare={offload.compare!r}: no mode {sorted(unknown)[0]!r}; choose from {', '.join(MODES)}")
+    if offload.budget_gib is not None and "auto" not in offload.used_modes:
+        raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
+    if "inputs" in offload.used_modes and not options.model.checkpointed_modules:
+        raise ValueError(
+            "offload='inputs' moves the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
+        )
+
+
+def _check_loop(options: Options) -> None:
+    """neuralop's Trainer has no micro-batches, and cannot read its own checkpoints under torch's safe loading."""
+    training = options.training
+    if training.loop == "accelerate":
+        return
+    for name in ("micro_batch_size", "save_every", "resume_from_checkpoint"):
+        value = getattr(training, name)
+        if value:
+            raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")
+
+
+def _check_folder(training: TrainingOptions) -> None:
+    output = Path(training.output_dir)
+    used = [path.name for pattern in ("results.json", "checkpoint-*") for path in output.glob(pattern)]
+    if used and training.resume_from_checkpoint is None:
+        raise ValueError(
+            f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
+            "or name another folder"
+        )
+    resumed_folder(training)
