@@ -16,13 +16,14 @@ What this adds to lerobot's own training loop:
   ignores the setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule
   included, go on counting batches, so `--steps` and `--save_freq` must be multiples of N.
 - `--policy.dtype=bfloat16`: autocast in bfloat16.
-- memory by phase in each log line: `prefix`, `teacher`, `forward`, `backward`, `optimizer`, as peak GiB on an
-  accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
+- memory by phase in each log line, and in the output folder for `hf-memopt report`: `prefix`, `teacher`, `forward`,
+  `backward`, `optimizer`, as peak GiB on an accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
 """
 
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.memory.counters import Host
+from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
 
@@ -49,6 +52,8 @@ class AccumulatingAccelerator(Accelerator):
     traffic only.
     """
 
+    memory_log: "MemoryLog | None" = None
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self._do_sync()
         super().backward(loss, **kwargs)
@@ -56,12 +61,35 @@ class AccumulatingAccelerator(Accelerator):
             policy = self.unwrap_model(model)
             if isinstance(policy, SmolVLAReflowPolicy) and policy.memory is not None:
                 policy.memory.mark("backward")
+                if self.memory_log is not None and self.is_main_process:
+                    self.memory_log.end_batch(policy.memory.figures())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         if self.sync_gradients:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         # A partial sum must not be clipped; lerobot logs its norm all the same.
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+
+class MemoryLog:
+    """Writes memory by phase into the run's folder whenever lerobot logs, for `hf-memopt report`."""
+
+    def __init__(self, cfg: TrainPipelineConfig) -> None:
+        self._file = Path(cfg.output_dir) / METRICS_FILE
+        self._host = Host()
+        self._log_freq = cfg.log_freq
+        self._num_batches = load_training_step(cfg.checkpoint_path / TRAINING_STATE_DIR) if cfg.resume else 0
+
+    def end_batch(self, figures: dict[str, float]) -> None:
+        """Figures of `PhaseMemory`; the optimizer's is that of the batch before."""
+        self._num_batches += 1
+        if self._log_freq > 0 and self._num_batches % self._log_freq == 0:
+            metrics = {f"memory/{name.replace('_rss_gib', '_host_rss_gib')}": gib for name, gib in figures.items()}
+            metrics["memory/host_rss_gib"] = self._host.rss_bytes() / 2**30
+            device_peaks = [gib for name, gib in figures.items() if name.endswith("_peak_gib")]
+            if device_peaks:
+                metrics["memory/peak_allocated_gib"] = max(device_peaks)
+            append_metrics(self._file, self._num_batches, metrics)
 
 
 def make_accelerator(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> AccumulatingAccelerator:
@@ -134,7 +162,9 @@ def main() -> None:
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        train(cfg, accelerator=make_accelerator(cfg, num_accumulation_steps))
+        accelerator = make_accelerator(cfg, num_accumulation_steps)
+        accelerator.memory_log = MemoryLog(cfg)
+        train(cfg, accelerator=accelerator)
 
 
 if __name__ == "__main__":

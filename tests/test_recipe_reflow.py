@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.reporting import read_run
 
 REPOSITORY = Path(reflow_smolvla.__file__).parents[1]
 ACCELERATE_SETTING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -204,6 +205,9 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
     last = next(line for line in log.splitlines() if " step:2 " in line)
     for phase in ("prefix", "teacher", "forward", "backward", "optimizer"):
         assert re.search(rf"\b{phase}_rss_gib:(?!0\.000)\d+\.\d+", last), last
+    timeline = read_run(tmp_path / "run").timeline
+    assert [entry["step"] for entry in timeline] == [1, 2]
+    assert timeline[-1]["memory/teacher_host_rss_gib"] > 0
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
