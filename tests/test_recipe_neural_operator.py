@@ -22,6 +22,8 @@ from hf_memopt.recipes.train_neural_operator import main, make_accelerator, micr
 from neuralop.models import FNO, TFNO
 from torch import Tensor
 
+from hf_memopt import detect_leaks
+
 CPU = torch.device("cpu")
 TINY = (
     "--num_train=24",
@@ -302,3 +304,14 @@ def test_accelerate_launch_with_bfloat16(cache: str, tmp_path: Path, capfd: pyte
     assert results["training_cost"]["moved_mib"] > 0
     assert "Training: 100%" in printed
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_training_leaks_nothing(mode: str, cache: str, tmp_path: Path) -> None:
+    options = parse("", [*TINY, cache, "--cpu_copies", f"--output_dir={tmp_path}"])
+    accelerator = make_accelerator(options)
+    run = prepare(accelerator, mode, options, neural_operator_data.load(options.data, CPU))
+    batches = train_neural_operator.endless(run)
+    leaks = detect_leaks(lambda: train_neural_operator.update(run, next(batches)), num_steps=36)
+    assert not leaks.leaking, str(leaks)
