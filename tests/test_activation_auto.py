@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +306,20 @@ def test_each_model_has_a_plan_of_its_own_and_copies_plan_anew(decoder: nn.Modul
             language_loss(model, tokens).backward()
     assert list(offloader._plans) == [decoder]
     assert equal(take_gradients(decoder), take_gradients(twin))
+
+
+def test_plans_do_not_keep_models() -> None:
+    offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
+    layer = nn.Linear(4, 4)
+    with offloader.offload_context(layer):
+        loss = layer(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    assert len(offloader._plans) == 1
+    reference = weakref.ref(layer)
+    del layer, loss
+    gc.collect()
+    assert reference() is None
+    assert not offloader._plans
 
 
 @pytest.mark.parametrize(

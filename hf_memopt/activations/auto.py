@@ -1,6 +1,7 @@
 """Mode "auto": two passes are recorded, a plan is made after each, and remade when it stops to fit."""
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,9 @@ class AutoMode:
     ) -> None:
         self.plan: Plan | None = None
         self.recording: Recording | None = None
-        self._engine, self._limits, self._model = engine, limits, model
+        self._engine, self._limits = engine, limits
+        # Weak: offloaders know plans by model, and must not keep the models.
+        self._model = None if model is None else weakref.ref(model)
         self._on_end = on_end
         self._link: Link | None = None
         self._num_recorded = 0
@@ -72,7 +75,8 @@ class AutoMode:
 
     def begin_pass(self) -> ForwardPass:
         """The next pass, planned as far as earlier ones allow."""
-        recorder = Recorder(self._engine.clock, self._model) if self.is_recording else None
+        model = self._model() if self._model is not None else None
+        recorder = Recorder(self._engine.clock, model) if self.is_recording else None
         return ForwardPass(
             self._engine,
             self._limits.prefetch_ahead,

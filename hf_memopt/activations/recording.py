@@ -143,12 +143,16 @@ class Recorder:
         return saved_at, uses, now + self._clock.elapsed_s(before, ended)
 
 
+_CALL = nn.Module._call_impl.__code__
+
+
 def _calling_module(names: dict[int, str]) -> str:
-    """The innermost module on the stack. Found this way, since hooks would make compiled ones compile again."""
+    """The innermost module being called. Found on the stack: hooks would make compiled modules compile again."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module):
-            return names.get(id(caller), type(caller).__name__)
+        # No other frame is looked into: reading `f_locals` makes a frame keep what is in it, for as long as it runs.
+        if frame.f_code is _CALL:
+            module = frame.f_locals["self"]
+            return names.get(id(module), type(module).__name__)
         frame = frame.f_back
     return ""
