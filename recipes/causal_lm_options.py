@@ -1,7 +1,7 @@
 """The flags of `train_causal_lm.py`."""
 
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -109,9 +109,13 @@ class Options(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All flags in one dictionary, as trackers take them: numbers and strings."""
-        flags = {name: value for group in self for name, value in asdict(group).items()}
-        return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
+        return as_settings(self)
+
+
+def as_settings(groups: Iterable[Any]) -> dict[str, Any]:
+    """All flags in one dictionary, as trackers take them: numbers and strings."""
+    flags = {name: value for group in groups for name, value in asdict(group).items()}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
 
 
 class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -124,18 +128,23 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
+    options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
+    _check_numbers(options)
+    _check_offloading(options)
+    check_folder(options.training)
+    return options
+
+
+def read_flags(groups: Iterable[type], description: str, arguments: Sequence[str] | None) -> tuple[Any, ...]:
+    """One instance of each dataclass in `groups`; `@FILE` stands for the flags in a file, one per line."""
     parser = HfArgumentParser(
-        Options.__annotations__.values(),
+        groups,
         description=description,
         formatter_class=_Formatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
-    options = Options(*parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
-    _check_numbers(options)
-    _check_offloading(options)
-    _check_folder(options.training)
-    return options
+    return parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
 
 
 def resumed_folder(training: TrainingOptions) -> str | None:
@@ -178,18 +187,23 @@ def _check_numbers(options: Options) -> None:
         raise ValueError(f"compare_steps={offload.compare_steps} must be at least 4: the first half only warms up")
 
 
-def _check_offloading(options: Options) -> None:
-    offload = options.offload
+def check_modes(offload: OffloadOptions) -> None:
+    """Refuse modes that are none, and a budget that no mode reads."""
     unknown = offload.used_modes - set(MODES)
     if unknown:
         raise ValueError(f"compare={offload.compare!r}: no mode {sorted(unknown)[0]!r}; choose from {', '.join(MODES)}")
     if offload.budget_gib is not None and "auto" not in offload.used_modes:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
-    if "inputs" in offload.used_modes and not options.model.gradient_checkpointing:
+
+
+def _check_offloading(options: Options) -> None:
+    check_modes(options.offload)
+    if "inputs" in options.offload.used_modes and not options.model.gradient_checkpointing:
         raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; add --gradient_checkpointing")
 
 
-def _check_folder(training: TrainingOptions) -> None:
+def check_folder(training: Any) -> None:
+    """Refuse an output folder that holds another run, and a checkpoint that is not there."""
     output = Path(training.output_dir)
     used = [path.name for pattern in ("results.json", "checkpoint-*") for path in output.glob(pattern)]
     if used and training.resume_from_checkpoint is None:

@@ -1,13 +1,17 @@
 """The flags of `train_neural_operator.py`."""
 
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from hf_memopt.recipes.causal_lm_options import MODES, OffloadOptions, flag, resumed_folder
-from transformers import HfArgumentParser
+from hf_memopt.recipes.causal_lm_options import (
+    OffloadOptions,
+    as_settings,
+    check_folder,
+    check_modes,
+    flag,
+    read_flags,
+)
 
 
 @dataclass
@@ -80,13 +84,7 @@ class Options(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All flags in one dictionary, as trackers take them: numbers and strings."""
-        flags = {name: value for group in self for name, value in asdict(group).items()}
-        return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
-
-
-class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Defaults beside the flags, and the description as it was written."""
+        return as_settings(self)
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
@@ -95,18 +93,11 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    parser = HfArgumentParser(
-        Options.__annotations__.values(),
-        description=description,
-        formatter_class=_Formatter,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
-    )
-    options = Options(*parser.parse_args_into_dataclasses(arguments, look_for_args_file=False))
+    options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
     _check_numbers(options)
     _check_offloading(options)
     _check_loop(options)
-    _check_folder(options.training)
+    check_folder(options.training)
     return options
 
 
@@ -136,13 +127,8 @@ def _check_numbers(options: Options) -> None:
 
 
 def _check_offloading(options: Options) -> None:
-    offload = options.offload
-    unknown = offload.used_modes - set(MODES)
-    if unknown:
-        raise ValueError(f"compare={offload.compare!r}: no mode {sorted(unknown)[0]!r}; choose from {', '.join(MODES)}")
-    if offload.budget_gib is not None and "auto" not in offload.used_modes:
-        raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
-    if "inputs" in offload.used_modes and not options.model.checkpointed_modules:
+    check_modes(options.offload)
+    if "inputs" in options.offload.used_modes and not options.model.checkpointed_modules:
         raise ValueError(
             "offload='inputs' moves the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
         )
@@ -157,14 +143,3 @@ def _check_loop(options: Options) -> None:
         value = getattr(training, name)
         if value:
             raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")
-
-
-def _check_folder(training: TrainingOptions) -> None:
-    output = Path(training.output_dir)
-    used = [path.name for pattern in ("results.json", "checkpoint-*") for path in output.glob(pattern)]
-    if used and training.resume_from_checkpoint is None:
-        raise ValueError(
-            f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
-            "or name another folder"
-        )
-    resumed_folder(training)

@@ -111,6 +111,3 @@ class AdversarialTransfer:
         if self._copier._waits_fail:
             self._copier.tick()
         self._copier.perform(self)
-
-    def done(self) -> bool:
-        return self not in self._copier._pending

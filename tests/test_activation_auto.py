@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from adversarial_copier import AdversarialCopier
+from gradients import equal, take_gradients
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SavedBytes
@@ -55,16 +56,6 @@ def language_loss(model: nn.Module, tokens: Tensor, autocast: bool = False) -> T
     torch.manual_seed(7)  # dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return model(input_ids=tokens, labels=tokens).loss
-
-
-def take_gradients(model: nn.Module) -> list[Tensor]:
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return gradients
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def step(offloader: ActivationOffloader, model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:

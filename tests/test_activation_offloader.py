@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from adversarial_copier import AdversarialCopier, InjectedError
+from gradients import equal, take_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -64,16 +65,6 @@ def tokens() -> Tensor:
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
-
-
-def take_gradients(model: nn.Module) -> list[Tensor]:
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return gradients
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ equality

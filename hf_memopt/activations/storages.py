@@ -4,6 +4,7 @@ The third way, computing it again, is in `recompute.py`.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ NOTHING = nullcontext()
 is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class LiveStorage:
+class LiveStorage(ABC):
     """One device storage that a forward pass saved.
 
     Args:
@@ -78,11 +79,13 @@ class LiveStorage:
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
 
+    @abstractmethod
     def _bring(self) -> Tensor:
-        raise NotImplementedError
+        """The bytes on the device, wherever they are now."""
 
+    @abstractmethod
     def _give_up(self) -> None:
-        raise NotImplementedError
+        """Nobody asks for them any more."""
 
 
 class KeptStorage(LiveStorage):

@@ -64,6 +64,11 @@ _RAW_NAMES: dict[type, list[str]] = {}  # dir() is slow, and there are few types
 
 def saved_tensors(node: Any) -> Iterator[Tensor]:
     """What an autograd node has saved, without unpacking what saved-tensor hooks have packed."""
+    return (value for value in saved_values(node) if isinstance(value, Tensor))
+
+
+def saved_values(node: Any) -> Iterator[Any]:
+    """The same with what pack hooks returned in place of tensors; None for what backward has freed."""
     kind = type(node)
     if kind not in _RAW_NAMES:
         _RAW_NAMES[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
@@ -73,9 +78,7 @@ def saved_tensors(node: Any) -> Iterator[Tensor]:
         except RuntimeError:  # how a custom Function says that backward has freed what it saved
             continue
         for saved in raw if isinstance(raw, tuple | list) else (raw,):
-            data = getattr(saved, "data", None)  # None once backward has freed it
-            if isinstance(data, Tensor):
-                yield data
+            yield getattr(saved, "data", None)
 
 
 def _python_tensors() -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.memory.census import Held, live_storages
+from hf_memopt.memory.census import Held, graph_nodes, live_storages, saved_values
 
 PARAMETER = "parameter"
 BUFFER = "buffer"
@@ -121,7 +121,7 @@ def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, U
     """Storages that autograd nodes saved, and the modules that they did it for."""
     weights = {address: owner for address, (kind, owner) in named.items() if kind == PARAMETER}
     uses: dict[int, Use] = {}
-    for node in _graph_nodes(tensors):
+    for node in graph_nodes(tensors, set()):
         saved = list(_saved_by(node))
         if saved:
             owner = _owner(node, weights)
@@ -130,29 +130,11 @@ def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, U
     return uses
 
 
-def _graph_nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    visited: set[Any] = set()
-    while stack:
-        node: Any = stack.pop()
-        if node not in visited:
-            visited.add(node)
-            yield node
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-
-
 def _saved_by(node: Any) -> Iterator[Tensor]:
     """Plain tensors that a node saved, also inside of what a pack hook returned for them."""
-    for name in dir(type(node)):
-        if name.startswith("_raw_saved_"):
-            try:
-                raw = getattr(node, name)
-            except RuntimeError:  # how a custom Function says that backward has freed what it saved
-                continue
-            for saved in raw if isinstance(raw, tuple | list) else (raw,):
-                packed = getattr(saved, "data", None)  # None once backward has freed it
-                for thing in (packed, *gc.get_referents(packed)):
-                    yield from plain_tensors(thing)
+    for packed in saved_values(node):
+        for thing in (packed, *gc.get_referents(packed)):
+            yield from plain_tensors(thing)
 
 
 def _owner(node: Any, weights: dict[int, str]) -> str:

@@ -20,9 +20,6 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Order all later work of the current compute stream after the copy. May be called more than once."""
 
-    def done(self) -> bool:
-        """Whether the copy is known to be over, without waiting."""
-
 
 @runtime_checkable
 class Copier(Protocol):
@@ -92,9 +89,6 @@ class SyncCopier:
 class _Finished:
     def wait(self) -> None:
         """The copy was over before its transfer existed."""
-
-    def done(self) -> bool:
-        return True
 
 
 _FINISHED = _Finished()
@@ -181,9 +175,6 @@ class _StreamTransfer:
         if self._finished is not None:
             self._copier._order_after(self._finished)
             self._finished = self._ends = None
-
-    def done(self) -> bool:
-        return self._finished is None or self._finished.query()
 
 
 def copier_for(device: torch.device | str, pin_memory: bool = True) -> Copier:
