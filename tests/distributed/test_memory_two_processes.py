@@ -1,13 +1,11 @@
 """Two processes on the CPU log the memory of the one that holds most."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 
@@ -16,18 +14,7 @@ FOLDER = Path(__file__).parent
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    python_path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
-    result = subprocess.run(
-        [*launch, str(FOLDER / "memory_rank.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    torchrun(FOLDER / "memory_rank.py", str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,26 +1,16 @@
 """Two processes on the CPU stop together when one of them has a gradient that is not finite."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 
 
 def test_all_ranks_stop_before_the_update(tmp_path: Path) -> None:
     """No rank hangs, both name the one at fault, and their parameters are those of the step before."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*launch, str(FOLDER / "non_finite_rank.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    torchrun(FOLDER / "non_finite_rank.py", str(tmp_path))
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first["before"] == first["after"] != []

@@ -1,15 +1,13 @@
 """Activation offloading in two processes on the CPU: Trainer under DDP, and modules sharded by FSDP2."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 
@@ -18,18 +16,7 @@ FOLDER = Path(__file__).parent
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which both processes have left what they computed."""
     folder = tmp_path_factory.mktemp("offload")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    result = subprocess.run(
-        [*launch, str(FOLDER / "offload_rank.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr[-6000:]
+    torchrun(FOLDER / "offload_rank.py", str(folder))
     return folder
 
 

@@ -1,14 +1,12 @@
 """Two processes on the CPU: exact gradients under DDP, and decisions that both take together."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_rank import SPLITS
+from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
@@ -20,16 +18,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of the two ranks found."""
     folder = tmp_path_factory.mktemp("training")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run(
-        [*launch, str(FOLDER / "training_rank.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    torchrun(FOLDER / "training_rank.py", str(folder))
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     return first, second
 

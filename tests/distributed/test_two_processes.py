@@ -1,8 +1,5 @@
 """Two processes on the CPU train one student together."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ from hf_memopt.recipes.reflow_smolvla import main as recipe
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot_runs import PLAIN_SGD, pin_draws, run, train_flags, weights
 from safetensors.torch import load_file
+from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 
@@ -20,7 +18,14 @@ def test_two_processes_train_as_one(
 ) -> None:
     """Two ranks with two micro-batches of one frame: the update of one process with a batch of four frames."""
     flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
-    output = torchrun(tmp_path, *flags, *PLAIN_SGD, "--gradient_accumulation_steps=2", "--policy.teacher_offload=swap")
+    output = torchrun(
+        FOLDER / "one_rank.py",
+        str(tmp_path),
+        *flags,
+        *PLAIN_SGD,
+        "--gradient_accumulation_steps=2",
+        "--policy.teacher_offload=swap",
+    )
     first, second = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -37,19 +42,3 @@ def test_two_processes_train_as_one(
     assert (alone[name] - before[name]).abs().max() > 1e-3
     for name, expected in alone.items():
         torch.testing.assert_close(saved[name], expected, rtol=0, atol=2e-6)
-
-
-def torchrun(folder: Path, *flags: str) -> str:
-    """Run one_rank.py in two processes; returns their output."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
-    result = subprocess.run(
-        [*launch, str(FOLDER / "one_rank.py"), str(folder), *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stderr
