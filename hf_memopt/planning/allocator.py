@@ -1,0 +1,160 @@
+"""A model of CUDA's caching allocator: what it reserves for a log of allocations.
+
+Source: c10/cuda/CUDACachingAllocator.cpp with its default settings. Blocks are multiples of 512 bytes; up to 1 MiB they
+come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of
+2 MiB. The best fitting free block is taken, and split if enough is left; neighbours that are free join again. Only when
+the device is full are segments without tensors returned.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from hf_memopt.planning.ledger import StorageRecord
+
+MIB = 2**20
+BLOCK_BYTES = 512
+_SMALL_BYTES, _SMALL_SEGMENT_BYTES = MIB, 2 * MIB
+_MEDIUM_BYTES, _MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB
+_LARGE_MULTIPLE_BYTES = 2 * MIB
+
+
+class OutOfDeviceMemoryError(MemoryError):
+    """The modelled device has no room for an allocation."""
+
+
+class _Block:
+    __slots__ = ("address", "free", "following", "num_bytes", "previous", "small")
+
+    def __init__(self, address: int, num_bytes: int, small: bool) -> None:
+        self.address, self.num_bytes, self.small = address, num_bytes, small
+        self.free = True
+        self.previous: _Block | None = None
+        self.following: _Block | None = None
+
+
+class CachingAllocator:
+    """Reserves segments for blocks.
+
+    Args:
+        capacity_bytes: of the device; None, unlimited.
+
+    Attributes:
+        allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
+        reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
+        num_retries: how often the device was full and unused segments were returned.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
+        self._next_address = 0
+
+    def allocate(self, num_bytes: int) -> _Block:
+        """A block of at least this size, rounded up as the allocator does.
+
+        Raises:
+            OutOfDeviceMemoryError: there is no room, even with all unused segments returned.
+        """
+        num_bytes = max(BLOCK_BYTES, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        small = num_bytes <= _SMALL_BYTES
+        free = self._free[small]
+        position = bisect_left(free, num_bytes, key=lambda entry: entry[0])
+        block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, small)
+        block.free = False
+        rest = block.num_bytes - num_bytes
+        if rest >= BLOCK_BYTES if small else rest > _SMALL_BYTES:
+            self._split(block, num_bytes)
+        self.allocated_bytes += block.num_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def release(self, block: _Block) -> None:
+        """Give a block back; it joins with free neighbours."""
+        block.free = True
+        self.allocated_bytes -= block.num_bytes
+        for neighbour in (block.previous, block.following):
+            if neighbour is not None and neighbour.free:
+                self._remove(neighbour)
+                block = self._joined(block, neighbour)
+        self._insert(block)
+
+    def _new_segment(self, num_bytes: int, small: bool) -> _Block:
+        segment_bytes = _segment_bytes(num_bytes)
+        if not self._has_room(segment_bytes):
+            self.num_retries += 1
+            self._return_unused()
+            if not self._has_room(segment_bytes):
+                raise OutOfDeviceMemoryError(
+                    f"no room for {num_bytes} bytes: {self.reserved_bytes} of {self.capacity_bytes} are reserved"
+                )
+        self.reserved_bytes += segment_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        block = _Block(self._next_address, segment_bytes, small)
+        self._next_address += segment_bytes
+        return block
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
+
+    def _return_unused(self) -> None:
+        for small, free in self._free.items():
+            kept = [entry for entry in free if entry[2].previous or entry[2].following]
+            self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
+            self._free[small] = kept
+
+    def _split(self, block: _Block, num_bytes: int) -> None:
+        rest = _Block(block.address + num_bytes, block.num_bytes - num_bytes, block.small)
+        rest.previous, rest.following = block, block.following
+        if block.following is not None:
+            block.following.previous = rest
+        block.following, block.num_bytes = rest, num_bytes
+        self._insert(rest)
+
+    def _joined(self, block: _Block, neighbour: _Block) -> _Block:
+        first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
+        first.num_bytes += second.num_bytes
+        first.following = second.following
+        if second.following is not None:
+            second.following.previous = first
+        first.free = True
+        return first
+
+    def _insert(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.num_bytes, block.address, block), key=lambda entry: entry[:2])
+
+    def _remove(self, block: _Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
+
+
+def _segment_bytes(num_bytes: int) -> int:
+    if num_bytes <= _SMALL_BYTES:
+        return _SMALL_SEGMENT_BYTES
+    if num_bytes < _MEDIUM_BYTES:
+        return _MEDIUM_SEGMENT_BYTES
+    return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
+
+
+def replay(
+    records: list[StorageRecord], log: Iterable[tuple[int, int]], capacity_bytes: int | None = None
+) -> CachingAllocator:
+    """The allocator after a ledger's log of device storages.
+
+    Raises:
+        OutOfDeviceMemoryError: the log does not fit into `capacity_bytes`.
+    """
+    allocator = CachingAllocator(capacity_bytes)
+    blocks: dict[int, _Block] = {}
+    sizes: dict[int, int] = {}
+    for index, change in log:
+        if records[index].on_host:
+            continue
+        sizes[index] = sizes.get(index, 0) + change
+        if index in blocks:  # died, or was resized
+            allocator.release(blocks.pop(index))
+        if sizes[index]:
+            blocks[index] = allocator.allocate(sizes[index])
+    return allocator

@@ -1,0 +1,146 @@
+"""CUDA's autocast policy for the virtual accelerator.
+
+The lists are torch's "Autocast Op Reference"; a canary test compares them with what torch registers for CUDA. What CUDA
+registers and these lists leave out has no overload that Python can reach, or is banned there too.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+
+LOWER_PRECISION = """
+_convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
+addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
+conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot
+linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+""".split()
+FLOAT32 = """
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
+dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10
+log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss
+nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+""".split()
+FLOAT32_BY_ARGUMENT = """
+cumprod cumsum linalg_vector_norm log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
+""".split()
+WIDEST = """
+addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+""".split()
+
+_HALVES = (torch.float16, torch.bfloat16)
+_KEY = "AutocastPrivateUse1"
+
+
+def register(device_type: str) -> list[torch.library.Library]:
+    """Gives a PrivateUse1 device CUDA's policy, for as long as the returned libraries live."""
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)
+    rules = torch.library.Library("aten", "IMPL", _KEY)
+    casts = _Casts(device_type)
+    policies = (
+        (LOWER_PRECISION, casts.lower),
+        (FLOAT32, casts.float32),
+        (FLOAT32_BY_ARGUMENT, casts.by_argument),
+        (WIDEST, casts.widest),
+    )
+    for names, policy in policies:
+        for name in names:
+            rules.impl(name, casts.kernel(_overload(name), policy))
+    return [fallthrough, rules]
+
+
+@contextmanager
+def shared_casts() -> Iterator[None]:
+    """Weights are cast once until autocast's outermost context ends, which is when torch clears its own cache."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _cast_weights.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = clear
+        _cast_weights.clear()
+
+
+# By id of a weight, which may die and leave its id to another: hence the reference beside the cast copy.
+_cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+
+def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """What torch's cached_cast does: floating point but float64, on this device, to dtype; fp32 weights only once."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != device_type:
+        return value
+    if value.dtype in (dtype, torch.float64):
+        return value
+    if not (torch.is_autocast_cache_enabled() and dtype in _HALVES and _is_weight(value)):
+        return value.to(dtype)
+    reference, copy = _cast_weights.get(id(value), (None, value))
+    if reference is None or reference() is not value or copy.dtype != dtype:
+        copy = value.to(dtype)
+        _cast_weights[id(value)] = (weakref.ref(value), copy)
+    return copy
+
+
+def _is_weight(value: Tensor) -> bool:
+    return value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+
+
+class _Casts:
+    """One method per policy: from an operation's arguments to those that it runs with."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def kernel(self, operation: Any, policy: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self.excluded):
+                args, kwargs = policy(operation, args, kwargs)
+                return operation(*args, **kwargs)
+
+        return run
+
+    def lower(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._cast_all((args, kwargs), torch.get_autocast_dtype(self.device_type))
+
+    def float32(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._cast_all((args, kwargs), torch.float32)
+
+    def widest(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        floats = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if any(leaf.dtype == torch.float32 for leaf in floats):
+            return self.float32(operation, args, kwargs)
+        return self.lower(operation, args, kwargs)
+
+    def by_argument(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The input stays as it is; the operation is asked for a float32 result, unless the caller named a dtype."""
+        if args[0].dtype not in _HALVES:
+            return args, kwargs
+        names = [argument.name for argument in operation._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("dtype") is None:
+            given["dtype"] = torch.float32
+        return (), given
+
+    def _cast_all(self, arguments: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        args, kwargs = tree_map(lambda value: cast(value, dtype, self.device_type), arguments)
+        return args, kwargs
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")

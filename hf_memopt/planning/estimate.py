@@ -1,0 +1,256 @@
+"""Peak memory of a training step, without the accelerator that it is for."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from hf_memopt.planning import allocator, kinds
+from hf_memopt.planning.isolation import run_isolated
+from hf_memopt.planning.ledger import Ledger, StorageRecord
+from hf_memopt.planning.phases import Phases
+from hf_memopt.planning.unknowns import Unknowns
+from hf_memopt.planning.virtual_device import DEVICE_TYPE, simulation
+
+Like = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class LargeTensor:
+    """A storage that is alive at the peak."""
+
+    kind: str
+    owner: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What a training step is predicted to hold.
+
+    Attributes:
+        peak_bytes: the most that tensors hold on the device, rounded as the allocator does: the counterpart of
+            `torch.cuda.max_memory_allocated()`.
+        reserved_bytes: what the caching allocator then holds from the device, by a model of it.
+        phase: in which the peak is reached: forward, backward, optimizer, or outside of these.
+        step: in which step, counted from 1.
+        phases: the peak of each phase, bytes.
+        breakdown: bytes at the peak, by what they are for.
+        top: the largest storages alive at the peak.
+        host_bytes: the most that tensors hold in host memory: the offloaded ones and what else the step keeps there.
+        confidence: "high": nothing was assumed; "medium": `assumptions` lists guesses that may change memory; "low":
+            trainable parameters got no gradient, so that part of the model may not have run.
+        assumptions: what was assumed.
+        unreached: trainable parameters without a gradient.
+        timeline: (bytes, phase) after each change of device memory from the first step on.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    phase: str
+    step: int
+    phases: dict[str, int]
+    breakdown: dict[str, int]
+    top: tuple[LargeTensor, ...]
+    host_bytes: int
+    confidence: str
+    assumptions: tuple[str, ...]
+    unreached: tuple[str, ...]
+    timeline: tuple[tuple[int, str], ...]
+
+
+def estimate_peak_memory(
+    setup: Callable[[Any], Any],
+    step: Callable[[Any], Any],
+    *,
+    like: Like = "cuda",
+    num_steps: int = 2,
+    selected_fraction: float = 1.0,
+    num_top: int = 10,
+) -> MemoryEstimate:
+    """Runs whole training steps on tensors without memory and reports the most that was alive at one time.
+
+    Args:
+        setup: called with a device, builds model, optimizer and batch there. What it returns is passed to `step`.
+        step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
+        like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
+        num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
+        selected_fraction: which part of its input a selection by values takes (`nonzero`, boolean indexing), such as
+            experts that tokens are routed to.
+        num_top: how many tensors `top` lists.
+
+    Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
+    Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
+
+    Raises:
+        ValueError: `like` is unknown; an operation has no fake implementation (named, with its module); no trainable
+            parameter got a gradient; or `setup` or `step` raised it.
+        IsolatedError: they raised another error.
+
+    Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
+
+    Example:
+        >>> def setup(device):
+        ...     with device:
+        ...         model = AutoModelForCausalLM.from_config(config)
+        ...         batch = torch.zeros(8, 4096, dtype=torch.long)
+        ...     return model, torch.optim.AdamW(model.parameters(), fused=True), batch
+        >>> def step(state):
+        ...     model, optimizer, batch = state
+        ...     with torch.autocast("cuda", torch.bfloat16):
+        ...         loss = model(batch, labels=batch).loss
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
+    """
+    if like not in ("cuda", "cpu"):
+        raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    return run_isolated(lambda: _simulate(setup, step, like, num_steps, selected_fraction, num_top))
+
+
+def _simulate(
+    setup: Callable[[Any], Any],
+    step: Callable[[Any], Any],
+    like: Like,
+    num_steps: int,
+    selected_fraction: float,
+    num_top: int,
+) -> MemoryEstimate:
+    phases = Phases()
+    device_type, block_bytes = (DEVICE_TYPE, allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
+    ledger = Ledger(device_type, block_bytes, phases)
+    with simulation(like, selected_fraction) as (device, unknowns):
+        unknowns.module = lambda: phases.module
+        watch = StepWatch(ledger, phases)
+        with ledger, phases.following(watch.add_root, watch.see_optimizer):
+            state = setup(device)
+            watch.add_state(state)
+            begins = []
+            for _ in range(num_steps):
+                begins.append(len(ledger.log))
+                phases.begin_step()
+                step(state)
+            unreached = watch.unreached()
+        return _estimate(ledger, begins, unknowns, unreached, num_top)
+
+
+class StepWatch:
+    """Labels storages by what they are for, and knows which parameters were trained."""
+
+    def __init__(self, ledger: Ledger, phases: Phases) -> None:
+        self._ledger = ledger
+        self._phases = phases
+        self._trainable: dict[int, tuple[str, nn.Parameter]] = {}
+        self._reached: set[int] = set()
+
+    def add_state(self, state: Any) -> None:
+        """What setup returned: modules and their weights, optimizers, and tensors, which are inputs."""
+        things = list(_things(state, ""))
+        for name, thing in things:
+            if isinstance(thing, nn.Module):
+                self.add_root(thing, name if len([t for _, t in things if isinstance(t, nn.Module)]) > 1 else "")
+        self._ledger.label(
+            (tensor for _, tensor in things if isinstance(tensor, Tensor) and self._is_unlabelled(tensor)), kinds.INPUT
+        )
+
+    def add_root(self, module: nn.Module, prefix: str = "") -> None:
+        self._phases.add_root(module, prefix)
+        for name, parameter in module.named_parameters(prefix=prefix):
+            self._ledger.label([parameter], kinds.PARAMETER if parameter.requires_grad else kinds.FROZEN, name)
+            if parameter.requires_grad:
+                self._trainable.setdefault(id(parameter), (name, parameter))
+        for name, buffer in module.named_buffers(prefix=prefix):
+            self._ledger.label([buffer], kinds.BUFFER, name)
+
+    def see_optimizer(self, optimizer: Optimizer, is_over: bool) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if is_over:
+            self._ledger.label(tree_leaves(list(optimizer.state.values())), kinds.OPTIMIZER_STATE, "")
+        else:
+            self._reach(parameters)
+
+    def unreached(self) -> tuple[str, ...]:
+        """Names of trainable parameters that never had a gradient."""
+        self._reach(parameter for _, parameter in self._trainable.values())
+        missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
+        if self._trainable and len(missing) == len(self._trainable):
+            raise ValueError("step: no trainable parameter got a gradient, so this was no training step; call backward")
+        return missing
+
+    def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+                name = self._trainable.get(id(parameter), ("", parameter))[0]
+                self._ledger.label([parameter.grad], kinds.GRADIENT, name)
+
+    def _is_unlabelled(self, tensor: Tensor) -> bool:
+        record = self._ledger.record_of(tensor)
+        return record is None or not record.kind
+
+
+def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
+    """Modules, optimizers and tensors in nested containers and dataclasses, with the names under which they lie."""
+    if isinstance(value, nn.Module | Optimizer | Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _things(item, str(key))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _things(getattr(value, field.name), field.name)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for position, item in enumerate(value):
+            yield from _things(item, str(position))
+
+
+def _estimate(
+    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], num_top: int
+) -> MemoryEstimate:
+    held = host = host_peak = 0
+    peak, peak_at = -1, 0
+    phases: dict[str, int] = {}
+    timeline = []
+    for position, ((index, change), phase) in enumerate(zip(ledger.log, ledger.log_phases, strict=True)):
+        if ledger.records[index].on_host:
+            host += change
+            host_peak = max(host_peak, host)
+            continue
+        held += change
+        if position < begins[0]:
+            continue
+        timeline.append((held, phase))
+        phases[phase] = max(phases.get(phase, 0), held)
+        if held > peak:
+            peak, peak_at = held, position
+    live = kinds.alive_at(ledger, peak_at)
+    guesses = tuple(f"{what} ({count} times)" for what, count in unknowns.guesses.items())
+    return MemoryEstimate(
+        peak_bytes=peak,
+        reserved_bytes=allocator.replay(ledger.records, ledger.log).peak_reserved_bytes,
+        phase=ledger.log_phases[peak_at],
+        step=sum(begin <= peak_at for begin in begins),
+        phases=phases,
+        breakdown=kinds.breakdown(live),
+        top=tuple(_large(kind, record) for kind, record in live[:num_top]),
+        host_bytes=host_peak,
+        confidence="low" if unreached else "medium" if guesses else "high",
+        assumptions=guesses,
+        unreached=unreached,
+        timeline=tuple(timeline),
+    )
+
+
+def _large(kind: str, record: StorageRecord) -> LargeTensor:
+    dtype = str(record.dtype).removeprefix("torch.")
+    return LargeTensor(kind, record.owner, record.operation, record.shape, dtype, record.num_bytes)

@@ -1,0 +1,163 @@
+"""A log of when each storage was born and died, from which peaks and breakdowns are read off afterwards."""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_memopt.planning.phases import Phases
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One storage, from its birth on.
+
+    Attributes:
+        num_bytes: as the allocator counts it, rounding included.
+        requested_bytes: as the program asked for it.
+        on_host: whether it is host memory.
+        operation: which operation made it, such as "aten.mm.default".
+        owner: the module that was running; "" outside of modules.
+        phase: in which it was born.
+        kind: what it is for, where that is known; "" for the results of operations.
+        born: position in the log.
+        died: position in the log; None while it lives.
+    """
+
+    num_bytes: int
+    requested_bytes: int
+    on_host: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operation: str
+    owner: str
+    phase: str
+    kind: str
+    born: int
+    died: int | None = None
+
+
+class Ledger(TorchDispatchMode):
+    """Logs every storage that operations make inside of `with ledger:`, whether tensors are fake or real.
+
+    Args:
+        device_type: the storages of this type count as device memory; those on the CPU as host memory, unless this is
+            "cpu".
+        block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
+        phases: says which phase is running.
+        on_operation: called with the function, its arguments and its result after each operation.
+
+    Attributes:
+        records: all storages so far, in order of birth.
+        log: (index of a record, change in bytes), in order.
+        log_phases: the phase of each entry.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        block_bytes: int,
+        phases: Phases,
+        on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.records: list[StorageRecord] = []
+        self.log: list[tuple[int, int]] = []
+        self.log_phases: list[str] = []
+        self.phases = phases
+        self._device_type = device_type
+        self._block_bytes = block_bytes
+        self._on_operation = on_operation
+        self._backwards: list[int] = []  # where backward passes begin
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.phases.observe():
+            self._backwards.append(len(self.log))
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, function)
+        if self._on_operation is not None:
+            self._on_operation(function, args, kwargs, result)
+        return result
+
+    def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
+        """Say what storages are for; one that operations never showed is entered now."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                record = self.record_of(tensor) or self._note(tensor, None)
+                if record is not None:
+                    record.kind = kind
+                    record.owner = record.owner if owner is None else owner
+
+    def record_of(self, tensor: Tensor) -> StorageRecord | None:
+        """The record of a tensor's storage, if it is known."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else self.records[found[0]]
+
+    def next_backward(self, position: int) -> int | None:
+        """Where in the log the first backward after a position begins."""
+        later = bisect_right(self._backwards, position)
+        return self._backwards[later] if later < len(self._backwards) else None
+
+    def _note(self, tensor: Tensor, function: Any) -> StorageRecord | None:
+        if tensor.device.type not in (self._device_type, "cpu"):
+            return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        num_bytes = storage.nbytes()
+        known = self._live.get(address)
+        if known is not None:
+            self._resize(known[0], num_bytes)
+            return self.records[known[0]]
+        if num_bytes == 0:
+            return None
+        return self._enter(tensor, storage, address, num_bytes, function)
+
+    def _enter(self, tensor: Tensor, storage: Any, address: int, requested: int, function: Any) -> StorageRecord:
+        index = len(self.records)
+        on_host = tensor.device.type != self._device_type
+        record = StorageRecord(
+            num_bytes=requested if on_host else self._rounded(requested),
+            requested_bytes=requested,
+            on_host=on_host,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            operation="" if function is None else str(function),
+            owner=self.phases.module,
+            phase=self.phases.name,
+            kind="",
+            born=len(self.log),
+        )
+        self.records.append(record)
+        self._write(index, record.num_bytes)
+        # The weak reference itself is kept here; its callback runs when the last reference to the storage goes.
+        self._live[address] = index, weakref.ref(storage, lambda _: self._bury(address, index))
+        return record
+
+    def _resize(self, index: int, requested: int) -> None:
+        record = self.records[index]
+        if requested != record.requested_bytes:
+            num_bytes = requested if record.on_host else self._rounded(requested)
+            self._write(index, num_bytes - record.num_bytes)
+            record.num_bytes, record.requested_bytes = num_bytes, requested
+
+    def _bury(self, address: int, index: int) -> None:
+        self._live.pop(address, None)
+        record = self.records[index]
+        record.died = len(self.log)
+        self._write(index, -record.num_bytes)
+
+    def _write(self, index: int, change: int) -> None:
+        self.log.append((index, change))
+        self.log_phases.append(self.phases.name)
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._block_bytes) * self._block_bytes

@@ -1,0 +1,107 @@
+"""Answers to questions that only real numbers could answer, and a record of every guess.
+
+Fake tensors have shapes and no values. Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), the
+answer that a plain training run would most likely get is given, and noted, so that an estimate can say what it assumed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_aten = torch.ops.aten
+# Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
+_DRAWN = (_aten.rand.default, _aten.randint.default, _aten.randint.low)
+
+
+class UnsupportedOperationError(ValueError):
+    """An operation that cannot be simulated."""
+
+
+class Unknowns(TorchDispatchMode):
+    """Answers what fake tensors cannot.
+
+    A number is taken as 1. A truth value is taken as False, except from `all`, which is True: masks hide nothing, and
+    no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of their input.
+
+    Attributes:
+        guesses: what was assumed, and how often; these may change memory.
+        reads: how many numbers were read from tensors, mostly for logging.
+        module: says which module is running, for errors.
+    """
+
+    def __init__(self, selected_fraction: float = 1.0) -> None:
+        super().__init__()
+        self.selected_fraction = selected_fraction
+        self.guesses: Counter[str] = Counter()
+        self.reads = 0
+        self.module: Callable[[], str] = str
+        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _DRAWN and _is_one_number_on_host(function, args, kwargs):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except DataDependentOutputException:
+            return self._value(function, args)
+        except DynamicOutputShapeException:
+            return self._selection(function, args)
+        except (UnsupportedOperatorException, NotImplementedError) as error:
+            raise UnsupportedOperationError(
+                f"{function}, in module {self.module()!r}: torch has no fake implementation of this operation for these "
+                f"arguments ({error}), so its memory cannot be simulated; register one with torch.library.register_fake, or leave the operation out of the simulated step"
+            ) from error
+        if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
+            self._sources[result] = function.overloadpacket.__name__
+        return result
+
+    def _value(self, function: Any, args: Any) -> Any:
+        if function in (_aten.equal.default, _aten.allclose.default):
+            self.guesses[f"{function.overloadpacket.__name__} of two tensors taken as True"] += 1
+            return True
+        tensor = args[0]
+        if tensor.dtype != torch.bool and tensor.is_floating_point():
+            self.reads += 1
+            return 1.0
+        if tensor.dtype != torch.bool:
+            self.guesses["a whole number read from a tensor taken as 1"] += 1
+            return 1
+        source = self._sources.get(tensor, "a truth value")
+        self.guesses[f"{source} of a tensor taken as {source == 'all'}"] += 1
+        return source == "all"
+
+    def _selection(self, function: Any, args: Any) -> Any:
+        tensor = args[0]
+        name = function.overloadpacket.__name__
+        count = max(1, math.ceil(tensor.numel() * self.selected_fraction))
+        self.guesses[f"{name} taken to select {self.selected_fraction:.0%} of its input"] += 1
+        if function is _aten.nonzero.default:
+            return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+        if function is _aten.masked_select.default:
+            return tensor.new_empty((count,))
+        if function is _aten._unique2.default:
+            inverse = tensor.new_empty(tensor.shape, dtype=torch.int64)
+            return tensor.new_empty((count,)), inverse, tensor.new_empty((count,), dtype=torch.int64)
+        raise UnsupportedOperationError(f"{function}: the size of its result depends on values and cannot be guessed")
+
+
+def _is_one_number_on_host(function: Any, args: Any, kwargs: Any) -> bool:
+    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    size = dict(zip(names, args, strict=False)).get("size", ())
+    return math.prod(size) <= 1

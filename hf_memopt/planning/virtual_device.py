@@ -1,0 +1,160 @@
+"""An accelerator without hardware: fake tensors on a device that follows CUDA's rules.
+
+Fake tensors on "cuda" need a driver (backward fails without one, autocast switches itself off, attention takes the math
+path), and fake tensors on "cpu" follow the CPU's rules. torch's PrivateUse1 Python backend is an accelerator to the
+autograd engine, to the optimizers and to operators that have one path for accelerators and one for the CPU; what
+remains is given to it here. Registering it is for a process and for good, so a simulation has a process of its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.backend_registration as backend_registration
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_memopt.planning import attention_rules, autocast_rules
+from hf_memopt.planning.unknowns import Unknowns
+
+DEVICE_TYPE = "virtual_cuda"
+
+
+class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
+    """What torch asks of `torch.<backend>`; nothing of it has an effect."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def synchronize(self, *args: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_rng_state(self, *args: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, *args: Any) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def device(self, device: Any) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+@cache
+def _register() -> list[torch.library.Library]:
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Backend())
+    return autocast_rules.register(DEVICE_TYPE) + attention_rules.register_softmax()
+
+
+@contextmanager
+def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torch.device, Unknowns]]:
+    """Tensors made inside are fake; gives the device to build on and the record of guesses.
+
+    Args:
+        like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
+        selected_fraction: see `Unknowns`.
+
+    Call it in a process of its own: it stays registered, and an exception in a backend thread would end the process,
+    which is why autograd's threads are off.
+    """
+    unknowns = Unknowns(selected_fraction)
+    device = torch.device("cpu")
+    with ExitStack() as stack:
+        stack.enter_context(_without_cuda())
+        stack.enter_context(_untraced())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if like == "cuda":
+            _register()
+            device = torch.device(DEVICE_TYPE, 0)
+            stack.enter_context(autocast_rules.shared_casts())
+            stack.enter_context(attention_rules.attention_as_on_cuda(DEVICE_TYPE))
+            stack.enter_context(_autocast_for_cuda())
+            stack.enter_context(_accelerate_on(device))
+        stack.enter_context(_modules_move())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(unknowns)
+        yield device, unknowns
+
+
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    """A simulation gives the same result beside a GPU as without one, and never wakes a driver in a forked process."""
+    with patch.object(torch.cuda, "is_available", lambda: False):
+        yield
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """transformers takes fake tensors for a trace and then builds explicit attention masks, as no training run does."""
+    import sys
+
+    import transformers.utils.import_utils as seam
+
+    holders = [seam, *(module for name, module in sys.modules.items() if name.startswith("transformers."))]
+    with ExitStack() as stack:
+        for holder in holders:
+            if vars(holder).get("is_tracing") is seam.is_tracing and holder is not seam:
+                stack.enter_context(patch.object(holder, "is_tracing", _never))
+        stack.enter_context(patch.object(seam, "is_tracing", _never))
+        yield
+
+
+def _never(tensor: Any = None) -> bool:
+    return False
+
+
+@contextmanager
+def _autocast_for_cuda() -> Iterator[None]:
+    """Code that says torch.autocast("cuda") means the accelerator that is simulated."""
+    plain = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain(self, DEVICE_TYPE if device_type == "cuda" else device_type, *args, **kwargs)
+
+    with patch.object(torch.autocast, "__init__", init):
+        yield
+
+
+@contextmanager
+def _accelerate_on(device: torch.device) -> Iterator[None]:
+    """An `Accelerator` made inside lands on the virtual device."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with patch.object(PartialState, "default_device", device):
+        yield
+
+
+@contextmanager
+def _modules_move() -> Iterator[None]:
+    """`module.to()`, `.half()` and the like keep the identity of parameters, to which optimizers and ties refer.
+
+    torch would swap a fake parameter with its moved copy, and refuses since fake tensors are known to a weak table.
+    """
+
+    def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else [self]:
+            for parameter in module.parameters(recurse=False):
+                _move(parameter, function)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = function(buffer)
+        return self
+
+    with patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+def _move(parameter: nn.Parameter, function: Any) -> None:
+    with torch.no_grad():
+        moved = function(parameter.detach())
+    if moved.device == parameter.device and moved.dtype == parameter.dtype:
+        return
+    moved = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+    parameter.__class__, moved.__class__ = moved.__class__, parameter.__class__
+    parameter.__dict__, moved.__dict__ = moved.__dict__, parameter.__dict__
+    torch._C._swap_tensor_impl(parameter, moved)
