@@ -7,9 +7,7 @@ the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-
-from hf_memopt.planning.ledger import StorageRecord
+from collections.abc import Sequence
 
 MIB = 2**20
 BLOCK_BYTES = 512
@@ -23,7 +21,7 @@ class OutOfDeviceMemoryError(MemoryError):
 
 
 class _Block:
-    __slots__ = ("address", "free", "following", "num_bytes", "previous", "small")
+    __slots__ = ("address", "following", "free", "num_bytes", "previous", "small")
 
     def __init__(self, address: int, num_bytes: int, small: bool) -> None:
         self.address, self.num_bytes, self.small = address, num_bytes, small
@@ -138,23 +136,24 @@ def _segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
 
 
-def replay(
-    records: list[StorageRecord], log: Iterable[tuple[int, int]], capacity_bytes: int | None = None
-) -> CachingAllocator:
-    """The allocator after a ledger's log of device storages.
+def replay(storages: Sequence[int], changes: Sequence[int], capacity_bytes: int | None = None) -> CachingAllocator:
+    """The allocator after a run.
+
+    Args:
+        storages: which storage each change belongs to, by number.
+        changes: bytes; a storage is allocated when its size grows from 0, and freed when it returns to it.
+        capacity_bytes: of the device; None, unlimited.
 
     Raises:
-        OutOfDeviceMemoryError: the log does not fit into `capacity_bytes`.
+        OutOfDeviceMemoryError: the run does not fit.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, _Block] = {}
     sizes: dict[int, int] = {}
-    for index, change in log:
-        if records[index].on_host:
-            continue
-        sizes[index] = sizes.get(index, 0) + change
-        if index in blocks:  # died, or was resized
-            allocator.release(blocks.pop(index))
-        if sizes[index]:
-            blocks[index] = allocator.allocate(sizes[index])
+    for storage, change in zip(storages, changes, strict=True):
+        sizes[storage] = sizes.get(storage, 0) + change
+        if storage in blocks:  # died, or was resized
+            allocator.release(blocks.pop(storage))
+        if sizes[storage]:
+            blocks[storage] = allocator.allocate(sizes[storage])
     return allocator

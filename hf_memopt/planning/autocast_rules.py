@@ -15,13 +15,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 
-LOWER_PRECISION = """
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LOWER_PRECISION = _names("""
 _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
 addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
 conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot
 linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
-""".split()
-FLOAT32 = """
+""")
+FLOAT32 = _names("""
 _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
 _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
 dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10
@@ -29,13 +34,13 @@ log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_m
 nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
 reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
-""".split()
-FLOAT32_BY_ARGUMENT = """
+""")
+FLOAT32_BY_ARGUMENT = _names("""
 cumprod cumsum linalg_vector_norm log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
-""".split()
-WIDEST = """
+""")
+WIDEST = _names("""
 addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
-""".split()
+""")
 
 _HALVES = (torch.float16, torch.bfloat16)
 _KEY = "AutocastPrivateUse1"

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.planning import allocator, kinds
+from hf_memopt.planning.cards import Card
 from hf_memopt.planning.isolation import run_isolated
 from hf_memopt.planning.ledger import Ledger, StorageRecord
 from hf_memopt.planning.phases import Phases
+from hf_memopt.planning.trace import Trace
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_device import DEVICE_TYPE, simulation
+from hf_memopt.planning.virtual_time import VirtualClock, virtual_time
 
 Like = Literal["cuda", "cpu"]
 
@@ -49,7 +52,9 @@ class MemoryEstimate:
             trainable parameters got no gradient, so that part of the model may not have run.
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
-        timeline: (bytes, phase) after each change of device memory from the first step on.
+        step_ms: what the last step would take on `card`; None without one.
+        stall_ms: for how long compute would wait for copies in it.
+        trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
     """
 
     peak_bytes: int
@@ -63,7 +68,9 @@ class MemoryEstimate:
     confidence: str
     assumptions: tuple[str, ...]
     unreached: tuple[str, ...]
-    timeline: tuple[tuple[int, str], ...]
+    step_ms: float | None
+    stall_ms: float | None
+    trace: Trace
 
 
 def estimate_peak_memory(
@@ -74,6 +81,7 @@ def estimate_peak_memory(
     num_steps: int = 2,
     selected_fraction: float = 1.0,
     num_top: int = 10,
+    card: Card | None = None,
 ) -> MemoryEstimate:
     """Runs whole training steps on tensors without memory and reports the most that was alive at one time.
 
@@ -85,6 +93,7 @@ def estimate_peak_memory(
         selected_fraction: which part of its input a selection by values takes (`nonzero`, boolean indexing), such as
             experts that tokens are routed to.
         num_top: how many tensors `top` lists.
+        card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
@@ -115,33 +124,59 @@ def estimate_peak_memory(
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
-    return run_isolated(lambda: _simulate(setup, step, like, num_steps, selected_fraction, num_top))
+    options = _Options(like, num_steps, selected_fraction, num_top, card)
+    return run_isolated(lambda: _simulate(setup, step, options))
 
 
-def _simulate(
-    setup: Callable[[Any], Any],
-    step: Callable[[Any], Any],
-    like: Like,
-    num_steps: int,
-    selected_fraction: float,
-    num_top: int,
-) -> MemoryEstimate:
+class _Options(NamedTuple):
+    like: Like
+    num_steps: int
+    selected_fraction: float
+    num_top: int
+    card: Card | None
+
+
+def _simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: _Options) -> MemoryEstimate:
     phases = Phases()
-    device_type, block_bytes = (DEVICE_TYPE, allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
-    ledger = Ledger(device_type, block_bytes, phases)
-    with simulation(like, selected_fraction) as (device, unknowns):
+    device_type, block_bytes = (DEVICE_TYPE, allocator.BLOCK_BYTES) if options.like == "cuda" else ("cpu", 1)
+    with ExitStack() as stack:
+        device, unknowns = stack.enter_context(simulation(options.like, options.selected_fraction))
         unknowns.module = lambda: phases.module
+        times = StepTimes(stack.enter_context(virtual_time(device_type, options.card)) if options.card else None)
+        ledger = Ledger(device_type, block_bytes, phases, times.charge)
         watch = StepWatch(ledger, phases)
+        begins = []
         with ledger, phases.following(watch.add_root, watch.see_optimizer):
             state = setup(device)
             watch.add_state(state)
-            begins = []
-            for _ in range(num_steps):
+            for _ in range(options.num_steps):
                 begins.append(len(ledger.log))
                 phases.begin_step()
+                times.begin_step()
                 step(state)
+            times.end_step()
             unreached = watch.unreached()
-        return _estimate(ledger, begins, unknowns, unreached, num_top)
+        return _estimate(ledger, begins, unknowns, unreached, options.num_top, times)
+
+
+class StepTimes:
+    """How long the newest step took on the virtual clock, if there is one."""
+
+    def __init__(self, clock: VirtualClock | None) -> None:
+        self.charge = None if clock is None else clock.charge
+        self.step_ms: float | None = None
+        self.stall_ms: float | None = None
+        self._clock = clock
+        self._begun = (0.0, 0.0)
+
+    def begin_step(self) -> None:
+        if self._clock is not None:
+            self._begun = self._clock.now_s, self._clock.stalled_s
+
+    def end_step(self) -> None:
+        if self._clock is not None:
+            self.step_ms = 1e3 * (self._clock.now_s - self._begun[0])
+            self.stall_ms = 1e3 * (self._clock.stalled_s - self._begun[1])
 
 
 class StepWatch:
@@ -215,39 +250,27 @@ def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def _estimate(
-    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], num_top: int
+    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], num_top: int, times: StepTimes
 ) -> MemoryEstimate:
-    held = host = host_peak = 0
-    peak, peak_at = -1, 0
-    phases: dict[str, int] = {}
-    timeline = []
-    for position, ((index, change), phase) in enumerate(zip(ledger.log, ledger.log_phases, strict=True)):
-        if ledger.records[index].on_host:
-            host += change
-            host_peak = max(host_peak, host)
-            continue
-        held += change
-        if position < begins[0]:
-            continue
-        timeline.append((held, phase))
-        phases[phase] = max(phases.get(phase, 0), held)
-        if held > peak:
-            peak, peak_at = held, position
-    live = kinds.alive_at(ledger, peak_at)
+    trace = ledger.trace(begins[0])
+    peak_bytes, peak_at = trace.peak()
+    live = kinds.alive_at(ledger, trace.positions[peak_at])
     guesses = tuple(f"{what} ({count} times)" for what, count in unknowns.guesses.items())
     return MemoryEstimate(
-        peak_bytes=peak,
-        reserved_bytes=allocator.replay(ledger.records, ledger.log).peak_reserved_bytes,
-        phase=ledger.log_phases[peak_at],
-        step=sum(begin <= peak_at for begin in begins),
-        phases=phases,
+        peak_bytes=peak_bytes,
+        reserved_bytes=trace.allocator().peak_reserved_bytes,
+        phase=trace.phases[peak_at],
+        step=sum(begin <= trace.positions[peak_at] for begin in begins),
+        phases=trace.peaks_by_phase(),
         breakdown=kinds.breakdown(live),
         top=tuple(_large(kind, record) for kind, record in live[:num_top]),
-        host_bytes=host_peak,
+        host_bytes=ledger.host_peak_bytes(),
         confidence="low" if unreached else "medium" if guesses else "high",
         assumptions=guesses,
         unreached=unreached,
-        timeline=tuple(timeline),
+        step_ms=times.step_ms,
+        stall_ms=times.stall_ms,
+        trace=trace,
     )
 
 

@@ -23,9 +23,7 @@ def alive_at(ledger: Ledger, position: int) -> list[tuple[str, StorageRecord]]:
         for record in ledger.records
         if not record.on_host and record.born <= position and (record.died is None or record.died > position)
     ]
-    return sorted(
-        ((_kind(record, ledger) , record) for record in live), key=lambda pair: -pair[1].num_bytes
-    )
+    return sorted(((_kind(record, ledger), record) for record in live), key=lambda pair: -pair[1].num_bytes)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:

@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.planning.phases import Phases
+from hf_memopt.planning.trace import Trace
 
 
 @dataclass(slots=True)
@@ -101,6 +103,26 @@ class Ledger(TorchDispatchMode):
         """The record of a tensor's storage, if it is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else self.records[found[0]]
+
+    def trace(self, first_step: int) -> Trace:
+        """What happened to device memory; `first_step` is a position in `log`."""
+        entries = [
+            (position, index, change)
+            for position, (index, change) in enumerate(self.log)
+            if not self.records[index].on_host
+        ]
+        return Trace(
+            storages=tuple(index for _, index, _ in entries),
+            changes=tuple(change for _, _, change in entries),
+            phases=tuple(self.log_phases[position] for position, _, _ in entries),
+            positions=tuple(position for position, _, _ in entries),
+            first_step=sum(position < first_step for position, _, _ in entries),
+        )
+
+    def host_peak_bytes(self) -> int:
+        """The most that tensors held in host memory."""
+        held = accumulate(change for index, change in self.log if self.records[index].on_host)
+        return max(held, default=0)
 
     def next_backward(self, position: int) -> int | None:
         """Where in the log the first backward after a position begins."""

@@ -51,6 +51,8 @@ class Unknowns(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is _aten._grouped_mm.default:
+            return _grouped_mm(function, args, kwargs)
         if function in _DRAWN and _is_one_number_on_host(function, args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -62,8 +64,9 @@ class Unknowns(TorchDispatchMode):
             return self._selection(function, args)
         except (UnsupportedOperatorException, NotImplementedError) as error:
             raise UnsupportedOperationError(
-                f"{function}, in module {self.module()!r}: torch has no fake implementation of this operation for these "
-                f"arguments ({error}), so its memory cannot be simulated; register one with torch.library.register_fake, or leave the operation out of the simulated step"
+                f"{function}, in module {self.module()!r}: torch has no fake implementation of this operation for "
+                f"these arguments ({error}), so its memory cannot be simulated; register one with "
+                "torch.library.register_fake, or leave the operation out of the simulated step"
             ) from error
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
             self._sources[result] = function.overloadpacket.__name__
@@ -96,7 +99,23 @@ class Unknowns(TorchDispatchMode):
         if function is _aten._unique2.default:
             inverse = tensor.new_empty(tensor.shape, dtype=torch.int64)
             return tensor.new_empty((count,)), inverse, tensor.new_empty((count,), dtype=torch.int64)
+        if function in (_aten._ctc_loss.default, _aten._ctc_loss.Tensor):
+            return self._ctc_loss(*args)
         raise UnsupportedOperationError(f"{function}: the size of its result depends on values and cannot be guessed")
+
+    def _ctc_loss(self, log_probs: Tensor, targets: Tensor, *lengths: Any) -> tuple[Tensor, Tensor]:
+        """Losses `(batch,)` and forward variables `(batch, time, 2 * target + 1)`, for targets of full length."""
+        num_steps, batch, _ = log_probs.shape
+        longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // batch
+        self.guesses["ctc_loss taken to have targets of full length"] += 1
+        return log_probs.new_empty(batch), log_probs.new_empty(batch, num_steps, 2 * longest + 1)
+
+
+def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """torch's fake implementation takes bfloat16 alone, unlike its kernels; shapes do not depend on the dtype."""
+    standing_in = [each.to(torch.bfloat16) for each in args[:2]]
+    result: Tensor = function(*standing_in, *args[2:], **kwargs)
+    return result.to(args[0].dtype)
 
 
 def _is_one_number_on_host(function: Any, args: Any, kwargs: Any) -> bool:

@@ -1,6 +1,7 @@
 """Time as the compute stream sees it, in a form that a test can replace."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -53,4 +54,8 @@ class StreamClock:
 def clock_for(device: torch.device | str) -> Clock:
     """The clock of the device that computes."""
     device = torch.device(device)
-    return HostClock() if device.type == "cpu" else StreamClock(device)
+    return MAKERS.get(device.type, StreamClock)(device)
+
+
+# By type of device, where it is not an accelerator with streams; a simulated device enters its own.
+MAKERS: dict[str, Callable[[torch.device], Clock]] = {"cpu": lambda device: HostClock()}

@@ -6,6 +6,7 @@ copy as early, as late or as randomly as these rules allow and poisons what has 
 """
 
 import time
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -180,4 +181,8 @@ class _StreamTransfer:
 def copier_for(device: torch.device | str, pin_memory: bool = True) -> Copier:
     """The copier that suits a device: side streams on an accelerator, plain copies on the CPU."""
     device = torch.device(device)
-    return SyncCopier() if device.type == "cpu" else StreamCopier(device, pin_memory)
+    return MAKERS.get(device.type, StreamCopier)(device, pin_memory)
+
+
+# By type of device, where it is not an accelerator with streams; a simulated device enters its own.
+MAKERS: dict[str, Callable[[torch.device, bool], Copier]] = {"cpu": lambda device, pin_memory: SyncCopier()}

@@ -28,10 +28,19 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         return _pinned_by_torch(num_bytes)
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes)
+    return pinned_pages(mmap.mmap(-1, num_bytes), device)
+
+
+def pinned_pages(pages: mmap.mmap, device: torch.device) -> Tensor:
+    """Page-lock memory that was mapped already, shared with other processes or not; all of it, as uint8.
+
+    On CUDA only; elsewhere, and with one warning where it cannot be had, the memory stays pageable.
+    """
     block = torch.frombuffer(pages, dtype=torch.uint8)  # which keeps the pages, and every view of it does
+    if device.type != "cuda":
+        return block
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
+    error = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
     if error:
         _clear_last_error(device)
         _warn_pageable(f"cudaHostRegister returned error {error}")

@@ -1,0 +1,95 @@
+"""Graphics cards by name, and what a card keeps for itself."""
+
+import re
+from dataclasses import dataclass, replace
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a plan needs to know of a device.
+
+    Attributes:
+        name: as in `CARDS`, or "custom".
+        memory_bytes: of the device.
+        float32_flops: of multiplications in float32, per second.
+        half_flops: of dense multiplications in bfloat16 or float16, accumulated in float32.
+        memory_bytes_per_s: bandwidth of the device's memory.
+        link_bytes_per_s: bandwidth to the host's memory, in each direction.
+    """
+
+    name: str
+    memory_bytes: int
+    float32_flops: float
+    half_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+def _card(
+    name: str, gib: float, float32_tflops: float, half_tflops: float, memory_gb_s: float, link_gb_s: float
+) -> Card:
+    return Card(name, round(gib * GIB), float32_tflops * 1e12, half_tflops * 1e12, memory_gb_s * 1e9, link_gb_s * 1e9)
+
+
+# The vendor's data sheets; links at 80 % of what the PCIe generation and width give.
+CARDS = {
+    card.name: card
+    for card in (
+        _card("t4", 15, 8.1, 65, 320, 12.6),
+        _card("rtx3060-12gb", 12, 12.7, 25.5, 360, 25),
+        _card("rtx3080-10gb", 10, 29.8, 59.5, 760, 25),
+        _card("rtx3090", 24, 35.6, 71, 936, 25),
+        _card("rtx4060ti-16gb", 16, 22.1, 44, 288, 12.6),
+        _card("rtx4070-laptop", 8, 15.6, 31, 256, 12.6),
+        _card("rtx4070", 12, 29.1, 58, 504, 25),
+        _card("rtx4080", 16, 48.7, 97.5, 717, 25),
+        _card("rtx4090", 24, 82.6, 165, 1008, 25),
+        _card("rtx5090", 32, 104.8, 210, 1792, 50),
+        _card("a10", 24, 31.2, 125, 600, 25),
+        _card("l4", 24, 30.3, 121, 300, 25),
+        _card("a100-40gb", 40, 19.5, 312, 1555, 25),
+        _card("a100-80gb", 80, 19.5, 312, 2039, 25),
+        _card("h100", 80, 67, 989, 3350, 50),
+        _card("h200", 141, 67, 989, 4800, 50),
+    )
+}
+
+# Memory that is not tensors. Assumed, not measured: the context depends on driver and card, the workspaces on which
+# kernels run.
+ALLOWANCES = {"device context": 512 * 2**20, "cuBLAS and cuDNN workspaces": 128 * 2**20}
+
+
+def find_card(text: str, link_bytes_per_s: float | None = None) -> Card:
+    """A card by its name ("rtx4070-laptop"), or one of a size ("8GiB") with the speed of a small desktop card.
+
+    Raises:
+        ValueError: neither a known name nor a size.
+    """
+    named = CARDS.get(text.strip().lower())
+    if named is None:
+        try:
+            memory_bytes = parse_size(text)
+        except ValueError:
+            raise ValueError(
+                f"gpu={text!r} is neither a size such as 8GiB nor a known card; known are {', '.join(CARDS)}"
+            ) from None
+        named = replace(CARDS["rtx4070"], name=text.strip(), memory_bytes=memory_bytes)
+    return named if link_bytes_per_s is None else replace(named, link_bytes_per_s=link_bytes_per_s)
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
+
+    Raises:
+        ValueError: not of this form, or not positive.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?(ps|/s)?\s*", text.lower())
+    num_bytes = round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if num_bytes <= 0:
+        raise ValueError(f"{text!r} is not a size; write, for instance, 8GiB, 24GB, or 12GBps for a link")
+    return num_bytes

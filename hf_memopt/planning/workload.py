@@ -1,0 +1,61 @@
+"""What can be planned: a training step that depends on settings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One setting that trades time for memory.
+
+    Attributes:
+        name: as the user sets it, such as a flag of the recipe.
+        values: from the fastest to the most frugal; the first changes nothing.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What `estimate_peak_memory` needs to run a step.
+
+    Attributes:
+        setup: called with the device.
+        step: called with what `setup` returned; runs `num_micro_batches` micro-batches and one update.
+        num_steps: how many steps show the whole behaviour: 2 for a lazy optimizer state, more where plans are made
+            from recorded passes.
+        num_micro_batches: in `step`.
+    """
+
+    setup: Callable[[Any], Any]
+    step: Callable[[Any], Any]
+    num_steps: int = 2
+    num_micro_batches: int = 1
+
+
+class Workload(Protocol):
+    """A recipe with its configuration, or a model with a batch.
+
+    Attributes:
+        name: for headings.
+        levers: all but the micro-batch.
+        effective_batch: samples per update.
+    """
+
+    name: str
+    levers: Sequence[Lever]
+    effective_batch: int
+
+    def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
+        """The step with these settings; as many micro-batches as the update has, but no more than 2: a third finds
+        memory as the second did.
+        """
+
+    def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
+        """Write the configuration files that a run with these settings needs."""
