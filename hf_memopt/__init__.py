@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         estimate_offloading_memory_savings,
         wrap_forward_with_offload,
     )
+    from hf_memopt.checkpoint import Checkpoints, endless_batches
     from hf_memopt.memory import (
         LeakMonitor,
         LeakReport,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         detect_leaks,
         explain_oom,
     )
+    from hf_memopt.planning import MemoryEstimate, NothingFitsError, TrainingPlan, estimate_peak_memory, plan
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
     from hf_memopt.training import (
         GradientCache,
@@ -43,15 +45,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationOffloader",
+    "Checkpoints",
     "Copier",
     "GradientCache",
     "InfeasibleBudgetError",
     "LeakMonitor",
     "LeakReport",
+    "MemoryEstimate",
     "MemoryLogger",
     "MemoryTracker",
     "MicroBatcher",
     "NonFiniteGradientError",
+    "NothingFitsError",
     "OffloadStats",
     "OffloadedTeacher",
     "SavedBytes",
@@ -60,13 +65,17 @@ __all__ = [
     "StreamCopier",
     "SyncCopier",
     "TeacherReport",
+    "TrainingPlan",
     "__version__",
     "apply_selective_checkpointing",
     "attach",
     "detect_leaks",
+    "endless_batches",
     "estimate_offloading_memory_savings",
+    "estimate_peak_memory",
     "explain_oom",
     "find_micro_batch",
+    "plan",
     "reflow",
     "split_batch",
     "train_step",
@@ -75,15 +84,18 @@ __all__ = [
 
 _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
+    "Checkpoints": "hf_memopt.checkpoint",
     "Copier": "hf_memopt.transfer",
     "GradientCache": "hf_memopt.training",
     "InfeasibleBudgetError": "hf_memopt.activations",
     "LeakMonitor": "hf_memopt.memory",
     "LeakReport": "hf_memopt.memory",
+    "MemoryEstimate": "hf_memopt.planning",
     "MemoryLogger": "hf_memopt.memory",
     "MemoryTracker": "hf_memopt.memory",
     "MicroBatcher": "hf_memopt.training",
     "NonFiniteGradientError": "hf_memopt.training",
+    "NothingFitsError": "hf_memopt.planning",
     "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
     "SavedBytes": "hf_memopt.memory",
@@ -92,12 +104,16 @@ _HOMES = {
     "StreamCopier": "hf_memopt.transfer",
     "SyncCopier": "hf_memopt.transfer",
     "TeacherReport": "hf_memopt.teacher",
+    "TrainingPlan": "hf_memopt.planning",
     "apply_selective_checkpointing": "hf_memopt.activations",
     "attach": "hf_memopt.callbacks",
     "detect_leaks": "hf_memopt.memory",
+    "endless_batches": "hf_memopt.checkpoint",
     "estimate_offloading_memory_savings": "hf_memopt.activations",
+    "estimate_peak_memory": "hf_memopt.planning",
     "explain_oom": "hf_memopt.memory",
     "find_micro_batch": "hf_memopt.training",
+    "plan": "hf_memopt.planning",
     "split_batch": "hf_memopt.training",
     "train_step": "hf_memopt.training",
     "wrap_forward_with_offload": "hf_memopt.activations",

@@ -1,13 +1,19 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
 import argparse
+import dataclasses
+import importlib.util
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt import __version__
+
+if TYPE_CHECKING:
+    from hf_memopt.planning.workload import Lever, SimulatedStep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,8 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_prepare_student(commands)
+    _add_precompute(commands)
+    _add_evaluate(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_estimate(commands)
     _add_report(commands)
     return parser
 
@@ -53,6 +62,92 @@ def _prepare_student(parsed: argparse.Namespace) -> int:
         "  lerobot-train --discover_packages_path=hf_memopt.integrations.lerobot "
         f"--policy.path={output} --dataset.repo_id=<repo>"
     )
+    return 0
+
+
+def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "precompute",
+        help="write a reflow run's couplings to disk, so that it needs no teacher",
+        usage="hf-memopt precompute --output FOLDER [options] -- --policy.path=STUDENT --dataset.repo_id=REPO ...",
+        description="Write the pair of noise and actions of every frame. Behind -- come the flags of the training run, "
+        "which then gets --policy.couplings_path=FOLDER as well. Run it again to go on after an interruption, and with "
+        "`accelerate launch -m hf_memopt.cli precompute` to share the work.",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="folder to create, or to complete")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        help="frames that the teacher solves together; more is faster, and rounds differently (default: %(default)s, "
+        "which is bit for bit what training online with --policy.couplings_seed gets)",
+    )
+    parser.add_argument("--shard-size", type=int, default=1024, help="couplings per file (default: %(default)s)")
+    parser.add_argument(
+        "--store-observations", action="store_true", help="keep the observations too; random augmentation needs this"
+    )
+    parser.add_argument("training_flags", nargs="+", metavar="FLAG", help="flags of the training run, behind --")
+    parser.set_defaults(run=_precompute)
+
+
+def _precompute(parsed: argparse.Namespace) -> int:
+    from hf_memopt.integrations.lerobot.precompute import precompute_for_policy
+
+    missing = precompute_for_policy(
+        parsed.training_flags,
+        parsed.output,
+        batch_size=parsed.batch_size,
+        shard_size=parsed.shard_size,
+        store_observations=parsed.store_observations,
+    )
+    if missing:
+        print(f"{parsed.output}: {len(missing)} shards are left to other processes")
+    else:
+        print(f"{parsed.output} is complete. Train with --policy.couplings_path={parsed.output}")
+    return 0
+
+
+def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "evaluate",
+        help="compare a reflowed student with its teacher, by number of Euler steps",
+        description="Error, spread over noise and latency by number of Euler steps, and straightness, on the training "
+        "run's held-out episodes (or on the episodes given here). Prints a table; writes evaluation.json and "
+        "evaluation.png. With --env, also the success rate in a gymnasium environment.",
+    )
+    parser.add_argument("--policy", required=True, help="trained student: checkpoint or training output folder, hub id")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write to")
+    parser.add_argument("--teacher", help="to compare with (default: the one that the student names)")
+    parser.add_argument("--num-steps", type=_numbers, default=[1, 2, 4, 10], help="Euler steps (default: 1,2,4,10)")
+    parser.add_argument("--device", default="cpu", help="where both run (default: %(default)s)")
+    parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
+    parser.add_argument("--dataset-root", type=Path, help="its local folder")
+    parser.add_argument("--episodes", type=_numbers, help="episodes to measure on, e.g. 40,41,42 (default: held out)")
+    parser.add_argument("--env", metavar="ID", help="gymnasium environment, e.g. package:Name-v0, that speaks lerobot")
+    parser.add_argument("--env-episodes", type=int, default=10, help="for each number of steps (default: %(default)s)")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from hf_memopt.integrations.lerobot.evaluation_report import table, write_evaluation
+    from hf_memopt.integrations.lerobot.model_card import Observations, measure
+    from hf_memopt.integrations.lerobot.rollouts import evaluate_in_environment
+
+    given = None
+    if parsed.dataset_repo_id:
+        given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)
+    rollouts = None
+    if parsed.env:
+        rollouts = evaluate_in_environment(
+            parsed.policy, parsed.env, parsed.num_steps, num_episodes=parsed.env_episodes, device=parsed.device
+        )
+    evaluation, observations = measure(
+        parsed.policy, given, teacher=parsed.teacher, num_steps=parsed.num_steps, device=parsed.device
+    )
+    print(f"{evaluation.num_observations} observations from {observations.describe()}\n")
+    print(table(evaluation, rollouts))
+    for file in write_evaluation(parsed.output, evaluation, rollouts):
+        print(f"wrote {file}")
     return 0
 
 
@@ -127,6 +222,109 @@ def _diagnose(parsed: argparse.Namespace) -> str:
     from hf_memopt.integrations.lerobot.diagnosis import diagnose
 
     return diagnose(parsed.policy, parsed.device)
+
+
+def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="say how much device memory a training step needs, without the device",
+        description="Run whole training steps (forward, backward, clipping, optimizer with its state) on tensors "
+        "without memory, by CUDA's rules, and print the peak: in which phase it is, what it consists of, what was "
+        "assumed. No weight is downloaded or allocated; the configuration is enough.",
+        epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
+        "h100. Batches have no padding. Not simulated, and added as named allowances: the device context and the "
+        "workspaces of libraries.",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="instead of MODEL: a recipe, such as train_causal_lm")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the recipe's configuration file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="one of the recipe's levers; may be repeated"
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument("--batch-size", type=int, default=1, help="samples per forward pass (default: %(default)s)")
+    step.add_argument("--accumulation", type=int, help="forward passes per update (default: 1; a recipe's own)")
+    model = parser.add_argument_group("with MODEL")
+    for name, default, text in (
+        ("task", "auto", "auto, causal, masked, seq2seq or image-classification"),
+        ("dtype", "float32", "of the weights: float32 or bfloat16"),
+        ("precision", "no", "of accelerate's autocast: no, bf16 or fp16"),
+        ("attention", "auto", "auto, sdpa or eager"),
+        ("optimizer", "adamw", "adamw (fused), adamw-foreach (torch's default), sgd or adafactor"),
+        ("checkpointing", "none", "of activations: none, selective or full"),
+        ("offload", "off", "of activations: off, auto, inputs or all"),
+    ):
+        model.add_argument(f"--{name}", default=default, help=f"{text} (default: {default})")
+    model.add_argument("--seq-len", type=int, default=2048, help="tokens per sample (default: %(default)s)")
+    model.add_argument("--lora-rank", type=int, help="train adapters of this rank on all linear layers (default: none)")
+    model.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping (default: %(default)s)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--gpu", help="a card (rtx4070-laptop, h100, ...) or a size (8GiB): say whether it fits")
+    output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    output.add_argument("--timeline", type=Path, metavar="FILE.html", help="also draw memory over the step, by kind")
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(parsed: argparse.Namespace) -> int:
+    from hf_memopt.planning import page, summary
+    from hf_memopt.planning.cards import CARDS, find_card
+    from hf_memopt.planning.estimate import estimate_peak_memory
+
+    card = find_card(parsed.gpu) if parsed.gpu else None
+    name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
+    # Where copies go, and how long they take, is a matter of some card; which one decides nothing but times.
+    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=card or CARDS["rtx4070"])
+    if card is None:
+        estimate = dataclasses.replace(estimate, step_ms=None, stall_ms=None)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(summary.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
+    print(f"{name}\n\n{summary.text(estimate, card)}")
+    if parsed.timeline:
+        print(f"\ntimeline: {page.write_timeline(estimate, name, parsed.timeline)}")
+    return 0
+
+
+def _model_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+    from hf_memopt.planning.huggingface import HuggingFaceModel
+
+    if parsed.model is None:
+        raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
+    if parsed.offload == "auto" and not parsed.gpu:
+        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
+    names = ("task", "dtype", "precision", "attention", "optimizer", "seq_len", "lora_rank")
+    workload = HuggingFaceModel(
+        parsed.model,
+        effective_batch=parsed.batch_size * (parsed.accumulation or 1),
+        max_grad_norm=parsed.max_grad_norm or None,
+        **{name: getattr(parsed, name) for name in names},
+    )
+    return workload.name, workload.step_with(parsed.checkpointing, parsed.offload, parsed.batch_size)
+
+
+def _recipe_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+    if parsed.model is not None or parsed.config is None:
+        raise ValueError(f"recipe={parsed.recipe!r} needs --config FILE and no MODEL")
+    module = f"hf_memopt.recipes.{parsed.recipe.removeprefix('train_')}_plan"
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"recipe={parsed.recipe!r} is no recipe that can be simulated: there is no {module}")
+    options = {} if parsed.accumulation is None else {"effective_batch": parsed.batch_size * parsed.accumulation}
+    workload = importlib.import_module(module).workload(parsed.config, **options)
+    settings = {lever.name: lever.values[0] for lever in workload.levers} | _chosen(parsed.set, workload.levers)
+    return workload.name, workload.simulated(settings, parsed.batch_size)
+
+
+def _chosen(texts: Sequence[str], levers: "Sequence[Lever]") -> dict[str, Any]:
+    values = {(lever.name, str(value)): value for lever in levers for value in lever.values}
+    chosen = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if (name, value) not in values:
+            known = "; ".join(f"{lever.name}={'|'.join(map(str, lever.values))}" for lever in levers)
+            raise ValueError(f"set={text!r} is no value of a lever; there are {known}")
+        chosen[name] = values[name, value]
+    return chosen
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -21,6 +21,11 @@ _TIME_MINIMUM = 0.001
 # Sharpness of the U-shaped density in Lee et al., "Improving the Training of Rectified Flows" (arXiv 2405.20320).
 _USHAPE_SHARPNESS = 4.0
 
+LossKind = Literal["mse", "huber"]
+LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
+# Threshold of the pseudo-Huber loss per element, from the published code of the same paper.
+_HUBER_THRESHOLD = 0.00054
+
 
 def interpolate(noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
     """Point on the straight line between noise and actions.
@@ -73,21 +78,59 @@ def sample_time(batch_size: int, sampling: TimeSampling, device: torch.device | 
     return time * _TIME_RANGE + _TIME_MINIMUM
 
 
-def reflow_loss(velocity: Tensor, noise: Tensor, actions: Tensor, num_action_dims: int) -> Tensor:
-    """Squared error against the coupling's velocity, per sample.
+def reflow_loss(
+    velocity: Tensor,
+    noise: Tensor,
+    actions: Tensor,
+    num_action_dims: int,
+    kind: LossKind = "mse",
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Error against the coupling's velocity, per sample.
 
     Args:
         velocity: the student's velocity at `interpolate(noise, actions, time)`, `(batch, chunk, padded_dim)`.
         noise: `(batch, chunk, padded_dim)`.
         actions: where the teacher's ODE took that noise, `(batch, chunk, padded_dim)`.
         num_action_dims: dimensions that the robot has; lerobot trains no others.
+        kind: see `chunk_loss`.
+        valid: see `chunk_loss`.
 
     Returns:
-        `(batch,)`, mean over the chunk and the robot's dimensions. Every step of a chunk counts: the teacher's chunk
-        has no padding, unlike a demonstration that runs into the end of its episode.
+        `(batch,)`.
     """
-    error = velocity_target(noise, actions) - velocity
-    return error[..., :num_action_dims].square().mean(dim=(1, 2))
+    squared = (velocity_target(noise, actions) - velocity)[..., :num_action_dims].square()
+    return chunk_loss(squared, kind, valid)
+
+
+def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = None) -> Tensor:
+    """Squared errors of action chunks to one loss per sample.
+
+    Args:
+        squared: `(batch, chunk, action_dim)`.
+        kind: `"mse"`, their mean. `"huber"`, the pseudo-Huber loss of RF++ (arXiv 2405.20320): the norm of a chunk's
+            error, `(sqrt(sum + c**2) - c) / d` with `d` elements and `c = 0.00054 d`. It is less ruled by the samples
+            with the largest errors; its gradients are of another size, so the learning rate may need another value.
+        valid: `(batch, chunk)` bool, which steps of a chunk count. None, all: the teacher's chunk has no padding,
+            unlike a demonstration that runs into the end of its episode.
+
+    Returns:
+        `(batch,)`.
+
+    Raises:
+        ValueError: `kind` is unknown.
+    """
+    if kind not in LOSS_KINDS:
+        raise ValueError(f"reflow_loss={kind!r} is unknown; use one of {', '.join(LOSS_KINDS)}")
+    if kind == "mse" and valid is None:
+        return squared.mean(dim=(1, 2))
+    counts = torch.ones_like(squared) if valid is None else valid[..., None].to(squared.dtype).expand_as(squared)
+    num_elements = counts.sum(dim=(1, 2)).clamp_min(1)
+    total = (squared * counts).sum(dim=(1, 2))
+    if kind == "mse":
+        return total / num_elements
+    threshold = _HUBER_THRESHOLD * num_elements
+    return ((total + threshold.square()).sqrt() - threshold) / num_elements
 
 
 def straightness(trajectory: Tensor, normalize: bool = False) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import HfArgumentParser
-from transformers.trainer_utils import get_last_checkpoint
+
+from hf_memopt.checkpoint import find_checkpoint
 
 MODES = ("off", "all", "inputs", "auto")
 
@@ -69,7 +70,8 @@ class TrainingOptions:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     log_every: int = flag(10, "updates between log lines")
     eval_every: int = flag(50, "updates between evaluations; there is one at the end in any case")
-    save_every: int = flag(0, "updates between checkpoints; 0 saves none, the model at the end excepted")
+    checkpointing_steps: int = flag(0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)")
+    checkpoints_total_limit: int = flag(2, "how many checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
     seed: int = flag(0, "of weights, dropout, the order of the data and the held-out part")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
@@ -131,7 +133,10 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
     _check_numbers(options)
     _check_offloading(options)
-    check_folder(options.training)
+    if options.training.loop == "accelerate":
+        check_folder(options.training)
+    else:  # Trainer has checkpoints of its own
+        check_unused(options.training)
     return options
 
 
@@ -147,23 +152,9 @@ def read_flags(groups: Iterable[type], description: str, arguments: Sequence[str
     return parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
 
 
-def resumed_folder(training: TrainingOptions) -> str | None:
-    """The checkpoint to resume from; None for a new run.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    name = training.resume_from_checkpoint
-    if name is None:
-        return None
-    output = Path(training.output_dir)
-    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
-    if folder is None or not Path(folder).is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
-            f"where output_dir={training.output_dir!r} holds one"
-        )
-    return folder
+def checkpoints_folder(training: Any) -> Path:
+    """Where the checkpoints of this project's loops are."""
+    return Path(training.output_dir) / "checkpoints"
 
 
 def _check_numbers(options: Options) -> None:
@@ -175,10 +166,13 @@ def _check_numbers(options: Options) -> None:
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "log_every": training.log_every,
         "eval_every": training.eval_every,
+        "checkpoints_total_limit": training.checkpoints_total_limit,
     }
     for name, value in at_least_one.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if training.checkpointing_steps < 0:
+        raise ValueError(f"checkpointing_steps={training.checkpointing_steps} must be at least 0")
     if data.block_size < 2:
         raise ValueError(f"block_size={data.block_size} must be at least 2: each token is predicted from those before")
     if not 0 < data.held_out < 1:
@@ -204,11 +198,21 @@ def _check_offloading(options: Options) -> None:
 
 def check_folder(training: Any) -> None:
     """Refuse an output folder that holds another run, and a checkpoint that is not there."""
+    check_unused(training)
+    if training.resume_from_checkpoint is not None:
+        try:
+            find_checkpoint(checkpoints_folder(training), training.resume_from_checkpoint)
+        except ValueError as error:
+            raise ValueError(f"resume_from_checkpoint={training.resume_from_checkpoint!r}: {error}") from error
+
+
+def check_unused(training: Any) -> None:
+    """Refuse an output folder that holds a run that is not to be resumed."""
     output = Path(training.output_dir)
-    used = [path.name for pattern in ("results.json", "checkpoint-*") for path in output.glob(pattern)]
+    patterns = ("results.json", "checkpoints/latest", "checkpoint-*")
+    used = [path.relative_to(output) for pattern in patterns for path in output.glob(pattern)]
     if used and training.resume_from_checkpoint is None:
         raise ValueError(
             f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
             "or name another folder"
         )
-    resumed_folder(training)

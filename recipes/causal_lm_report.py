@@ -34,7 +34,7 @@ class Cost:
 
     Attributes:
         mode: of the offloader, or "off".
-        step_ms: median time of an update, all of its forward passes included.
+        step_ms: median time of an update, all of its forward passes included; None where there was no update.
         peak_mib: largest memory of the accelerator.
         saved_mib: largest amount of saved activations on the device.
         moved_mib: copied to the host per update.
@@ -47,7 +47,7 @@ class Cost:
     """
 
     mode: str
-    step_ms: float
+    step_ms: float | None = None
     peak_mib: float | None = None
     saved_mib: float | None = None
     moved_mib: float | None = None
@@ -92,7 +92,9 @@ class Meter:
         self._times_ms.append(1e3 * (time.perf_counter() - self._start))
 
     def cost(self) -> Cost:
-        """Of the updates since the last restart; there must be one at least."""
+        """Of the updates since the last restart; nothing is known where there was none."""
+        if not self._times_ms:
+            return Cost(self._mode)
         found = Cost(self._mode, step_ms=median(self._times_ms))
         if self._device.type != "cpu":
             found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / 2**20
@@ -231,7 +233,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     on_cpu = results["device"] == "cpu"
     memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")
     memory.set(title="Saved activations on the device" if on_cpu else "Peak memory of the device", ylabel="MiB")
-    speed.bar(modes, [cost.step_ms for cost in costs], color="#4c72b0")
+    speed.bar(modes, [cost.step_ms or 0 for cost in costs], color="#4c72b0")
     speed.set(title="Median time of an update" + (" (CPU)" if on_cpu else ""), ylabel="ms")
     for axes in (learning, memory, speed):
         axes.grid(alpha=0.3)

@@ -1,6 +1,7 @@
 """The training of `train_causal_lm.py` by transformers' Trainer instead of a loop of its own."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from datasets import DatasetDict
 from hf_memopt.callbacks import attach
 from hf_memopt.recipes import causal_lm_report as report
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
-from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, resumed_folder
+from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions
 from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
@@ -19,6 +20,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 
 def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blo
     Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
     forward passes, which is the same for blocks of equal size.
     """
+    resumed = resumed_folder(options.training)
     set_seed(options.training.seed)
     mode = options.offload.offload
     trainer = Trainer(
@@ -42,12 +45,31 @@ def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blo
     trainer.add_callback(MeterCallback(meter))
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     report.announce(mode, num_parameters, options, trainer.accelerator)
-    trainer.train(resume_from_checkpoint=resumed_folder(options.training))
+    trainer.train(resume_from_checkpoint=resumed)
     cost = meter.cost()
     if trainer.state.global_step % options.training.eval_every:
         trainer.evaluate()
     trainer.save_model()
     return report.results(options, trainer.accelerator, history(trainer.state), cost)
+
+
+def resumed_folder(training: TrainingOptions) -> str | None:
+    """The checkpoint of Trainer's to resume from; None for a new run.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    name = training.resume_from_checkpoint
+    if name is None:
+        return None
+    output = Path(training.output_dir)
+    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={training.output_dir!r} holds one"
+        )
+    return folder
 
 
 def training_arguments(training: TrainingOptions) -> TrainingArguments:
@@ -65,8 +87,9 @@ def training_arguments(training: TrainingOptions) -> TrainingArguments:
         logging_steps=training.log_every,
         eval_strategy="steps",
         eval_steps=training.eval_every,
-        save_strategy="steps" if training.save_every else "no",
-        save_steps=training.save_every or training.max_steps,
+        save_strategy="steps" if training.checkpointing_steps else "no",
+        save_steps=training.checkpointing_steps or training.max_steps,
+        save_total_limit=training.checkpoints_total_limit,
         dataloader_pin_memory=torch.accelerator.is_available(),
         seed=training.seed,
         report_to=training.report_to,

@@ -68,7 +68,8 @@ class TrainingOptions:
     lr_scheduler_type: str = flag("cosine", "one of transformers' schedules, stepped at every update")
     warmup_steps: int = flag(0, "updates until the learning rate has reached its peak")
     eval_every: int = flag(5, "epochs between evaluations; there is one at the end in any case")
-    save_every: int = flag(0, "epochs between checkpoints; 0 saves none, the model at the end excepted")
+    checkpointing_steps: int = flag(0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)")
+    checkpoints_total_limit: int = flag(2, "how many checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
     seed: int = flag(0, "of weights and the order of the data")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
@@ -113,6 +114,8 @@ def _check_numbers(options: Options) -> None:
         "batch_size": (training.batch_size, 1),
         "micro_batch_size": (training.micro_batch_size, 0),
         "eval_every": (training.eval_every, 1),
+        "checkpointing_steps": (training.checkpointing_steps, 0),
+        "checkpoints_total_limit": (training.checkpoints_total_limit, 1),
         "compare_steps": (offload.compare_steps, 4),
     }
     for name, (value, least) in at_least.items():
@@ -139,7 +142,7 @@ def _check_loop(options: Options) -> None:
     training = options.training
     if training.loop == "accelerate":
         return
-    for name in ("micro_batch_size", "save_every", "resume_from_checkpoint"):
+    for name in ("micro_batch_size", "checkpointing_steps", "resume_from_checkpoint"):
         value = getattr(training, name)
         if value:
             raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")

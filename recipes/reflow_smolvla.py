@@ -16,6 +16,7 @@ What this adds to lerobot's own training loop:
   ignores the setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule
   included, go on counting batches, so `--steps` and `--save_freq` must be multiples of N.
 - `--policy.dtype=bfloat16`: autocast in bfloat16.
+- `--policy.couplings_path=<folder of hf-memopt precompute>`: the teacher's targets from disk, and no teacher.
 - memory by phase in each log line, and in the output folder for `hf-memopt report`: `prefix`, `teacher`, `forward`,
   `backward`, `optimizer`, as peak GiB on an accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
 """

@@ -15,26 +15,27 @@ nothing is offloaded unless --cpu_copies asks for the copies. @FILE stands for t
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed, tqdm
+from accelerate.utils import GradientAccumulationPlugin, set_seed, tqdm
 from datasets import DatasetDict
 from hf_memopt.recipes import causal_lm_data as data
 from hf_memopt.recipes import causal_lm_report as report
+from hf_memopt.recipes import training_loop
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
-from hf_memopt.recipes.causal_lm_options import OffloadOptions, Options, parse, resumed_folder
-from torch import Tensor, nn
+from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, parse
+from hf_memopt.recipes.training_loop import open_checkpoints, record, save_and_stop, set_up_logging
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import default_data_collator, get_scheduler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_memopt import ActivationOffloader, MemoryLogger
+from hf_memopt import MemoryLogger
+from hf_memopt.checkpoint import endless_batches
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -43,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; returns what is written to `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    set_up_logging(accelerator)
     with accelerator.main_process_first():  # the others find tokenized datasets in the cache
         texts = data.read_texts(options.data)
         tokenizer = data.make_tokenizer(options.model, texts)
@@ -72,51 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    training = options.training
-    return Accelerator(
-        # Windows run across the ends of epochs, so that every update is made of equally many blocks.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=training.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
-        log_with=None if training.report_to == "none" else training.report_to,
-        project_dir=training.output_dir,
+    # Windows run across the ends of epochs, so that every update is made of equally many blocks.
+    windows = GradientAccumulationPlugin(
+        num_steps=options.training.gradient_accumulation_steps, sync_with_dataloader=False
     )
+    return training_loop.make_accelerator(options.training, gradient_accumulation_plugin=windows)
 
 
-@dataclass
-class Progress:
-    """How far training has come; goes into checkpoints."""
+@dataclass(kw_only=True)
+class Run(training_loop.Run):
+    """What accelerate prepared, the offloader, and what an update and an evaluation need besides."""
 
-    num_updates: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_updates, self.history = state["num_updates"], state["history"]
-
-
-@dataclass
-class Run:
-    """What accelerate prepared, and the offloader."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    batches: DataLoader[Any]
     held_out: DataLoader[Any]
-    offloader: ActivationOffloader | None
-    mode: str
     max_grad_norm: float
     memory: MemoryLogger
-    progress: Progress = field(default_factory=Progress)
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Around each forward pass."""
-        return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
 
 
 def prepare(accelerator: Accelerator, mode: str, options: Options, tokenizer: Any, blocks: DatasetDict) -> Run:
@@ -146,23 +115,19 @@ def prepare(accelerator: Accelerator, mode: str, options: Options, tokenizer: An
     # A generator of its own keeps the loader from drawing from the one that dropout uses, so that resuming is exact.
     batches = DataLoader(blocks["train"], shuffle=True, drop_last=True, generator=torch.Generator(), **loader)
     held_out = DataLoader(blocks["test"], generator=torch.Generator(), **loader)
-    prepared = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
-    offloader = make_offloader(mode, options.offload, accelerator.device)
-    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    run = Run(accelerator, *prepared, offloader, mode, training.max_grad_norm, memory)
-    accelerator.register_for_checkpointing(run.progress)
-    return run
-
-
-def endless(run: Run, num_taken: int) -> Iterator[dict[str, Tensor]]:
-    """Training batches, shuffled anew for each epoch, from the one after the first `num_taken` on."""
-    epoch, num_skipped = divmod(num_taken, len(run.batches))
-    run.batches.set_epoch(epoch)
-    yield from run.accelerator.skip_first_batches(run.batches, num_skipped)
-    while True:
-        epoch += 1
-        run.batches.set_epoch(epoch)
-        yield from run.batches
+    model, optimizer, scheduler, batches, held_out = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
+    return Run(
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        offloader=make_offloader(mode, options.offload, accelerator.device),
+        mode=mode,
+        held_out=held_out,
+        max_grad_norm=training.max_grad_norm,
+        memory=MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir),
+    )
 
 
 def update(run: Run, batches: Iterator[dict[str, Tensor]]) -> Tensor:
@@ -202,56 +167,42 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def train(run: Run, options: Options) -> dict[str, Any]:
     """The training loop: updates, log lines, evaluations, checkpoints; the model is saved at the end."""
-    training, accelerator, progress = options.training, run.accelerator, run.progress
+    training, accelerator = options.training, run.accelerator
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     report.announce(run.mode, num_parameters, options, accelerator)
     accelerator.init_trackers("causal_lm", config=options.settings)
-    resumed = resumed_folder(training)
-    if resumed is not None:
-        accelerator.load_state(resumed)
-        logger.info(f"Resumed {resumed} after {progress.num_updates} updates")
+    checkpoints = open_checkpoints(run, training)
+    progress = run.progress
     run.model.train()
-    batches = endless(run, progress.num_updates * training.gradient_accumulation_steps)
+    batches = endless_batches(accelerator, run.batches, progress.num_updates * training.gradient_accumulation_steps)
     meter = report.Meter(run.mode, accelerator.device, run.offloader)
-    with tqdm(total=training.max_steps, initial=progress.num_updates, unit="update", desc="Training") as bar:
+    bar = tqdm(total=training.max_steps, initial=progress.num_updates, unit="update", desc="Training")
+    with bar, checkpoints.stopping_on_signal():
         while progress.num_updates < training.max_steps:
             meter.begin()
             loss = update(run, batches)
             meter.end()
             bar.update()
-            run.memory.log(progress.num_updates)
-            if due(progress.num_updates, training.log_every, training.max_steps):
-                mean_loss = accelerator.reduce(loss, "mean").item()
-                record(run, {"loss": mean_loss, "learning_rate": run.scheduler.get_last_lr()[0]})
-            if due(progress.num_updates, training.eval_every, training.max_steps):
-                record(run, evaluate(run))
-            if training.save_every and progress.num_updates % training.save_every == 0:
-                save_checkpoint(run, Path(training.output_dir))
+            log_and_evaluate(run, loss, training)
+            if save_and_stop(run, checkpoints, training.checkpointing_steps):
+                break
     save_model(run, training.output_dir)
     return report.results(options, accelerator, progress.history, meter.cost())
 
 
+def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:
+    """What is due after this update: memory, mean loss, held-out loss."""
+    num_updates = run.progress.num_updates
+    run.memory.log(num_updates)
+    if due(num_updates, training.log_every, training.max_steps):
+        mean_loss = run.accelerator.reduce(loss, "mean").item()
+        record(run, "update", num_updates, {"loss": mean_loss, "learning_rate": run.scheduler.get_last_lr()[0]})
+    if due(num_updates, training.eval_every, training.max_steps):
+        record(run, "update", num_updates, evaluate(run))
+
+
 def due(num_updates: int, every: int, last: int) -> bool:
     return num_updates % every == 0 or num_updates == last
-
-
-def record(run: Run, figures: dict[str, float]) -> None:
-    """Log figures, send them to the trackers and keep them."""
-    num_updates = run.progress.num_updates
-    run.progress.history.append({"update": num_updates, **figures})
-    run.accelerator.log(figures, step=num_updates)
-    logger.info(f"update {num_updates:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-
-
-def save_checkpoint(run: Run, output: Path) -> None:
-    """Everything that resuming needs, under its final name only once it is complete."""
-    folder = output / f"{PREFIX_CHECKPOINT_DIR}-{run.progress.num_updates}"
-    draft = folder.with_name(f"{folder.name}.partial")
-    run.accelerator.save_state(str(draft))
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        draft.rename(folder)
-    logger.info(f"Saved {folder}")
 
 
 def save_model(run: Run, folder: str) -> None:
@@ -265,37 +216,12 @@ def save_model(run: Run, folder: str) -> None:
 
 
 def measure(mode: str, options: Options, tokenizer: Any, blocks: DatasetDict) -> report.Cost:
-    """A short run of its own in one mode: the same weights and batches each time, the second half measured."""
-    num_updates = options.offload.compare_steps
-    constant = replace(options.training, lr_scheduler_type="constant", max_steps=num_updates)
+    """A short run of its own in one mode: the same weights and batches each time."""
+    constant = replace(options.training, lr_scheduler_type="constant", max_steps=options.offload.compare_steps)
     options = options._replace(training=constant)
     run = prepare(make_accelerator(options), mode, options, tokenizer, blocks)
-    run.model.train()
-    batches = endless(run, 0)
-    meter = report.Meter(mode, run.accelerator.device, run.offloader)
-    losses = []
-    for step in tqdm(range(num_updates), desc=f"Comparing: {mode}", unit="update", leave=False):
-        if step == num_updates // 2:
-            meter.restart()
-        meter.begin()
-        loss = update(run, batches)
-        meter.end()
-        losses.append(loss.item())
-    cost = replace(meter.cost(), losses=losses)
-    if run.offloader is None:
-        cost.saved_mib = saved_mib(run, next(batches), options.offload)
-    run.accelerator.free_memory()
-    return cost
-
-
-def saved_mib(run: Run, batch: dict[str, Tensor], options: OffloadOptions) -> float:
-    """What a pass without offloading keeps for backward, counted as in the other modes."""
-    keep_all = replace(options, host_budget_gib=0, cpu_copies=True)
-    counter = make_offloader("all", keep_all, run.accelerator.device)
-    with counter.offload_context(run.model):
-        loss = run.model(**batch, labels=batch["input_ids"]).loss
-    run.accelerator.backward(loss)
-    return 1024 * counter.stats.measured_peak_gib
+    batches = endless_batches(run.accelerator, run.batches)
+    return training_loop.measure(run, lambda: update(run, batches), options.offload)
 
 
 if __name__ == "__main__":

@@ -12,31 +12,31 @@ offloaded unless --cpu_copies asks for the copies. @FILE stands for the flags in
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed, tqdm
+from accelerate.utils import set_seed, tqdm
 from hf_memopt.recipes import neural_operator_data as data
 from hf_memopt.recipes import neural_operator_report as report
+from hf_memopt.recipes import training_loop
 from hf_memopt.recipes.causal_lm_model import make_offloader
-from hf_memopt.recipes.causal_lm_options import OffloadOptions, resumed_folder
 from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_idleness
 from hf_memopt.recipes.neural_operator_evaluation import LOSSES, evaluate
 from hf_memopt.recipes.neural_operator_model import make_model, save_model
-from hf_memopt.recipes.neural_operator_options import Options, parse
+from hf_memopt.recipes.neural_operator_options import Options, TrainingOptions, parse
+from hf_memopt.recipes.training_loop import open_checkpoints, record, save_and_stop, set_up_logging
 from neuralop.training import AdamW
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import get_scheduler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_memopt import ActivationOffloader
+from hf_memopt.checkpoint import endless_batches
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; returns what is written to `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    set_up_logging(accelerator)
     with accelerator.main_process_first():  # the others find the files
         samples = data.load(options.data, accelerator.device)
     logger.info(
@@ -78,12 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    training = options.training
-    accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
-        log_with=None if training.report_to == "none" else training.report_to,
-        project_dir=training.output_dir,
-    )
+    accelerator = training_loop.make_accelerator(options.training)
     accelerator.register_save_state_pre_hook(drop_metadata)
     return accelerator
 
@@ -94,40 +88,23 @@ def drop_metadata(models: list[nn.Module], states: list[dict[str, Any]], folder:
         state.pop("_metadata", None)
 
 
-@dataclass
-class Progress:
-    """How far training has come; goes into checkpoints."""
+@dataclass(kw_only=True)
+class Run(training_loop.Run):
+    """What accelerate prepared, the offloader, and what an update and an evaluation need besides."""
 
-    num_epochs: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_epochs, self.history = state["num_epochs"], state["history"]
-
-
-@dataclass
-class Run:
-    """What accelerate prepared, the data processor and the offloader."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    batches: DataLoader[Any]
     tests: dict[int, DataLoader[Any]]
     processor: Any
-    offloader: ActivationOffloader | None
-    mode: str
     train_loss: str
     micro_batch_size: int
-    progress: Progress = field(default_factory=Progress)
+    epoch_loss: Tensor  # sum over the epoch's updates so far, (), on the device
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Around each forward pass."""
-        return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
+    def position(self) -> dict[str, Any]:
+        """With the mean over processes, whose own sums are not kept."""
+        return {**super().position(), "epoch_loss": self.accelerator.reduce(self.epoch_loss, "mean").item()}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        self.epoch_loss.fill_(position.pop("epoch_loss"))
+        super().restore(position)
 
 
 def prepare(accelerator: Accelerator, mode: str, options: Options, samples: data.Data) -> Run:
@@ -145,21 +122,20 @@ def prepare(accelerator: Accelerator, mode: str, options: Options, samples: data
         num_training_steps=training.epochs * len(batches) * accelerator.num_processes,
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    run = Run(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        batches,
-        dict(zip(samples.tests, tests, strict=True)),
-        samples.processor.to(accelerator.device),
-        make_offloader(mode, options.offload, accelerator.device),
-        mode,
-        training.train_loss,
-        training.micro_batch_size or training.batch_size,
+    return Run(
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        offloader=make_offloader(mode, options.offload, accelerator.device),
+        mode=mode,
+        tests=dict(zip(samples.tests, tests, strict=True)),
+        processor=samples.processor.to(accelerator.device),
+        train_loss=training.train_loss,
+        micro_batch_size=training.micro_batch_size or training.batch_size,
+        epoch_loss=torch.zeros((), device=accelerator.device),
     )
-    accelerator.register_for_checkpointing(run.progress)
-    return run
 
 
 def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
@@ -193,102 +169,53 @@ def update(run: Run, batch: Batch) -> Tensor:
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad()
+    run.progress.num_updates += 1
     return torch.stack(losses).sum()
 
 
 def train(run: Run, options: Options) -> Cost:
     """The training loop: epochs of updates, evaluations, checkpoints. Returns what an update cost."""
-    training, progress = options.training, run.progress
-    announce(run.mode, report.num_parameters(run.model), options, run.accelerator)
-    run.accelerator.init_trackers("neural_operator", config=options.settings)
-    resumed = resumed_folder(training)
-    if resumed is not None:
-        run.accelerator.load_state(resumed)
-        logger.info(f"Resumed {resumed} after {progress.num_epochs} epochs")
+    training, accelerator = options.training, run.accelerator
+    announce(run.mode, report.num_parameters(run.model), options, accelerator)
+    accelerator.init_trackers("neural_operator", config=options.settings)
+    # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
+    checkpoints = open_checkpoints(run, training, safe_serialization=False)
+    progress = run.progress
     run.model.train()
     run.processor.train()
-    meter = Meter(run.mode, run.accelerator.device, run.offloader)
-    num_updates, num_done = (count * len(run.batches) for count in (training.epochs, progress.num_epochs))
-    with tqdm(total=num_updates, initial=num_done, unit="update", desc="Training") as bar:
-        while progress.num_epochs < training.epochs:
-            losses = []
-            for batch in one_epoch(run, progress.num_epochs):
-                meter.begin()
-                losses.append(update(run, batch))
-                meter.end()
-                bar.update()
-            progress.num_epochs += 1
-            figures = {"loss": run.accelerator.reduce(torch.stack(losses).mean(), "mean").item()}
-            if progress.num_epochs % training.eval_every == 0 or progress.num_epochs == training.epochs:
-                figures |= evaluate(run.model, run.processor, run.tests, run.accelerator)
-            record(run, figures)
-            if training.save_every and progress.num_epochs % training.save_every == 0:
-                save_checkpoint(run, Path(training.output_dir))
+    batches = endless_batches(accelerator, run.batches, progress.num_updates)
+    meter = Meter(run.mode, accelerator.device, run.offloader)
+    num_updates = training.epochs * len(run.batches)
+    bar = tqdm(total=num_updates, initial=progress.num_updates, unit="update", desc="Training")
+    with bar, checkpoints.stopping_on_signal():
+        while progress.num_updates < num_updates:
+            meter.begin()
+            run.epoch_loss += update(run, next(batches))
+            meter.end()
+            bar.update()
+            if progress.num_updates % len(run.batches) == 0:
+                end_epoch(run, training)
+            if save_and_stop(run, checkpoints, training.checkpointing_steps):
+                break
     return meter.cost()
 
 
-def one_epoch(run: Run, number: int) -> Iterator[Batch]:
-    """Training batches, shuffled anew for each epoch."""
-    run.batches.set_epoch(number)
-    yield from run.batches
-
-
-def record(run: Run, figures: dict[str, float]) -> None:
-    """Log figures, send them to the trackers and keep them."""
-    epoch = run.progress.num_epochs
-    run.progress.history.append({"epoch": epoch, **figures})
-    run.accelerator.log(figures, step=epoch)
-    logger.info(f"epoch {epoch:5}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-
-
-def save_checkpoint(run: Run, output: Path) -> None:
-    """Everything that resuming needs, under its final name only once it is complete."""
-    folder = output / f"{PREFIX_CHECKPOINT_DIR}-{run.progress.num_epochs}"
-    draft = folder.with_name(f"{folder.name}.partial")
-    # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
-    run.accelerator.save_state(str(draft), safe_serialization=False)
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        draft.rename(folder)
-    logger.info(f"Saved {folder}")
+def end_epoch(run: Run, training: TrainingOptions) -> None:
+    """Mean training loss, and test errors where they are due."""
+    epoch = run.progress.num_updates // len(run.batches)
+    figures = {"loss": run.accelerator.reduce(run.epoch_loss / len(run.batches), "mean").item()}
+    run.epoch_loss.zero_()
+    if epoch % training.eval_every == 0 or epoch == training.epochs:
+        figures |= evaluate(run.model, run.processor, run.tests, run.accelerator)
+    record(run, "epoch", epoch, figures)
 
 
 def measure(mode: str, options: Options, samples: data.Data) -> Cost:
-    """A short run of its own in one mode: the same weights and batches each time, the second half measured."""
-    num_updates = options.offload.compare_steps
+    """A short run of its own in one mode: the same weights and batches each time."""
     run = prepare(make_accelerator(options), mode, options, samples)
-    run.model.train()
     run.processor.train()
-    meter = Meter(mode, run.accelerator.device, run.offloader)
-    batches = endless(run)
-    losses = []
-    for step in tqdm(range(num_updates), desc=f"Comparing: {mode}", unit="update", leave=False):
-        if step == num_updates // 2:
-            meter.restart()
-        meter.begin()
-        loss = update(run, next(batches))
-        meter.end()
-        losses.append(loss.item())
-    cost = replace(meter.cost(), losses=losses)
-    if run.offloader is None:
-        cost.saved_mib = saved_mib(run, next(batches), options.offload)
-    run.accelerator.free_memory()
-    return cost
-
-
-def endless(run: Run) -> Iterator[Batch]:
-    epoch = 0
-    while True:
-        yield from one_epoch(run, epoch)
-        epoch += 1
-
-
-def saved_mib(run: Run, batch: Batch, options: OffloadOptions) -> float:
-    """What a pass without offloading keeps for backward, counted as in the other modes."""
-    keep_all = replace(options, host_budget_gib=0, cpu_copies=True)
-    run.offloader = make_offloader("all", keep_all, run.accelerator.device)
-    update(run, batch)
-    return 1024 * run.offloader.stats.measured_peak_gib
+    batches = endless_batches(run.accelerator, run.batches)
+    return training_loop.measure(run, lambda: update(run, next(batches)), options.offload)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ LAYERS = (
     ("reporting",),
     ("transfer", "reflow", "memory"),
     ("activations", "teacher"),
-    ("diagnostics", "training"),
+    ("diagnostics", "training", "checkpoint"),
+    ("planning",),
     ("integrations.lerobot", "callbacks"),
     ("recipes",),
 )
@@ -33,6 +34,8 @@ LIBRARIES = {
     "diagnostics": {"torch", "psutil"},
     "reporting": {"matplotlib"},
     "training": {"torch", "accelerate"},
+    "checkpoint": {"torch", "accelerate"},
+    "planning": {"torch", "accelerate", "transformers", "peft", "tqdm", "yaml"},
     "integrations": set(),
     "integrations.lerobot": {
         "torch",

@@ -5,8 +5,10 @@ import logging
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_memopt import detect_leaks
+from hf_memopt.checkpoint import endless_batches
 from hf_memopt.reporting import read_run
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
@@ -76,7 +79,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without offloading, with accumulation, dropout and a checkpoint on the way."""
     folder = tmp_path_factory.mktemp("plain")
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    train(folder, *ACCUMULATED, "--offload=off", "--save_every=5")
+    train(folder, *ACCUMULATED, "--offload=off", "--checkpointing_steps=6")
     return folder
 
 
@@ -136,36 +139,75 @@ def test_every_update_is_made_of_equally_many_batches(tmp_path: Path, monkeypatc
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(plain: Path, tmp_path: Path) -> None:
-    shutil.copytree(plain / "checkpoint-5", tmp_path / "checkpoint-5")
+    shutil.copytree(plain / "checkpoints", tmp_path / "checkpoints")
     flags = ("--offload=all", "--cpu_copies", "--resume_from_checkpoint=latest")
     resumed = train(tmp_path, *ACCUMULATED, *flags)
     assert equal(weights(tmp_path), weights(plain))
     assert resumed["history"] == json.loads((plain / "results.json").read_text())["history"]
 
 
-def test_a_checkpoint_that_was_interrupted_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_state = Accelerator.save_state
 
-    def full_disk(accelerator: Accelerator, folder: str) -> None:
-        save_state(accelerator, folder)
-        if "checkpoint-4" in folder:
+    def full_disk(accelerator: Accelerator, folder: str, **settings: Any) -> None:
+        save_state(accelerator, folder, **settings)
+        if "step-000004" in folder:
             raise OSError("No space left on device")
 
     monkeypatch.setattr(Accelerator, "save_state", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        train(tmp_path, *TINY, "--offload=off", "--save_every=2")
+        train(tmp_path, *TINY, "--offload=off", "--checkpointing_steps=2")
     monkeypatch.undo()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     results = train(tmp_path, *TINY, "--offload=off", "--max_steps=3", "--resume_from_checkpoint=latest")
     assert results["history"][-1]["update"] == 3  # two updates from the checkpoint, and one
 
 
+@pytest.mark.parametrize("batch", [25, 40])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
+    batch: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an update, and in the last one, after which only the model is to be saved."""
+    batches = iter(range(1, 1000))
+    backward = Accelerator.backward
+
+    def told_to_stop(accelerator: Accelerator, loss: Tensor) -> None:
+        if next(batches) == batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        backward(accelerator, loss)
+
+    monkeypatch.setattr(Accelerator, "backward", told_to_stop)
+    with pytest.raises(SystemExit, match="143"):
+        train(tmp_path, *ACCUMULATED, "--offload=off")
+    assert not (tmp_path / "model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"already holds checkpoints.latest; go on with"):
+        train(tmp_path, *ACCUMULATED)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    results = train(tmp_path, *ACCUMULATED, "--offload=off", "--resume_from_checkpoint=latest")
+    assert equal(weights(tmp_path), weights(plain))
+    assert (results["training_cost"].step_ms is None) == (batch == 40)
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_status_of_its_signal(tmp_path: Path) -> None:
+    flags = (*TINY, "--offload=off", "--max_steps=100000", "--checkpointing_steps=5", f"--output_dir={tmp_path}")
+    process = subprocess.Popen([sys.executable, "-m", "hf_memopt.recipes.train_causal_lm", *flags])
+    latest = tmp_path / "checkpoints" / "latest"
+    while not latest.exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    num_updates = int(latest.read_text().split()[0].removeprefix("step-"))
+    results = train(
+        tmp_path, *TINY, "--offload=off", f"--max_steps={num_updates + 1}", "--resume_from_checkpoint=latest"
+    )
+    assert results["final"]["update"] == num_updates + 1
+
+
 def test_the_trainers_loop_gives_the_same_weights_with_and_without_offloading(tmp_path: Path) -> None:
     flags = (*ACCUMULATED, "--loop=trainer", "--max_steps=5", "--gradient_accumulation_steps=2")
     plain = train(tmp_path / "off", *flags, "--offload=off")
-    offloaded = train(tmp_path / "all", *flags, "--offload=all", "--cpu_copies", "--save_every=3")
+    offloaded = train(tmp_path / "all", *flags, "--offload=all", "--cpu_copies", "--checkpointing_steps=3")
     assert offloaded["training_cost"].moved_mib > 0.1
     assert equal(weights(tmp_path / "all"), weights(tmp_path / "off"))
     assert [entry["update"] for entry in plain["history"] if "eval_loss" in entry] == [5]
@@ -267,7 +309,11 @@ def test_a_run_that_offloads_nothing_says_why(tmp_path: Path, caplog: pytest.Log
         (["--compare=off,all", "--compare_steps=2"], "compare_steps=2 must be at least 4"),
         (["--max_steps=0"], "max_steps=0 must be at least 1"),
         (["--held_out=1"], "held_out=1.0 must lie between"),
-        (["--resume_from_checkpoint=latest"], "resume_from_checkpoint='latest': no such folder"),
+        (["--checkpointing_steps=-1"], "checkpointing_steps=-1 must be at least 0"),
+        (["--checkpoints_total_limit=0"], "checkpoints_total_limit=0 must be at least 1"),
+        (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
+        (["--resume_from_checkpoint=other"], "resume_from_checkpoint='other': checkpoint 'other': no such folder"),
+        (["--loop=trainer", "--resume_from_checkpoint=latest"], "resume_from_checkpoint='latest': no such folder"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(flags: list[str], message: str, tmp_path: Path) -> None:
@@ -309,6 +355,6 @@ def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     tokenizer = causal_lm_data.make_tokenizer(options.model, texts)
     blocks = causal_lm_data.pack(texts, tokenizer, options.data, options.training.seed)
     run = train_causal_lm.prepare(train_causal_lm.make_accelerator(options), mode, options, tokenizer, blocks)
-    batches = train_causal_lm.endless(run, 0)
+    batches = endless_batches(run.accelerator, run.batches)
     leaks = detect_leaks(lambda: train_causal_lm.update(run, batches), num_steps=24)
     assert not leaks.leaking, str(leaks)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from hf_memopt.recipes.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator_evaluation import LOSSES
 from hf_memopt.recipes.neural_operator_model import make_model
 from hf_memopt.recipes.neural_operator_options import ModelOptions, parse
-from hf_memopt.recipes.train_neural_operator import main, make_accelerator, micro_batches, one_epoch, prepare
+from hf_memopt.recipes.train_neural_operator import main, make_accelerator, micro_batches, prepare
 from neuralop.models import FNO, TFNO
 from torch import Tensor
 
 from hf_memopt import detect_leaks
+from hf_memopt.checkpoint import endless_batches
 
 CPU = torch.device("cpu")
 TINY = (
@@ -63,10 +65,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
-    """A run without offloading, with a checkpoint on the way."""
+    """A run without offloading, with a checkpoint in the middle of an epoch: the seventh update of twelve."""
     folder = tmp_path_factory.mktemp("plain")
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--save_every=2"])
+    main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
     return folder
 
 
@@ -140,7 +142,8 @@ def test_every_epoch_has_every_sample_in_an_order_of_its_own(cache: str, tmp_pat
     run = prepare(accelerator, "off", options, neural_operator_data.load(options.data, CPU))
 
     def order(epoch: int) -> list[float]:
-        return torch.cat([batch["y"].sum(dim=(1, 2, 3)) for batch in one_epoch(run, epoch)]).tolist()
+        batches = endless_batches(accelerator, run.batches, 3 * epoch)
+        return torch.cat([next(batches)["y"].sum(dim=(1, 2, 3)) for _ in range(3)]).tolist()
 
     first, second = order(0), order(1)
     assert len(set(first)) == 24
@@ -174,28 +177,33 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(
     whole = plain
     if model != "fno":
         whole = tmp_path / "whole"
-        train(whole, *flags, "--offload=off", "--save_every=2")
-    shutil.copytree(whole / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+        train(whole, *flags, "--offload=off", "--checkpointing_steps=7")
+    shutil.copytree(whole / "checkpoints", tmp_path / "resumed" / "checkpoints")
     again = ("--offload=all", "--cpu_copies", "--resume_from_checkpoint=latest")
     resumed = train(tmp_path / "resumed", *flags, *again)
     assert equal(weights(tmp_path / "resumed"), weights(whole))
     assert resumed["history"] == json.loads((whole / "results.json").read_text())["history"]
 
 
-def test_a_checkpoint_that_was_interrupted_is_not_taken_for_one(
-    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
+    plain: Path, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_state = Accelerator.save_state
+    backward = Accelerator.backward
 
-    def full_disk(accelerator: Accelerator, folder: str, **options: Any) -> None:
-        save_state(accelerator, folder, **options)
-        raise OSError("No space left on device")
+    def told_to_stop(accelerator: Accelerator, loss: Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        backward(accelerator, loss)
 
-    monkeypatch.setattr(Accelerator, "save_state", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        train(tmp_path, *TINY, cache, "--offload=off", "--save_every=1")
-    with pytest.raises(ValueError, match="resume_from_checkpoint='latest': no such folder"):
-        train(tmp_path, *TINY, cache, "--offload=off", "--resume_from_checkpoint=latest")
+    monkeypatch.setattr(Accelerator, "backward", told_to_stop)
+    with pytest.raises(SystemExit, match="130"):
+        train(tmp_path, *TINY, cache, "--offload=off")
+    monkeypatch.undo()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000001"]
+    train(tmp_path, *TINY, cache, "--offload=off", "--resume_from_checkpoint=latest")
+    assert equal(weights(tmp_path), weights(plain))
 
 
 def test_a_saved_tfno_can_be_loaded(cache: str, tmp_path: Path) -> None:
@@ -266,9 +274,10 @@ def test_losses_do_not_take_fields_for_periodic() -> None:
         (["--budget_gib=1", "--offload=all"], "budget_gib=1.0 needs --offload auto"),
         (["--offload=inputs"], "add --checkpoint_blocks or --checkpoint_mlps"),
         (["--compare=off,some"], "no mode 'some'"),
-        (["--loop=neuralop", "--save_every=1"], "save_every=1 is not for loop='neuralop'; use --loop accelerate"),
+        (["--loop=neuralop", "--checkpointing_steps=1"], "checkpointing_steps=1 is not for loop='neuralop'; use"),
+        (["--checkpointing_steps=-1"], "checkpointing_steps=-1 must be at least 0"),
         (["--loop=neuralop", "--micro_batch_size=2"], "micro_batch_size=2 is not for loop='neuralop'"),
-        (["--resume_from_checkpoint=latest"], "resume_from_checkpoint='latest': no such folder"),
+        (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(flags: list[str], message: str, cache: str, tmp_path: Path) -> None:
@@ -312,6 +321,6 @@ def test_training_leaks_nothing(mode: str, cache: str, tmp_path: Path) -> None:
     options = parse("", [*TINY, cache, "--cpu_copies", f"--output_dir={tmp_path}"])
     accelerator = make_accelerator(options)
     run = prepare(accelerator, mode, options, neural_operator_data.load(options.data, CPU))
-    batches = train_neural_operator.endless(run)
+    batches = endless_batches(accelerator, run.batches)
     leaks = detect_leaks(lambda: train_neural_operator.update(run, next(batches)), num_steps=36)
     assert not leaks.leaking, str(leaks)

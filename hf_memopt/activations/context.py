@@ -18,7 +18,7 @@ from hf_memopt.activations.recompute import Computation, RecomputedStorage, Reso
 from hf_memopt.activations.residency import in_backward
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.storages import KeptStorage, LiveStorage
-from hf_memopt.activations.tensors import VersionGuard
+from hf_memopt.activations.tensors import PLAIN_TYPES, VersionGuard
 from hf_memopt.activations.timeline import Action
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class OffloadContext:
 
     def pack(self, tensor: Tensor) -> Payload:
         """The payload that autograd keeps instead of `tensor`."""
-        if type(tensor) is not Tensor:
+        if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
         if tensor.layout is not torch.strided:
             return self._keep(tensor)
@@ -177,7 +177,7 @@ def storages_of(model: nn.Module | None) -> frozenset[int]:
     if model is None:
         return frozenset()
     tensors = [*model.parameters(), *model.buffers()]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor)
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) in PLAIN_TYPES)
 
 
 def is_weight(tensor: Tensor) -> bool:

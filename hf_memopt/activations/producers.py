@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.activations.residency import in_backward
-from hf_memopt.activations.tensors import ViewMeta
+from hf_memopt.activations.tensors import PLAIN_TYPES, ViewMeta
 from hf_memopt.transfer.clock import Clock
 
 _aten = torch.ops.aten
@@ -107,7 +107,7 @@ class Producers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types or not _repeatable(func) or in_backward():
+        if not PLAIN_TYPES.issuperset(types) or not _repeatable(func) or in_backward():
             return func(*args, **kwargs)
         start = self._clock.mark() if self._clock else None
         result = func(*args, **kwargs)

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# What can be taken apart: subclasses cannot in general. A simulation adds its fake tensors.
+PLAIN_TYPES: set[type[Tensor]] = {Tensor}
+
 _nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
@@ -33,8 +36,7 @@ class VersionGuard:
     __slots__ = ("_alias", "_shape", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._alias = tensor.detach()
-        self._alias.data = _no_data(tensor.dtype, tensor.device)
+        self._alias = _alias_without_memory(tensor)
         self._shape = tensor.shape
         self.version = tensor._version
 
@@ -58,6 +60,12 @@ def modified_in_place(shape: torch.Size) -> RuntimeError:
         f"a tensor of shape {tuple(shape)} that autograd saved for backward has been modified by an in-place "
         "operation; clone it before the modification, or modify a copy"
     )
+
+
+def _alias_without_memory(tensor: Tensor) -> Tensor:
+    alias = tensor.detach()
+    alias.data = _no_data(tensor.dtype, tensor.device)
+    return alias
 
 
 def _no_data(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -58,10 +58,10 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> C
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if not (query.dim() == key.dim() == value.dim() == 4):
         return None
-    flash = torch.backends.cuda.flash_sdp_enabled() and mask is None and query.dtype in _HALVES
+    flash = torch.backends.cuda.flash_sdp_enabled() and mask is None and query.dtype in _HALVES  # type: ignore[no-untyped-call]
     if flash and same_width and query.shape[-1] <= 256:
         return _flash
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALVES, torch.float32):
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALVES, torch.float32):  # type: ignore[no-untyped-call]
         return _memory_efficient
     return None
 
@@ -74,7 +74,7 @@ def _flash(
     if padding:
         query, key, value = (F.pad(each, (0, padding)) for each in (query, key, value))
     attended = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    return attended[..., :width] if padding else attended
+    return attended[..., :width] if padding else attended  # type: ignore[no-any-return]
 
 
 def _memory_efficient(
@@ -85,7 +85,7 @@ def _memory_efficient(
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     bias = None if mask is None else _bias(mask, query, key)
-    return _aten._scaled_dot_product_efficient_attention(
+    return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
 
@@ -101,17 +101,20 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def register_softmax() -> list[torch.library.Library]:
-    """CUDA's softmax reads half precision and writes float32 in one kernel; elsewhere the input is converted first."""
-    rules = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
+    """CUDA's softmax reads float16 and writes float32 in one kernel; bfloat16, and all elsewhere, is converted first.
+
+    Source: `softmax` and `log_softmax` of torch's SoftMax.cpp.
+    """
+    rules = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
     for name, kernel in (("softmax.int", _aten._softmax), ("log_softmax.int", _aten._log_softmax)):
-        rules.impl(name, _softmax(kernel.default))
+        rules.impl(name, _softmax(kernel.default))  # type: ignore[no-untyped-call]
     return [rules]
 
 
 def _softmax(kernel: Any) -> Callable[..., Tensor]:
     def run(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        if dtype == torch.float32 and input.dtype in _HALVES:
-            return kernel(input, dim, True)
-        return kernel(input if dtype is None else input.to(dtype), dim, False)
+        if dtype == torch.float32 and input.dtype == torch.float16:
+            return kernel(input, dim, True)  # type: ignore[no-any-return]
+        return kernel(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
 
     return run

@@ -48,9 +48,9 @@ _KEY = "AutocastPrivateUse1"
 
 def register(device_type: str) -> list[torch.library.Library]:
     """Gives a PrivateUse1 device CUDA's policy, for as long as the returned libraries live."""
-    fallthrough = torch.library.Library("_", "IMPL")
-    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)
-    rules = torch.library.Library("aten", "IMPL", _KEY)
+    fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
+    rules = torch.library.Library("aten", "IMPL", _KEY)  # type: ignore[no-untyped-call]
     casts = _Casts(device_type)
     policies = (
         (LOWER_PRECISION, casts.lower),
@@ -60,7 +60,7 @@ def register(device_type: str) -> list[torch.library.Library]:
     )
     for names, policy in policies:
         for name in names:
-            rules.impl(name, casts.kernel(_overload(name), policy))
+            rules.impl(name, casts.kernel(_overload(name), policy))  # type: ignore[no-untyped-call]
     return [fallthrough, rules]
 
 
@@ -109,7 +109,7 @@ class _Casts:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        self.excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
     def kernel(self, operation: Any, policy: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -53,8 +53,10 @@ class MemoryEstimate:
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
         step_ms: what the last step would take on `card`; None without one.
+        phases_ms: the same by phase.
         stall_ms: for how long compute would wait for copies in it.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
+        storage_kinds: what each storage of `trace` is for, by its number.
     """
 
     peak_bytes: int
@@ -69,8 +71,10 @@ class MemoryEstimate:
     assumptions: tuple[str, ...]
     unreached: tuple[str, ...]
     step_ms: float | None
+    phases_ms: dict[str, float]
     stall_ms: float | None
     trace: Trace
+    storage_kinds: tuple[str, ...]
 
 
 def estimate_peak_memory(
@@ -120,29 +124,37 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    if like not in ("cuda", "cpu"):
-        raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1")
-    options = _Options(like, num_steps, selected_fraction, num_top, card)
-    return run_isolated(lambda: _simulate(setup, step, options))
+    options = SimulationOptions(like, num_steps, selected_fraction, num_top, card)
+    return run_isolated(lambda: simulate(setup, step, options))
 
 
-class _Options(NamedTuple):
-    like: Like
-    num_steps: int
-    selected_fraction: float
-    num_top: int
-    card: Card | None
+@dataclass(frozen=True)
+class SimulationOptions:
+    """See `estimate_peak_memory`."""
+
+    like: Like = "cuda"
+    num_steps: int = 2
+    selected_fraction: float = 1.0
+    num_top: int = 10
+    card: Card | None = None
+
+    def __post_init__(self) -> None:
+        if self.like not in ("cuda", "cpu"):
+            raise ValueError(f'like={self.like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps} must be at least 1")
 
 
-def _simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: _Options) -> MemoryEstimate:
+def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: SimulationOptions) -> MemoryEstimate:
+    """`estimate_peak_memory` in this process, which is then good for simulations alone."""
     phases = Phases()
     device_type, block_bytes = (DEVICE_TYPE, allocator.BLOCK_BYTES) if options.like == "cuda" else ("cpu", 1)
     with ExitStack() as stack:
         device, unknowns = stack.enter_context(simulation(options.like, options.selected_fraction))
         unknowns.module = lambda: phases.module
-        times = StepTimes(stack.enter_context(virtual_time(device_type, options.card)) if options.card else None)
+        times = StepTimes(
+            stack.enter_context(virtual_time(device_type, options.card)) if options.card else None, phases
+        )
         ledger = Ledger(device_type, block_bytes, phases, times.charge)
         watch = StepWatch(ledger, phases)
         begins = []
@@ -154,29 +166,36 @@ def _simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: 
                 phases.begin_step()
                 times.begin_step()
                 step(state)
-            times.end_step()
             unreached = watch.unreached()
         return _estimate(ledger, begins, unknowns, unreached, options.num_top, times)
 
 
 class StepTimes:
-    """How long the newest step took on the virtual clock, if there is one."""
+    """How long the phases of the newest step took on the virtual clock, if there is one."""
 
-    def __init__(self, clock: VirtualClock | None) -> None:
-        self.charge = None if clock is None else clock.charge
-        self.step_ms: float | None = None
+    def __init__(self, clock: VirtualClock | None, phases: Phases) -> None:
+        self.phases_ms: dict[str, float] = {}
         self.stall_ms: float | None = None
-        self._clock = clock
-        self._begun = (0.0, 0.0)
+        self._clock, self._phases = clock, phases
+        self._booked_s = self._stalled_s = 0.0
+
+    @property
+    def step_ms(self) -> float | None:
+        return None if self._clock is None else sum(self.phases_ms.values())
 
     def begin_step(self) -> None:
         if self._clock is not None:
-            self._begun = self._clock.now_s, self._clock.stalled_s
+            self.phases_ms = {}
+            self._booked_s, self._stalled_s = self._clock.now_s, self._clock.stalled_s
 
-    def end_step(self) -> None:
+    def charge(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Let an operation take its time, and book all time since the last one."""
         if self._clock is not None:
-            self.step_ms = 1e3 * (self._clock.now_s - self._begun[0])
-            self.stall_ms = 1e3 * (self._clock.stalled_s - self._begun[1])
+            self._clock.charge(function, args, kwargs, result)
+            spent_ms = 1e3 * (self._clock.now_s - self._booked_s)
+            self.phases_ms[self._phases.name] = self.phases_ms.get(self._phases.name, 0.0) + spent_ms
+            self._booked_s = self._clock.now_s
+            self.stall_ms = 1e3 * (self._clock.stalled_s - self._stalled_s)
 
 
 class StepWatch:
@@ -269,8 +288,10 @@ def _estimate(
         assumptions=guesses,
         unreached=unreached,
         step_ms=times.step_ms,
+        phases_ms=times.phases_ms,
         stall_ms=times.stall_ms,
         trace=trace,
+        storage_kinds=kinds.of_storages(ledger),
     )
 
 

@@ -1,11 +1,14 @@
 """Work in a process of its own, which leaves nothing behind in this one."""
 
+import itertools
+import logging
 import multiprocessing
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import cast
 
 import torch
 
@@ -23,33 +26,72 @@ def run_isolated[Result](function: Callable[[], Result]) -> Result:
         ValueError: `function` raised it: the same error, whose note holds the traceback.
         IsolatedError: it raised anything else, or its process was killed.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(function, sender), daemon=True)
-    with warnings.catch_warnings():
-        # Threads of this process do not exist in the forked one. As in torch's DataLoader workers, that is safe for a
-        # process which runs torch on one thread and leaves the accelerator alone.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        process.start()
-    sender.close()
+    return _Isolated(function).result()
+
+
+def run_all_isolated[Result](functions: Iterable[Callable[[], Result]], num_workers: int) -> Iterator[Result]:
+    """The results of many functions, `num_workers` at a time, in the order in which they end.
+
+    Each function is taken from the iterable when there is room for it, so that it can depend on earlier results.
+
+    Raises:
+        ValueError, IsolatedError: see `run_isolated`; the other processes are ended.
+    """
+    waiting = iter(functions)
+    running: dict[Connection, _Isolated[Result]] = {}
     try:
-        result, error, trace = pickle.loads(receiver.recv_bytes())
-    except EOFError:
-        process.join()
-        raise IsolatedError(f"the simulation's process died with exit code {process.exitcode}") from None
+        while True:
+            for function in itertools.islice(waiting, num_workers - len(running)):
+                isolated = _Isolated(function)
+                running[isolated.receiver] = isolated
+            if not running:
+                return
+            for receiver in wait(list(running)):
+                yield running.pop(cast(Connection, receiver)).result()
     finally:
-        receiver.close()
-    process.join()
-    if isinstance(error, ValueError):
-        error.add_note(trace)
-        raise error
-    if error is not None:
-        raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")
-    return result  # type: ignore[no-any-return]
+        for isolated in running.values():
+            isolated.stop()
+
+
+class _Isolated[Result]:
+    """A function that runs in a forked process."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_child, args=(function, sender), daemon=True)
+        with warnings.catch_warnings():
+            # Threads of this process do not exist in the forked one. As in torch's DataLoader workers, that is safe for
+            # a process which runs torch on one thread and leaves the accelerator alone.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            self._process.start()
+        sender.close()
+
+    def result(self) -> Result:
+        try:
+            result, error, trace = pickle.loads(self.receiver.recv_bytes())
+        except EOFError:
+            self._process.join()
+            raise IsolatedError(f"the simulation's process died with exit code {self._process.exitcode}") from None
+        finally:
+            self.receiver.close()
+        self._process.join()
+        if isinstance(error, ValueError):
+            error.add_note(trace)
+            raise error
+        if error is not None:
+            raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")
+        return result  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.receiver.close()
 
 
 def _child(function: Callable[[], object], sender: Connection) -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # what matters travels as a result or an exception
     result, error, trace = None, None, ""
     try:
         result = function()

@@ -26,6 +26,11 @@ def alive_at(ledger: Ledger, position: int) -> list[tuple[str, StorageRecord]]:
     return sorted(((_kind(record, ledger), record) for record in live), key=lambda pair: -pair[1].num_bytes)
 
 
+def of_storages(ledger: Ledger) -> tuple[str, ...]:
+    """The kind of every storage, by number."""
+    return tuple(_kind(record, ledger) for record in ledger.records)
+
+
 def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
     """Bytes of each kind, most first."""
     totals: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class StorageRecord:
     died: int | None = None
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Logs every storage that operations make inside of `with ledger:`, whether tensors are fake or real.
 
     Args:
@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
         phases: Phases,
         on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[StorageRecord] = []
         self.log: list[tuple[int, int]] = []
         self.log_phases: list[str] = []

@@ -29,7 +29,7 @@ class UnsupportedOperationError(ValueError):
     """An operation that cannot be simulated."""
 
 
-class Unknowns(TorchDispatchMode):
+class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     A number is taken as 1. A truth value is taken as False, except from `all`, which is True: masks hide nothing, and
@@ -42,7 +42,7 @@ class Unknowns(TorchDispatchMode):
     """
 
     def __init__(self, selected_fraction: float = 1.0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.selected_fraction = selected_fraction
         self.guesses: Counter[str] = Counter()
         self.reads = 0
@@ -62,7 +62,9 @@ class Unknowns(TorchDispatchMode):
             return self._value(function, args)
         except DynamicOutputShapeException:
             return self._selection(function, args)
-        except (UnsupportedOperatorException, NotImplementedError) as error:
+        except RuntimeError as error:  # NotImplementedError is one
+            if not _lacks_fake(error):
+                raise
             raise UnsupportedOperationError(
                 f"{function}, in module {self.module()!r}: torch has no fake implementation of this operation for "
                 f"these arguments ({error}), so its memory cannot be simulated; register one with "
@@ -83,11 +85,13 @@ class Unknowns(TorchDispatchMode):
         if tensor.dtype != torch.bool:
             self.guesses["a whole number read from a tensor taken as 1"] += 1
             return 1
-        source = self._sources.get(tensor, "a truth value")
+        source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
         self.guesses[f"{source} of a tensor taken as {source == 'all'}"] += 1
         return source == "all"
 
     def _selection(self, function: Any, args: Any) -> Any:
+        if function is _aten.index.Tensor:
+            return self._index(*args)
         tensor = args[0]
         name = function.overloadpacket.__name__
         count = max(1, math.ceil(tensor.numel() * self.selected_fraction))
@@ -103,12 +107,27 @@ class Unknowns(TorchDispatchMode):
             return self._ctc_loss(*args)
         raise UnsupportedOperationError(f"{function}: the size of its result depends on values and cannot be guessed")
 
+    def _index(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+        """Masks become the indices of what they select, as in torch's kernels."""
+        positions: list[Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            positions += self._selection(_aten.nonzero.default, (index,)).unbind(1) if is_mask else [index]
+        result: Tensor = _aten.index.Tensor(tensor, positions)
+        return result
+
     def _ctc_loss(self, log_probs: Tensor, targets: Tensor, *lengths: Any) -> tuple[Tensor, Tensor]:
         """Losses `(batch,)` and forward variables `(batch, time, 2 * target + 1)`, for targets of full length."""
         num_steps, batch, _ = log_probs.shape
         longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // batch
         self.guesses["ctc_loss taken to have targets of full length"] += 1
         return log_probs.new_empty(batch), log_probs.new_empty(batch, num_steps, 2 * longest + 1)
+
+
+def _lacks_fake(error: RuntimeError) -> bool:
+    """Custom operators of torch.library have a fake implementation that says that there is none."""
+    known = UnsupportedOperatorException, NotImplementedError
+    return isinstance(error, known) or "no fake impl registered" in str(error)
 
 
 def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:

@@ -7,24 +7,34 @@ remains is given to it here. Registering it is for a process and for good, so a 
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # as the first operation on fake tensors would do, in every forked process: a second each
+import torch.optim.optimizer as torch_optimizer
+import torch.utils._foreach_utils as foreach_utils
 import torch.utils.backend_registration as backend_registration
+import transformers.utils.import_utils as seam
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
+from hf_memopt.activations import context, tensors
+from hf_memopt.activations.tensors import PLAIN_TYPES
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
 
 DEVICE_TYPE = "virtual_cuda"
 
 
-class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
+class _Backend(backend_registration._DummyBackendModule):
     """What torch asks of `torch.<backend>`; nothing of it has an effect."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -43,6 +53,21 @@ class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
 
     def device(self, device: Any) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
+
+
+_TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Without its cache for operations on storages: the cache's keys would keep them alive."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        enabled = self.cache_enabled
+        self.cache_enabled = enabled and func not in _TAKING_STORAGES
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = enabled
 
 
 @cache
@@ -76,7 +101,9 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
             stack.enter_context(_autocast_for_cuda())
             stack.enter_context(_accelerate_on(device))
         stack.enter_context(_modules_move())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_fakes_are_plain())
+        stack.enter_context(_foreach_takes_fakes())
+        stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
         stack.enter_context(unknowns)
         yield device, unknowns
 
@@ -91,10 +118,6 @@ def _without_cuda() -> Iterator[None]:
 @contextmanager
 def _untraced() -> Iterator[None]:
     """transformers takes fake tensors for a trace and then builds explicit attention masks, as no training run does."""
-    import sys
-
-    import transformers.utils.import_utils as seam
-
     holders = [seam, *(module for name, module in sys.modules.items() if name.startswith("transformers."))]
     with ExitStack() as stack:
         for holder in holders:
@@ -121,13 +144,39 @@ def _autocast_for_cuda() -> Iterator[None]:
 
 
 @contextmanager
+def _foreach_takes_fakes() -> Iterator[None]:
+    """Optimizers and gradient clipping choose their foreach path by a tensor's class."""
+    with ExitStack() as stack:
+        for module in (torch_optimizer, foreach_utils):
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        yield
+
+
+@contextmanager
 def _accelerate_on(device: torch.device) -> Iterator[None]:
     """An `Accelerator` made inside lands on the virtual device."""
-    from accelerate.state import AcceleratorState, PartialState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch.object(PartialState, "default_device", device):
         yield
+
+
+@contextmanager
+def _fakes_are_plain() -> Iterator[None]:
+    """Offloaders take fake tensors apart as they do real ones.
+
+    Their own operations, which they hide from all dispatch modes, are hidden from the one that they opened. Fake
+    aliases would keep memory alive, and are not needed where nothing is computed.
+    """
+    with (
+        patch.object(context, "no_dispatch", _pop_mode_temporarily),
+        patch.object(tensors, "_alias_without_memory", lambda tensor: SimpleNamespace(_version=tensor._version)),
+    ):
+        PLAIN_TYPES.add(FakeTensor)
+        try:
+            yield
+        finally:
+            PLAIN_TYPES.discard(FakeTensor)
 
 
 @contextmanager

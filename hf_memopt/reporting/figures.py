@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_memopt.reporting.runs import PhasePeak, Run, memory_column
 
-_COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
+COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
 _BAR, _TIME = "#e58b3d", "#4c78a8"
 _DEVICE_PEAK = "memory/peak_allocated_gib"
 
@@ -78,8 +78,8 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
     if on_device:
         _draw_device(axes[0], [record for record in timeline if _DEVICE_PEAK in record])
     for key, label, color in (
-        ("memory/host_rss_gib", "resident memory of the process", _COLORS[0]),
-        ("memory/pinned_gib", "of it pinned by torch", _COLORS[3]),
+        ("memory/host_rss_gib", "resident memory of the process", COLORS[0]),
+        ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
     ):
         points = [(record["step"], record[key]) for record in timeline if key in record]
         if points:
@@ -97,9 +97,9 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
         "elsewhere": "outside of torch's allocator",
     }
     series = {kind: [record.get(f"memory/{kind}_gib", math.nan) for record in timeline] for kind in kinds}
-    axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(_COLORS[3], _COLORS[0], _COLORS[6]))
+    axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(COLORS[3], COLORS[0], COLORS[6]))
     peaks = [record[_DEVICE_PEAK] for record in timeline]
-    axes.plot(steps, peaks, "--", color=_COLORS[4], label="most that tensors held so far")
+    axes.plot(steps, peaks, "--", color=COLORS[4], label="most that tensors held so far")
     axes.set(title="Device, at each log", ylabel="GiB")
     axes.margins(x=0.02)
 
@@ -131,7 +131,7 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
         left = [0.0] * len(holders)
         for index, kind in enumerate(kinds):
             widths = [by_phase[phase].get(kind, 0) / 2**20 for by_phase in holders.values()]
-            axes.barh(list(holders), widths, left=left, color=_COLORS[index % len(_COLORS)], label=kind)
+            axes.barh(list(holders), widths, left=left, color=COLORS[index % len(COLORS)], label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")

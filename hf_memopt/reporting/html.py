@@ -1,7 +1,7 @@
 """A report as one HTML file that needs nothing beside it: figures are inside, for light and for dark screens."""
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -42,7 +42,10 @@ def write_report(run: Run, output: Path) -> Path:
     if output.exists() and not output.is_dir():
         raise ValueError(f"output={str(output)!r} is a file; name a folder")
     drawn = {name: (render(draw, dark=False), render(draw, dark=True)) for name, draw in figures_of(run).items()}
-    page = _page(run, {name: _picture(_ALT[name], *pngs) for name, pngs in drawn.items()})
+    pictures = {name: picture(_ALT[name], *pngs) for name, pngs in drawn.items()}
+    opening = facts_and_headlines(run.facts, tables.headlines(run))
+    parts = [opening, *_sections(run, pictures), *_appendix(run)]
+    page = document(f"Memory and time of {run.name}", parts)
     output.mkdir(parents=True, exist_ok=True)
     for name, (light, _) in drawn.items():
         (output / f"{name}.png").write_bytes(light)
@@ -50,10 +53,11 @@ def write_report(run: Run, output: Path) -> Path:
     return output / "report.html"
 
 
-def _page(run: Run, pictures: dict[str, str]) -> str:
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page: the title as text, the parts as HTML."""
     style = (files("hf_memopt.reporting") / "report.css").read_text(encoding="utf-8")
-    title = f"Memory and time of {escape(run.name)}"
-    body = "\n".join([f"<h1>{title}</h1>", _facts(run), *_sections(run, pictures), *_appendix(run)])
+    title = escape(title)
+    body = "\n".join([f"<h1>{title}</h1>", *parts])
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -61,30 +65,31 @@ def _page(run: Run, pictures: dict[str, str]) -> str:
     )
 
 
-def _facts(run: Run) -> str:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in run.facts.items())
-    lines = "".join(f"<p class=headline>{escape(line)}</p>" for line in tables.headlines(run))
-    return f"<dl>{facts}</dl>{lines}"
+def facts_and_headlines(facts: Mapping[str, str], headlines: Iterable[str]) -> str:
+    """What a page begins with."""
+    terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items())
+    lines = "".join(f"<p class=headline>{escape(line)}</p>" for line in headlines)
+    return f"<dl>{terms}</dl>{lines}"
 
 
 def _sections(run: Run, pictures: dict[str, str]) -> Iterator[str]:
     if run.modes:
         note = f"{_MODES} {_ON_CPU}" if run.facts.get("device") == "cpu" else _MODES
-        yield _section("Memory and time by mode", pictures["modes"], _table(tables.mode_table(run)), note)
+        yield section("Memory and time by mode", pictures["modes"], table_html(tables.mode_table(run)), note)
     if run.holders:
-        picture = pictures["memory_by_kind"]
-        yield _section("Memory by kind", _table(tables.holder_table(run)), picture, _COUNTED)
+        by_kind = pictures["memory_by_kind"]
+        yield section("Memory by kind", table_html(tables.holder_table(run)), by_kind, _COUNTED)
     if run.timeline:
-        yield _section("Memory over time", pictures["memory_over_time"], "", "")
+        yield section("Memory over time", pictures["memory_over_time"], "", "")
     if run.phases:
-        yield _section("Peak by phase", pictures["peak_by_phase"], _table(tables.phase_table(run)), _PHASES)
+        yield section("Peak by phase", pictures["peak_by_phase"], table_html(tables.phase_table(run)), _PHASES)
     if run.policies:
-        yield _section("Teacher and student", _table(tables.policy_table(run)), "", "")
+        yield section("Teacher and student", table_html(tables.policy_table(run)), "", "")
 
 
 def _appendix(run: Run) -> Iterator[str]:
     for name, text in run.oom_reports.items():
-        yield _section(f"Out of memory: {name}", f"<pre>{escape(text)}</pre>", "", "")
+        yield section(f"Out of memory: {name}", f"<pre>{escape(text)}</pre>", "", "")
     if run.lacking:
         items = "".join(f"<li>{escape(lacking)}</li>" for lacking in run.lacking)
         yield f"<section class=lacking><h2>Not in this report</h2><ul>{items}</ul></section>"
@@ -95,12 +100,14 @@ def _appendix(run: Run) -> Iterator[str]:
         yield f"<details><summary>Figures that the run drew itself</summary>{images}</details>"
 
 
-def _section(title: str, first: str, second: str, note: str) -> str:
+def section(title: str, first: str, second: str, note: str) -> str:
+    """A titled box with two pieces of HTML and a note in plain text, each of which may be empty."""
     noted = f"<p class=note>{escape(note)}</p>" if note else ""
     return f"<section>\n<h2>{escape(title)}</h2>\n{first}\n{second}\n{noted}\n</section>"
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """A table, numbers to the right."""
     # A column is aligned as its first cell with a value is.
     numeric = [any(isinstance(row[i], int | float) for row in table.rows) for i in range(len(table.heads))]
     classes = ["" if is_numeric is False else " class=number" for is_numeric in numeric]
@@ -120,7 +127,8 @@ def _text(cell: Cell, digits: int) -> str:
     return f"{cell:,.{digits}f}" if isinstance(cell, float) else escape(str(cell))
 
 
-def _picture(alt: str, light: bytes, dark: bytes) -> str:
+def picture(alt: str, light: bytes, dark: bytes) -> str:
+    """A figure inside the page, as two PNG files."""
     source = f'<source media="(prefers-color-scheme: dark)" srcset="{_data_uri(dark)}">'
     return f'<picture>{source}<img alt="{escape(alt)}" src="{_data_uri(light)}"></picture>'
 

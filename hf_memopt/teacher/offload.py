@@ -9,31 +9,44 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.memory.counters import counters_for
+from hf_memopt.teacher.auto import AutoWeights
+from hf_memopt.teacher.quantised import claim_device, is_quantised
+from hf_memopt.teacher.residency import Residency, ResidentWeights, SwappedWeights
+from hf_memopt.teacher.shared_base import SharedBase, is_part_of
+from hf_memopt.teacher.shared_memory import several_ranks, share
 from hf_memopt.teacher.sharing import SharedWeights
+from hf_memopt.teacher.stream import StreamedWeights
 from hf_memopt.teacher.weights import PackedWeights
-from hf_memopt.transfer import Copier, Transfer, copier_for
+from hf_memopt.transfer import Copier, copier_for
+from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer.host_memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
-TeacherMode = Literal["auto", "resident", "swap"]
+TeacherMode = Literal["auto", "resident", "swap", "stream"]
 TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 
 
 @dataclass(frozen=True)
 class TeacherReport:
-    """What a teacher costs. Bytes are totals since it was made.
+    """What a teacher costs. Bytes and times are totals since it was made, where nothing else is said.
 
     Attributes:
-        mode: `"resident"` or `"swap"`.
+        mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
         reason: why, in words.
         home: device that holds the weights between visits.
         device: device that runs the teacher.
-        host_bytes: host memory of the master copy.
+        host_bytes: host memory of the master copy, which all ranks of a machine share.
         device_bytes: the teacher's own bytes on `device` right now.
+        peak_device_bytes: the most that they were, in this mode.
         shared_bytes: weights read from the student's memory, in no other figure here.
         bytes_host_to_device: copied so far.
         bytes_device_to_host: copied so far; frozen weights are never copied back, so this stays 0.
         stall_ms: time for which compute waited for copies.
+        stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
+        predicted_device_bytes: what `"auto"` or the plan of `"stream"` expects of `peak_device_bytes`; None before.
+        predicted_stall_ms: what `"auto"` expects of `stall_ms_per_visit`; None where it did not choose.
     """
 
     mode: str
@@ -42,40 +55,51 @@ class TeacherReport:
     device: str
     host_bytes: int
     device_bytes: int
+    peak_device_bytes: int
     shared_bytes: int
     bytes_host_to_device: int
     bytes_device_to_host: int
     stall_ms: float
+    stall_ms_per_visit: float | None = None
+    predicted_device_bytes: int | None = None
+    predicted_stall_ms: float | None = None
 
 
 class OffloadedTeacher:
     """Holds a frozen module at home in host memory and brings its weights to the device on demand.
 
-    The weights are packed into one immutable host block, pinned where possible. A visit copies that block to the
-    device on a side stream; leaving drops the device copy. Nothing is copied back, cast or synchronised with the host
-    in a step, and the allocator's cache is left alone.
+    The weights are packed into one immutable host block, pinned where possible, and shared by the ranks of a machine. A
+    visit copies from that block on a side stream; leaving drops what was copied. Nothing is copied back, cast or
+    synchronised with the host in a step, and the allocator's cache is left alone.
 
     This is no `nn.Module`: an attribute of a student holding it appears in no `parameters()`, `state_dict()`,
     `train()` or `to()` of the student. A deep copy of the student shares it.
 
     Args:
         module: the teacher. Frozen and put into evaluation mode here, and owned by this object from now on. It stays
-            usable on the CPU between visits.
+            usable on the CPU between visits, unless it is quantised. The student itself, a PEFT model that is also
+            given as `share_with`: the teacher is its base, with adapters disabled (see `SharedBase`).
         device: where the teacher runs.
-        mode: `"swap"` as described; `"resident"`, the weights stay on `device`; `"auto"`, resident where offloading
-            cannot help (the device is the CPU, or the teacher fits `budget_gib`), otherwise swap.
+        mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
+            as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
+            CPU, and on an accelerator what `budget_gib` or, without one, the first two optimizer steps allow (see
+            `choose`).
         dtype: cast floating-point parameters to this dtype, once. Buffers keep theirs, since rounding e.g. rotary
             frequencies moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
         share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
-        budget_gib: for `"auto"`, device memory that the teacher's own weights may keep.
+        budget_gib: device memory that the teacher's own weights may take, for `"stream"` and `"auto"`. Streaming needs
+            two blocks of it at least.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with
-            `mode="swap"` makes a CPU run every step of an offloaded run.
+            another mode than auto makes a CPU run every step of an offloaded run.
 
     Raises:
-        ValueError: unknown mode, or weights that cannot be rebound (quantised, sharded, sparse or meta tensors).
+        ValueError: unknown mode; weights that cannot be rebound (sharded, sparse or meta tensors, other quantisation
+            than torchao's); a shared base that would not be the teacher; ranks that were given different weights; a
+            device that cannot stream.
 
-    Cost of a visit: one copy of the teacher's own bytes over the link, hidden behind whatever runs between
-    `prefetch()` and `onload()`. Ideas after torch's frozen-weight offloading in accelerate (#1711: no copy back).
+    With several ranks (torch.distributed is initialised), every rank has to make its teacher, in the same order: see
+    `share`. Cost of a visit: one copy of the teacher's own bytes over the link at most, streamed ones as often as they
+    pass. Ideas after accelerate's offloading of frozen weights (its pull request 1711: no copy back).
     """
 
     def __init__(
@@ -94,22 +118,23 @@ class OffloadedTeacher:
         self.device = torch.device(device)
         self._module = module
         self._visits = 0
-        self._block: Tensor | None = None
-        self._transfer: Transfer | None = None
-        module.requires_grad_(False)
-        module.train(False)
-        if dtype is not None:
-            _cast_parameters(module, dtype)
         self._copier = copier_for(self.device) if copier is None else copier
-        self._shared = SharedWeights(module, share_with)
-        self._weights = PackedWeights(module, exclude=self._shared.parameters)
-        self._mode, self._reason = self._choose_mode(mode, budget_gib)
-        allocate = self._copier.empty_device if self._mode == "resident" else self._copier.empty_host
-        # Where the weights are at home. Never written again, so that a visit has nothing to bring back.
-        self._master = allocate(self._weights.num_bytes)
-        self._home = self._weights.pack(self._master)
-        self._weights.bind(self._home)
-        logger.info("teacher: %s, %.1f MiB of its own; %s", self._mode, self._weights.num_bytes / 2**20, self._reason)
+        if share_with is not None and is_part_of(module, share_with):
+            self._shared = SharedWeights(module, None)
+            self._residency: Residency = _shared_base(share_with, mode, dtype)
+            self._reason = "the teacher is the student with its adapters disabled"
+        else:
+            module.requires_grad_(False)
+            module.train(False)
+            if dtype is not None:
+                _cast_parameters(module, dtype)
+            claim_device(module, self._copier)
+            self._shared = SharedWeights(module, share_with)
+            self._weights = PackedWeights(module, exclude=self._shared.parameters)
+            self._residency, self._reason = self._choose(mode, budget_gib)
+            # The memory that the weights came in.
+            return_freed_memory()
+        logger.info("teacher: %s; %s", self._residency.mode, self._reason)
 
     @property
     def module(self) -> nn.Module:
@@ -126,36 +151,38 @@ class OffloadedTeacher:
             RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).
         """
         self._visits += 1
+        finished = False
         try:
             if self._visits == 1:
-                self._arrive()
+                self._shared.bind()
+                self._residency.arrive()
             yield self._module
+            finished = True
         finally:
             self._visits -= 1
-            if self._visits == 0 and self._mode == "swap":
-                self._leave()
+            if self._visits == 0:
+                self._residency.leave(finished)
 
     def prefetch(self) -> None:
         """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""
-        if self._mode == "swap" and self._block is None:
-            block = self._copier.empty_device(self._weights.num_bytes)
-            self._transfer = self._copier.to_device(self._master, block)
-            self._block = block
+        self._residency.prefetch()
 
     def report(self) -> TeacherReport:
         """Mode and costs so far."""
-        resident = self._mode == "resident"
+        residency = self._residency
         return TeacherReport(
-            mode=self._mode,
-            reason=self._reason,
-            home=str(self.device) if resident else "cpu",
+            mode=residency.mode,
+            reason=residency.reason if isinstance(residency, AutoWeights) else self._reason,
+            home="cpu" if residency.host_bytes else str(self.device),
             device=str(self.device),
-            host_bytes=0 if resident else self._master.nbytes,
-            device_bytes=_num_bytes(self._master if resident else self._block),
-            shared_bytes=self._shared.num_bytes,
+            host_bytes=residency.host_bytes,
+            device_bytes=residency.device_bytes,
+            peak_device_bytes=residency.peak_device_bytes,
+            shared_bytes=residency.shared_bytes if isinstance(residency, SharedBase) else self._shared.num_bytes,
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
             stall_ms=self._copier.stall_ms(),
+            **_predictions(residency),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTeacher":
@@ -164,44 +191,72 @@ class OffloadedTeacher:
     def __reduce__(self) -> Any:
         raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
 
-    def _choose_mode(self, mode: TeacherMode, budget_gib: float | None) -> tuple[str, str]:
+    def _choose(self, mode: TeacherMode, budget_gib: float | None) -> tuple[Residency, str]:
+        budget_bytes = None if budget_gib is None else int(budget_gib * 2**30)
         own_gib = self._weights.num_bytes / 2**30
-        if mode != "auto":
-            return mode, f"{mode} was asked for"
-        if self.device.type == "cpu":
-            return "resident", "it runs on the CPU, where offloading frees nothing"
-        if budget_gib is not None and own_gib <= budget_gib:
-            return "resident", f"its {own_gib:.2f} GiB fit the budget of {budget_gib:g} GiB"
-        return "swap", f"its {own_gib:.2f} GiB leave the device between visits"
+        if mode == "auto" and self.device.type == "cpu":
+            return self._resident(), "it runs on the CPU, where offloading frees nothing"
+        if mode == "auto" and budget_bytes is not None:
+            if self._weights.num_bytes <= budget_bytes:
+                return self._resident(), f"its {own_gib:.2f} GiB fit the budget of {budget_gib:g} GiB"
+            return self._streamed(self._host_copy(), budget_bytes), f"its {own_gib:.2f} GiB exceed {budget_gib:g} GiB"
+        if mode == "auto":
+            return self._auto(self._host_copy())
+        if mode == "resident":
+            return self._resident(), "resident was asked for"
+        if mode == "swap":
+            return SwappedWeights(self._weights, self._host_copy(), self._copier), "swap was asked for"
+        return self._streamed(self._host_copy(), budget_bytes), "stream was asked for"
 
-    def _arrive(self) -> None:
-        self._shared.bind()
-        if self._mode == "swap":
-            self.prefetch()
-            self._finish_copy()
-            assert self._block is not None
-            self._weights.bind(self._weights.views(self._block))
+    def _host_copy(self) -> Tensor:
+        if several_ranks():
+            master = share(self._weights, self.device)
+            self._weights.let_go()
+            return master
+        return self._packed(self._copier.empty_host(self._weights.num_bytes))
 
-    def _leave(self) -> None:
-        self._weights.bind(self._home)
-        # After an exception the copy may still be under way, and then its memory must not be reused yet.
-        self._finish_copy()
-        if self._block is not None:
-            self._copier.release(self._block)
-            self._block = None
+    def _resident(self) -> ResidentWeights:
+        return ResidentWeights(self._weights, self._packed(self._copier.empty_device(self._weights.num_bytes)))
 
-    def _finish_copy(self) -> None:
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+    def _packed(self, block: Tensor) -> Tensor:
+        self._weights.pack(block)
+        self._weights.let_go()
+        return block
+
+    def _streamed(self, master: Tensor, budget_bytes: int | None) -> StreamedWeights:
+        return StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes)
+
+    def _auto(self, master: Tensor) -> tuple[Residency, str]:
+        counters = counters_for(self.device)
+        if counters is None:
+            reason = f"torch counts no memory on {self.device}, so there is nothing to choose by"
+            return SwappedWeights(self._weights, master, self._copier), reason
+        streamed = self._streamed(master, 0)
+        auto = AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
+        return auto, auto.reason
 
 
-def _num_bytes(block: Tensor | None) -> int:
-    return 0 if block is None else block.nbytes
+def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> SharedBase:
+    if mode != "auto" or dtype is not None:
+        raise ValueError(
+            f"mode={mode!r}, dtype={dtype}: a teacher that is the student's own base stays where the student is, in "
+            "its dtype; use mode='auto' and no dtype"
+        )
+    return SharedBase(student)
+
+
+def _predictions(residency: Residency) -> dict[str, Any]:
+    if isinstance(residency, StreamedWeights) and residency.plan is not None:
+        return {"predicted_device_bytes": residency.plan.device_bytes}
+    return residency.predictions() if isinstance(residency, AutoWeights) else {}
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     kept = tuple(name for child in module.modules() for name in getattr(child, "_keep_in_fp32_modules", None) or ())
     for name, parameter in module.named_parameters():
+        if is_quantised(parameter):
+            raise ValueError(
+                f"dtype={dtype} cannot cast the quantised teacher weight {name!r}; cast the teacher, then quantise it"
+            )
         if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(dtype)

@@ -56,6 +56,7 @@ def can_share(teacher: Tensor, student: Tensor) -> bool:
     return (
         not student.requires_grad
         and type(student.data) is Tensor
+        and type(teacher.data) is Tensor
         and teacher.shape == student.shape
         and teacher.dtype == student.dtype
         and torch.equal(teacher.to(student.device), student)

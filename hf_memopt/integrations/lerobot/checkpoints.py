@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +168,27 @@ def check_same_statistics(
         ValueError: names the first feature that differs and both values.
     """
     saved = _saved_statistics(teacher_folder)
+    for feature, statistic in normalizing_statistics(config):
+        theirs = saved.get(f"{feature}.{statistic}")
+        ours = dataset_stats.get(feature, {}).get(statistic)
+        if theirs is None or ours is None:
+            continue
+        theirs, ours = theirs.flatten(), torch.as_tensor(ours, dtype=theirs.dtype).flatten()
+        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
+            raise ValueError(
+                f"the teacher normalised {feature!r} with {statistic} {_short(theirs)}, the dataset has "
+                f"{_short(ours)}. Reflow on the dataset that the teacher was trained on, or put the teacher's "
+                "statistics into the dataset's meta/stats.json"
+            )
+
+
+def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
+    """The statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
     for feature, description in features.items():
         mode = config.normalization_mapping.get(description.type.value)
         for statistic in _NORMALIZED_BY.get(mode.value if mode is not None else "", ()):
-            theirs = saved.get(f"{feature}.{statistic}")
-            ours = dataset_stats.get(feature, {}).get(statistic)
-            if theirs is None or ours is None:
-                continue
-            theirs, ours = theirs.flatten(), torch.as_tensor(ours, dtype=theirs.dtype).flatten()
-            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
-                raise ValueError(
-                    f"the teacher normalised {feature!r} with {statistic} {_short(theirs)}, the dataset has "
-                    f"{_short(ours)}. Reflow on the dataset that the teacher was trained on, or put the teacher's "
-                    "statistics into the dataset's meta/stats.json"
-                )
+            yield feature, statistic
 
 
 def _saved_statistics(folder: Path) -> dict[str, Tensor]:

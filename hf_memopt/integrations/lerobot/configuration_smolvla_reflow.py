@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
-from hf_memopt.reflow import TIME_SAMPLINGS
+from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
 from hf_memopt.teacher import TEACHER_MODES
 
 DTYPES = ("float32", "bfloat16")
+SELF = "self"
 
 
 @PreTrainedConfig.register_subclass("smolvla_reflow")
@@ -18,13 +19,22 @@ class SmolVLAReflowConfig(SmolVLAConfig):
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is plain SmolVLA.
-        teacher_model_path: checkpoint folder or hub id of a `smolvla` (or already reflowed) policy. Read in training
-            only: inference needs no teacher.
+        teacher_model_path: checkpoint folder or hub id of a `smolvla` (or already reflowed) policy; `"self"`, the
+            student's own present weights, which need no second model. Read in training only: inference needs no
+            teacher, and neither does training with `couplings_path`.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"resident"`, they stay on the device; `"auto"`, swap on an accelerator and resident on the CPU.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own `num_steps`.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
+        reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
+        reflow_real_data: the share of samples, in [0, 1), whose pair is a demonstration and the noise that the
+            teacher's ODE takes it to when it runs the other way. The others are noise and what it is taken to.
+        reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
+        couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
+        couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
+            fresh noise in every step. With `couplings_path`, None takes the folder's seed.
+        couplings_per_frame: how many different pairs a frame has with `couplings_seed`; None, 1 or the folder's number.
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
             says so or names what is missing; `"on"`, or fail; `"off"`.
@@ -37,6 +47,12 @@ class SmolVLAReflowConfig(SmolVLAConfig):
     teacher_dtype: str | None = None
     teacher_num_steps: int | None = None
     reflow_time_sampling: str = "beta"
+    reflow_loss: str = "mse"
+    reflow_real_data: float = 0.0
+    reflow_round: int = 1
+    couplings_path: str | None = None
+    couplings_seed: int | None = None
+    couplings_per_frame: int | None = None
     share_prefix: str = "auto"
     dtype: str = "float32"
 
@@ -47,19 +63,52 @@ class SmolVLAReflowConfig(SmolVLAConfig):
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
+        _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)
         _one_of("share_prefix", self.share_prefix, ("auto", "on", "off"))
         _one_of("dtype", self.dtype, DTYPES)
-        if self.teacher_num_steps is not None and self.teacher_num_steps < 1:
-            raise ValueError(f"teacher_num_steps={self.teacher_num_steps} must be at least 1 (or unset)")
-        if not self.use_reflow:
-            return
-        if not self.teacher_model_path:
+        for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1 (or unset)")
+        if self.use_reflow:
+            self._check_reflow()
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the student is its own teacher."""
+        return self.teacher_model_path == SELF and self.couplings_path is None
+
+    def _check_reflow(self) -> None:
+        if not self.teacher_model_path and not self.couplings_path:
             raise ValueError(
-                "use_reflow=true needs teacher_model_path: pass --policy.teacher_model_path=<checkpoint folder or hub "
-                "id>, or start from a student made by `hf-memopt prepare-student`"
+                "use_reflow=true needs teacher_model_path or couplings_path: pass "
+                "--policy.teacher_model_path=<checkpoint folder or hub id>, or start from a student made by "
+                "`hf-memopt prepare-student`"
             )
         if not self.use_cache:
             raise ValueError("use_cache=false: SmolVLA cannot sample without its cache; set --policy.use_cache=true")
+        if not 0 <= self.reflow_real_data < 1:
+            raise ValueError(f"reflow_real_data={self.reflow_real_data} must be at least 0 and less than 1")
+        fixed = "couplings_path" if self.couplings_path is not None else "couplings_seed"
+        if self.reflow_real_data > 0 and getattr(self, fixed) is not None:
+            raise ValueError(
+                f"reflow_real_data={self.reflow_real_data} asks the teacher for the noise of demonstrations, and "
+                f"{fixed} fixes the noise of each frame; leave one of them out"
+            )
+        if self.reflow_real_data > 0 and self.prefix_length > 0:
+            raise ValueError(
+                f"reflow_real_data={self.reflow_real_data} needs prefix_length=-1; {self.prefix_length} is set"
+            )
+        if self.couplings_per_frame is not None and self.couplings_seed is None and self.couplings_path is None:
+            raise ValueError(
+                f"couplings_per_frame={self.couplings_per_frame} needs couplings_seed; without it each step draws new "
+                "noise"
+            )
+        if self.teaches_itself and self.couplings_seed is not None:
+            raise ValueError(
+                f"couplings_seed={self.couplings_seed} with teacher_model_path=self: the student's own targets change "
+                "in every step, so that a pair is never the same; leave couplings_seed out"
+            )
 
 
 def _one_of(field: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

@@ -30,7 +30,9 @@ def diagnose(policy: str, device: str | None = None) -> str:
 
 def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
     report = student.teacher_report()
-    assert report is not None
+    if report is None:
+        source = student.config.couplings_path
+        return ["Teacher Model: none", f"  Targets: {f'from {source}' if source else 'of the student itself'}"]
     mib = 2**20
     status = "offloaded" if report.mode == "swap" else f"not offloaded: {report.reason}"
     lines = [

@@ -80,8 +80,8 @@ def evaluate_reflow(
         num_steps: numbers of Euler steps to try.
         seed: of the noise, which is the same for every model and number of steps.
 
-    Costs `len(num_steps) + 2` samplings per model and batch. Training mode, configurations and the global random
-    generator are left as they were.
+    Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one batch for
+    each number of steps. Training mode, configurations and the global random generator are left as they were.
     """
     reference_steps = teacher.config.num_steps
     noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
@@ -154,14 +154,14 @@ def _evaluate_model(
     path = torch.cat(paths, dim=1)
     first = observe(policy, batches[0])
     single = observe(policy, {key: value[:1] for key, value in batches[0].items() if isinstance(value, Tensor)})
-    few = sorted({1, reference_steps})
+    all_steps = sorted({1, *num_steps, reference_steps})
     return ModelEvaluation(
         error={steps: _rms(found) for steps, found in errors.items()},
         action_error={steps: _rms(found) for steps, found in action_errors.items()},
         straightness=straightness(path).item(),
         normalized_straightness=straightness(path, normalize=True).item(),
-        spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in few},
-        latency_ms={steps: _latency_ms(policy, single, noises[0][:1], steps) for steps in few},
+        spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in all_steps},
+        latency_ms={steps: _latency_ms(policy, single, noises[0][:1], steps) for steps in all_steps},
     )
 
 

@@ -1,6 +1,7 @@
 """The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,21 @@ from lerobot.datasets.factory import make_train_eval_datasets
 
 from hf_memopt import __version__
 from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.evaluation import ReflowEvaluation, evaluate_reflow, held_out_batches
+
+_CARD_SETTINGS = (
+    "teacher_num_steps",
+    "teacher_dtype",
+    "reflow_time_sampling",
+    "reflow_loss",
+    "reflow_real_data",
+    "reflow_round",
+    "couplings_seed",
+    "couplings_per_frame",
+    "share_prefix",
+    "dtype",
+)
 
 
 @dataclass(frozen=True)
@@ -54,27 +68,42 @@ def training_observations(folder: Path) -> Observations:
     return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)
 
 
-def measure(policy: str, observations: Observations | None = None) -> tuple[ReflowEvaluation, Observations]:
-    """Evaluate a trained student against its teacher on the CPU, on at most 256 observations.
+def measure(
+    policy: str,
+    observations: Observations | None = None,
+    *,
+    teacher: str | None = None,
+    num_steps: Sequence[int] = (1, 2, 4, 10),
+    device: str = "cpu",
+) -> tuple[ReflowEvaluation, Observations]:
+    """Evaluate a trained student against its teacher, on at most 256 observations.
 
     Args:
         policy: the student's checkpoint folder, training output folder or hub id.
         observations: None, what `training_observations` finds.
+        teacher: to compare with; None, the one that the student names.
+        num_steps: numbers of Euler steps to try.
+        device: where both run.
 
     Raises:
         ValueError: the policy names no teacher, or its training data is unknown.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    if not isinstance(config, SmolVLAReflowConfig) or not config.teacher_model_path:
-        raise ValueError(f"{folder} names no teacher to compare with; export it with --no-evaluation")
+    named = config.teacher_model_path if isinstance(config, SmolVLAReflowConfig) else None
+    teacher = teacher or (None if named == SELF else named)
+    if not teacher:
+        raise ValueError(
+            f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
+        )
     observations = observations or training_observations(folder)
     changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
-    if config.teacher_num_steps is not None:
+    if getattr(config, "teacher_num_steps", None) is not None:
         changes["num_steps"] = config.teacher_num_steps
-    teacher = load_policy(resolve_checkpoint(config.teacher_model_path), **changes)
-    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes)
-    return evaluate_reflow(load_policy(folder), teacher, batches), observations
+    models = [load_policy(folder), load_policy(resolve_checkpoint(teacher), **changes)]
+    student, teaching = (model.to(device) for model in models)
+    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
+    return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
 
 
 def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
@@ -117,11 +146,7 @@ def _introduction(num_steps: int, teacher: str | None) -> str:
 
 
 def _training(folder: Path, config: Any) -> str:
-    settings = {
-        name: getattr(config, name)
-        for name in ("teacher_num_steps", "teacher_dtype", "reflow_time_sampling", "share_prefix", "dtype")
-        if hasattr(config, name)
-    }
+    settings = {name: getattr(config, name) for name in _CARD_SETTINGS if hasattr(config, name)}
     if (folder / TRAIN_CONFIG_NAME).is_file():
         run = json.loads((folder / TRAIN_CONFIG_NAME).read_text())
         settings |= {name: run.get(name) for name in ("steps", "batch_size", "seed")}

@@ -16,7 +16,7 @@ from lerobot.policies.common.flow_matching import euler_integrate
 from lerobot.policies.common.vla_utils import make_att_2d_masks
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
 from lerobot.policies.smolvla.smolvlm_with_expert import apply_rope
-from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -51,6 +51,15 @@ def observe(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
     images, image_masks = policy.prepare_images(batch)
     tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
     return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+
+
+def demonstrated_actions(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
+    """A preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
+    actions = batch[ACTION]
+    if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+        actions = policy._pi_aloha_encode_actions_inv(actions.clone())
+    padded: Tensor = policy.prepare_action({ACTION: actions})
+    return padded
 
 
 class SharedPrefix:
@@ -124,6 +133,32 @@ class ConditionedExpert:
         """SmolVLA's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
         actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
         return actions
+
+    def couple(
+        self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
+    ) -> tuple[Tensor, Tensor]:
+        """Both ends of the ODE's paths, each sample's found from the end that is given.
+
+        Args:
+            noise: `(batch, chunk, max_action_dim)`. Where a path starts from it, its end is found as `sample` does.
+            actions: `(batch, chunk, max_action_dim)`, zero in the padded dimensions. Where a path starts from them,
+                their noise is found by Euler steps the other way ("forward pairs" in arXiv 2405.20320).
+            from_actions: `(batch,)` bool, which paths start from the actions.
+            num_steps: Euler steps.
+            num_action_dims: dimensions that the robot has. lerobot trains no velocity in the others; from the actions
+                they follow the line to their own `noise`, which is where they are in its training.
+
+        Returns:
+            The noise and the actions of every path.
+        """
+        backwards = from_actions[:, None, None]
+        x = torch.where(backwards, actions, noise)
+        for step in range(num_steps):
+            time = torch.where(from_actions, step / num_steps, 1 - step / num_steps)
+            velocity = self.velocity(x, time)
+            outward = torch.cat([velocity[..., :num_action_dims], noise[..., num_action_dims:]], dim=-1)
+            x = x + torch.where(backwards, outward, -velocity) / num_steps
+        return torch.where(backwards, x, noise), torch.where(backwards, actions, x)
 
     def _cache(self) -> DynamicCache:
         # A new one each time: lerobot appends the action tokens to some layers and crops them off again.

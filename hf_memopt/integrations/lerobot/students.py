@@ -47,7 +47,13 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     check_processors(folder)
     load_policy(folder)
     reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
-    fields = {"use_reflow": True, "teacher_model_path": reference, **_FRESH, **settings}
+    fields = {
+        "use_reflow": True,
+        "teacher_model_path": reference,
+        "reflow_round": _rounds_behind(config) + 1,
+        **_FRESH,
+        **settings,
+    }
     student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
     with new_folder(output) as draft:
         _copy_checkpoint(folder, draft)
@@ -119,6 +125,11 @@ def new_folder(output: Path) -> Iterator[Path]:
         draft.rename(output)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _rounds_behind(config: SmolVLAConfig) -> int:
+    reflowed = isinstance(config, SmolVLAReflowConfig) and config.use_reflow
+    return config.reflow_round if reflowed else 0
 
 
 def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,16 +98,28 @@ class ReflowTeacher:
             noise: `(batch, chunk, max_action_dim)`.
             prefix: the student's, if it is shared; otherwise the teacher computes its own.
         """
-        assert self._policy is not None
-        assert self._offloaded is not None
-        # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
-        with self._offloaded.onload() as model, torch.autocast(noise.device.type, enabled=False):
-            assert isinstance(model, VLAFlowMatching)
+        with self.visit() as model:
+            assert self._policy is not None
             if prefix is None:
                 actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
             else:
                 actions = ConditionedExpert(model, prefix).sample(noise, self._policy.config.num_steps)
         return actions.to(noise.dtype)
+
+    @contextmanager
+    def visit(self) -> Iterator[VLAFlowMatching]:
+        """The loaded teacher's model, on the student's device for as long as the context lasts. May be nested."""
+        assert self._offloaded is not None
+        # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
+        with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
+            assert isinstance(model, VLAFlowMatching)
+            yield model
+
+    @property
+    def num_steps(self) -> int:
+        """Euler steps of the loaded teacher."""
+        assert self._policy is not None
+        return int(self._policy.config.num_steps)
 
     def prefetch(self) -> None:
         """Start bringing the weights for the next sample, if the teacher is loaded."""
@@ -147,6 +160,19 @@ def sharing_obstacle(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | No
 
     The teacher's VLM takes the student's dtype where that loses nothing.
     """
+    obstacle = own_obstacle(student)
+    if obstacle is not None:
+        return obstacle
+    teachers = dict(teacher.model.vlm_with_expert.vlm.named_parameters())
+    for name, ours in student.model.vlm_with_expert.vlm.named_parameters():
+        theirs = teachers.get(name)
+        if theirs is None or not _adopt_dtype(theirs, ours) or not torch.equal(theirs.to(ours.device), ours):
+            return f"the student's VLM differs from the teacher's in {name} (prepare-student starts from the teacher)"
+    return None
+
+
+def own_obstacle(student: SmolVLAPolicy) -> str | None:
+    """What about the student alone keeps its prefix from being computed once and without a graph; None if nothing."""
     config = student.config
     if config.share_prefix == "off":
         return "share_prefix=off was asked for"
@@ -156,13 +182,9 @@ def sharing_obstacle(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | No
         return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
     if config.compile_model:
         return "compile_model compiles the joint forward pass (--policy.compile_model=false would not)"
-    teachers = dict(teacher.model.vlm_with_expert.vlm.named_parameters())
-    for name, ours in student.model.vlm_with_expert.vlm.named_parameters():
-        if ours.requires_grad:
+    for name, weight in student.model.vlm_with_expert.vlm.named_parameters():
+        if weight.requires_grad:
             return f"the student trains the VLM's weight {name} (freeze it, or leave it out of the adapter's targets)"
-        theirs = teachers.get(name)
-        if theirs is None or not _adopt_dtype(theirs, ours) or not torch.equal(theirs.to(ours.device), ours):
-            return f"the student's VLM differs from the teacher's in {name} (prepare-student starts from the teacher)"
     return None
 
 

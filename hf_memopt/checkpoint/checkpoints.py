@@ -1,0 +1,228 @@
+"""Checkpoints of a training run on Accelerate: atomic, verified, and saved before the process is told to go."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from hf_memopt.checkpoint import files
+from hf_memopt.checkpoint.signals import StopSignals
+
+
+class Checkpoints:
+    """Saves and resumes all that `accelerator.save_state` knows, in `folder/step-000120/` and so on.
+
+    Accelerate writes models, optimizers, schedulers, the loss scaler, random number generators and whatever was given
+    to `register_for_checkpointing`. Added here: a checkpoint is under its name, and named by the file `latest`, only
+    when all of its files are on disk; a manifest with the sha256 of each, without which nothing is loaded; files that
+    have the mode that the umask gives; the position in the data; and the end of the run at SIGTERM and SIGINT.
+
+    All ranks call `save`, `resume` and `stop_requested` together. What fails on one rank raises on all: there the error
+    itself, elsewhere a RuntimeError that names it. All nodes have to see the same `folder`.
+
+    Args:
+        accelerator: everything has to be prepared and registered before the first call.
+        folder: of this run alone; made when it is needed.
+        keep_last: how many checkpoints to keep. Older ones go when a new one is complete.
+        safe_serialization: write weights as safetensors; False where a model's state dict holds more than tensors.
+
+    Raises:
+        ValueError: `keep_last` is less than 1.
+
+    Example:
+        >>> checkpoints = Checkpoints(accelerator, "outputs/checkpoints")
+        >>> step = checkpoints.resume("latest")["step"] if checkpoints.has_latest else 0
+        >>> with checkpoints.stopping_on_signal():
+        ...     for batch in endless_batches(accelerator, loader, step):
+        ...         ...  # one update
+        ...         step += 1
+        ...         stop = checkpoints.stop_requested()
+        ...         if stop or step % 100 == 0:
+        ...             checkpoints.save(step, {"step": step})
+        ...         if stop:
+        ...             break
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, folder: str | Path, keep_last: int = 2, *, safe_serialization: bool = True
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+        self.folder = Path(folder)
+        self._accelerator = accelerator
+        self._keep_last = keep_last
+        self._safe_serialization = safe_serialization
+        self._newest: tuple[int, Path] | None = None
+        self._ours: set[str] = set()  # names in `folder` that this object saved, began to save, or resumed
+        self._signals = StopSignals()
+        self._agreed_signal = 0
+
+    @property
+    def has_latest(self) -> bool:
+        """Whether there is a checkpoint to resume from, valid or not."""
+        return (self.folder / files.LATEST).is_file()
+
+    def save(self, step: int, position: dict[str, Any]) -> Path:
+        """Save the state after `step` updates; a step that is saved already is not saved again.
+
+        Costs the time to write the state, to wait for the disk, and to read it once more for the manifest.
+
+        Args:
+            step: names the folder.
+            position: what `resume` is to return, as JSON can hold it: epoch, batch, figures so far. The main process's.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: `step` is negative, `position` is nothing for JSON, it is the middle of an accumulation window
+                (gradients are not saved), or `folder` holds checkpoints that this run neither saved nor resumed from.
+            OSError, or what torch and safetensors raise for it: a file could not be written. `latest` names a valid
+                checkpoint all the same, mostly the one before.
+        """
+        if self._newest is not None and self._newest[0] == step:
+            return self._newest[1]
+        checkpoint = self.folder / files.checkpoint_name(step)
+        draft = files.draft_of(checkpoint)
+        with self._together():
+            self._check_saving(step, position)
+            if self._accelerator.is_main_process:
+                files.begin(draft)
+        self._ours.add(checkpoint.name)
+        try:
+            with self._together():
+                self._accelerator.save_state(str(draft), safe_serialization=self._safe_serialization)
+            with self._together():
+                files.sync_files(draft)
+            with self._together():
+                if self._accelerator.is_main_process:
+                    header = {"step": step, "position": json.loads(json.dumps(position)), "launch": self._launch()}
+                    files.publish(draft, header, checkpoint)
+        except Exception:
+            if self._accelerator.is_main_process and draft.is_dir():
+                shutil.rmtree(draft)
+            raise
+        self._newest = step, checkpoint
+        with self._together():
+            if self._accelerator.is_main_process:
+                files.remove(files.older_than(self.folder, step, self._keep_last))
+        return checkpoint
+
+    def resume(self, name: str | Path) -> dict[str, Any]:
+        """Verify a checkpoint, load it, and return the `position` that it was saved with.
+
+        Nothing is loaded of a checkpoint that is not what was saved, and no other one is taken in its place. One from
+        this run's `folder` becomes `latest`; newer ones are overwritten when training gets there again.
+
+        Args:
+            name: "latest", a path, or the name of a checkpoint in `folder`.
+
+        Raises:
+            ValueError: there is no such checkpoint; a file is missing, damaged or not part of it (it names the file,
+                and the checkpoints that are valid); or it was saved by another number of processes, on another kind of
+                device or in another precision, where training would not go on as it would have.
+        """
+        with self._together():
+            if self._accelerator.is_main_process:
+                found, manifest = files.verified(self.folder, name)
+            else:  # one rank reads all files
+                found = files.find_checkpoint(self.folder, name)
+                manifest = files.read_manifest(found)
+            self._check_launch(found, manifest["launch"])
+        with self._together():
+            self._accelerator.load_state(str(found))
+        with self._together():
+            if found.resolve() == (self.folder / files.checkpoint_name(manifest["step"])).resolve():
+                self._newest = manifest["step"], found
+                self._ours.add(found.name)
+                if self._accelerator.is_main_process:
+                    files.point_latest_to(found)
+        return manifest["position"]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def stopping_on_signal(self) -> Iterator[None]:
+        """Around the training loop: SIGTERM and SIGINT make `stop_requested` true instead of ending the process.
+
+        A loop that was left for that reason ends the process with the usual status, 143 or 130. A SIGINT after
+        that interrupts at once. A signal that no `stop_requested` has answered counts when the loop is over.
+
+        Raises:
+            SystemExit: at the end, on all ranks, where `stop_requested` was true.
+            KeyboardInterrupt: at a SIGINT after the first signal.
+        """
+        self._agreed_signal = 0
+        with self._signals.listening():
+            yield
+        if self._agreed_signal:
+            raise SystemExit(128 + self._agreed_signal)
+        if self._signals.received:
+            signal.raise_signal(self._signals.received)
+
+    def stop_requested(self) -> bool:
+        """Whether a rank has been told to stop: the same answer on all ranks, which call this after each update.
+
+        With several ranks it costs one gather of 8 bytes, and makes the host wait for the device.
+        """
+        self._agreed_signal = self._signals.received
+        if self._accelerator.num_processes > 1:
+            received = torch.tensor([self._signals.received], device=self._accelerator.device)
+            self._agreed_signal = int(self._accelerator.gather(received).max())
+        return self._agreed_signal != 0
+
+    def _check_saving(self, step: int, position: dict[str, Any]) -> None:
+        if step < 0:
+            raise ValueError(f"step={step} must not be negative")
+        if not self._accelerator.sync_gradients:
+            raise ValueError(
+                f"step={step}: this is the middle of an accumulation window, whose gradients are not saved; save after "
+                "the update"
+            )
+        try:
+            json.dumps(position)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"position={position}: {error}; use numbers, strings, lists and dictionaries") from error
+        latest = files.read_latest(self.folder)
+        if latest is not None and latest.name not in self._ours:
+            raise ValueError(
+                f"folder={str(self.folder)!r} holds {latest.name}, which this run neither saved nor resumed from; "
+                "resume from it or choose another folder"
+            )
+
+    def _launch(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        return {
+            "num_processes": accelerator.num_processes,
+            "device": accelerator.device.type,
+            "mixed_precision": str(accelerator.mixed_precision),
+        }
+
+    def _check_launch(self, found: Path, saved: dict[str, Any]) -> None:
+        for name, value in self._launch().items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"checkpoint {found} was saved with {name}={saved[name]!r}, and this run has {value!r}: it would "
+                    "not go on as it would have; launch it as before"
+                )
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """All ranks leave this together; where one fails, all raise."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        rank = self._accelerator.process_index
+        reports = gather_object([None if error is None else f"rank {rank}: {type(error).__name__}: {error}"])
+        if error is not None:
+            raise error
+        failures = [report for report in reports if report is not None]
+        if failures:
+            raise RuntimeError(f"a checkpoint failed on another rank: {failures[0]}")

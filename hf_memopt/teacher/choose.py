@@ -1,0 +1,79 @@
+"""Which mode a teacher should have, given what was measured."""
+
+from dataclasses import dataclass
+
+# Of the memory that the process's tensors may have: the rest is left to fragmentation.
+_USABLE = 0.95
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a choice is made from. Bytes are device memory.
+
+    Attributes:
+        capacity_bytes: what all tensors of this process may take.
+        outside_bytes: their peak outside of the teacher's visits, once the optimizer's state existed.
+        inside_bytes: their peak during visits, with whatever the teacher's weights took.
+        weights_bytes: all of the teacher's own weights.
+        stream_bytes: what streaming holds in a visit, hot set and ring.
+        stream_visit_bytes: what streaming copies in a visit.
+        bytes_per_s: from host to device.
+        visit_s: the teacher's time for a visit, without waiting for copies.
+    """
+
+    capacity_bytes: int
+    outside_bytes: int
+    inside_bytes: int
+    weights_bytes: int
+    stream_bytes: int
+    stream_visit_bytes: int
+    bytes_per_s: float
+    visit_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode, why, and what it should cost.
+
+    Attributes:
+        mode: `"resident"`, `"swap"` or `"stream"`.
+        reason: in words.
+        predicted_device_bytes: the most that the weights will hold on the device.
+        predicted_stall_ms: for how long compute will wait for copies, per visit. For swap this is without `prefetch()`,
+            so at most this; for stream it is the bound that bandwidth sets, so at least this.
+    """
+
+    mode: str
+    reason: str
+    predicted_device_bytes: int
+    predicted_stall_ms: float
+
+
+def usable_bytes(capacity_bytes: int) -> int:
+    """What a plan may count on, of what all tensors may take."""
+    return int(_USABLE * capacity_bytes)
+
+
+def choose(measured: Measured) -> Choice:
+    """The first mode that fits, from the fastest to the smallest.
+
+    Resident, if the weights fit beside the step's peak. Swap, if they fit beside the peak of the teacher's own pass,
+    which helps where the student's activations are the larger ones. Otherwise stream.
+    """
+    usable = usable_bytes(measured.capacity_bytes)
+    outside = max(measured.outside_bytes, measured.inside_bytes)
+    weights = measured.weights_bytes
+    if weights <= usable - outside:
+        return Choice("resident", f"{_gib(weights)} fit beside the step's peak of {_gib(outside)}", weights, 0.0)
+    if weights <= usable - measured.inside_bytes:
+        reason = (
+            f"{_gib(weights)} fit beside the teacher's pass, {_gib(measured.inside_bytes)}, but not the step's peak"
+        )
+        return Choice("swap", reason, weights, 1e3 * weights / measured.bytes_per_s)
+    stall_s = max(0.0, measured.stream_visit_bytes / measured.bytes_per_s - measured.visit_s)
+    reason = f"{_gib(weights)} do not fit beside the teacher's pass, {_gib(measured.inside_bytes)} of {_gib(usable)}"
+    return Choice("stream", reason, measured.stream_bytes, 1e3 * stall_s)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

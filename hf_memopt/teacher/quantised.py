@@ -1,0 +1,80 @@
+"""Weights quantised with torchao: plain tensors inside a wrapper, which travel like all others."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.transfer import Copier
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether it is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
+    return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
+
+
+def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold a weight's bytes: itself, or those inside a quantised one.
+
+    Raises:
+        ValueError: neither plain and dense nor quantised with torchao. bitsandbytes keeps part of a weight in places
+            that no interface lists, and a sharded weight's bytes are on other ranks.
+    """
+    if is_quantised(tensor):
+        for field in _fields(tensor)[0]:
+            yield from inner_tensors(f"{name}.{field}", getattr(tensor, field))
+    elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+        yield tensor
+    else:
+        raise ValueError(
+            f"teacher weight {name!r} is a {type(tensor).__name__} with layout {tensor.layout} on {tensor.device}; "
+            "only plain dense tensors and those quantised with torchao can be offloaded. Load the teacher without "
+            "sharding, and unquantised or quantised with torchao."
+        )
+
+
+def claim_device(module: nn.Module, copier: Copier) -> None:
+    """Replace each quantised weight by a wrapper that says it is on the copier's device, around the same bytes.
+
+    A wrapper's device is fixed when it is made, while the tensors inside can be rebound. Operators ask the wrapper, and
+    run where the inner tensors are when the module is called.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    borrowed: list[Tensor] = []
+    for owner in module.modules():
+        for name, weight in list(owner._parameters.items()):
+            if weight is None or not is_quantised(weight):
+                continue
+            if id(weight) not in replaced:
+                replaced[id(weight)] = _on_device(weight, copier, borrowed)
+            owner._parameters[name] = replaced[id(weight)]
+    for memory in borrowed:
+        copier.release(memory)
+
+
+def _on_device(weight: nn.Parameter, copier: Copier, borrowed: list[Tensor]) -> nn.Parameter:
+    wrapper = nn.Parameter(_empty_like(weight, copier, borrowed), requires_grad=False)
+    pairs = zip(inner_tensors("", wrapper), inner_tensors("", weight), strict=True)
+    for inside, bytes_of in pairs:
+        inside.data = bytes_of.data
+    return wrapper
+
+
+def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tensor:
+    """Of the same kind and shape, in device memory that is added to `borrowed`."""
+    if not is_quantised(tensor):
+        block = copier.empty_device(tensor.untyped_storage().nbytes())
+        borrowed.append(block)
+        return block.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    fields, context = _fields(tensor)
+    inner = {field: _empty_like(getattr(tensor, field), copier, borrowed) for field in fields}
+    kind: Any = type(tensor)
+    wrapper: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return wrapper
+
+
+def _fields(tensor: Any) -> tuple[list[str], Any]:
+    """The names of the inner tensors, and what else it takes to make the wrapper again."""
+    fields: tuple[list[str], Any] = tensor.__tensor_flatten__()
+    return fields

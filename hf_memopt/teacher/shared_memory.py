@@ -1,0 +1,102 @@
+"""One host copy of a teacher's weights for all processes of a machine."""
+
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from hf_memopt.teacher.weights import PackedWeights
+from hf_memopt.transfer.host_memory import pinned_pages
+
+
+class _Claim(NamedTuple):
+    """What a rank says about itself: where it runs, and which weights it was given."""
+
+    machine: str
+    num_bytes: int
+    fingerprint: str
+
+
+class _Offer(NamedTuple):
+    """Where the first rank of a machine has put the weights: a file of memory that has no name."""
+
+    process: int
+    file: int
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others, on a system where they can share memory."""
+    initialised = distributed.is_available() and distributed.is_initialized()
+    return initialised and distributed.get_world_size() > 1 and hasattr(os, "memfd_create")
+
+
+def share(weights: PackedWeights, device: torch.device) -> Tensor:
+    """Pack the weights into memory that all ranks of a machine map, `(num_bytes,)` uint8, page-locked on CUDA.
+
+    Every rank has to call this, with the same weights. The first rank of each machine writes the memory, and nobody
+    writes it afterwards. It has no name in any file system: no limit of `/dev/shm` applies, and it is gone when the
+    last process that maps it is, however that ends.
+
+    Raises:
+        ValueError: on every rank, if the ranks were given different weights.
+
+    Costs a SHA-256 of the weights on each rank, and three small collectives.
+    """
+    claims = _gather(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
+    _refuse_different(claims)
+    rank = distributed.get_rank()
+    first = min(other for other, claim in enumerate(claims) if claim.machine == claims[rank].machine)
+    pages, file = _write(weights) if rank == first else (None, -1)
+    offers = _gather(_Offer(os.getpid(), file))
+    if pages is None:
+        pages = _map(offers[first], weights.num_bytes)
+    _gather(None)  # the others have opened the file
+    if file != -1:
+        os.close(file)
+    return pinned_pages(pages, device)
+
+
+def _write(weights: PackedWeights) -> tuple[mmap.mmap, int]:
+    file = os.memfd_create("hf_memopt-teacher")
+    os.ftruncate(file, weights.num_bytes)
+    pages = mmap.mmap(file, weights.num_bytes)
+    weights.pack(torch.frombuffer(pages, dtype=torch.uint8))
+    return pages, file
+
+
+def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:
+    with Path(f"/proc/{offer.process}/fd/{offer.file}").open("r+b") as file:
+        return mmap.mmap(file.fileno(), num_bytes)
+
+
+def _gather[T](value: T) -> list[T]:
+    values: list[T] = [value] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def _refuse_different(claims: list[_Claim]) -> None:
+    different = [rank for rank, claim in enumerate(claims) if claim[1:] != claims[0][1:]]
+    if different:
+        raise ValueError(
+            f"teacher weights differ between rank 0 and ranks {different}: all ranks must load the same checkpoint, in "
+            "the same dtype, since they share one copy in host memory"
+        )
+
+
+def _machine(boot: Path = Path("/proc/sys/kernel/random/boot_id"), processes: Path = Path("/proc/self/ns/pid")) -> str:
+    """Equal for processes that can open each other's files under /proc: one kernel, one container."""
+    return f"{boot.read_text().strip()} {processes.readlink()}"
+
+
+def _fingerprint(weights: PackedWeights) -> str:
+    digest = hashlib.sha256()
+    for segment, memory in weights.pieces():
+        layout = [(tensor.dtype, tensor.shape, tensor.stride(), start) for tensor, start in segment.places]
+        digest.update(str(layout).encode())
+        digest.update(memory.cpu().numpy())
+    return digest.hexdigest()

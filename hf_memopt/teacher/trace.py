@@ -1,0 +1,151 @@
+"""Which weights a module reads, and when: learned by watching it once."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Read:
+    """One operation that read weights.
+
+    Attributes:
+        segments: which ones, as indices into `PackedWeights.segments`.
+        module: name of the innermost module that was running; None outside of all.
+        late: whether that module had called another one before, which may have taken the weights' place since.
+    """
+
+    segments: tuple[int, ...]
+    module: str | None
+    late: bool = False
+
+
+@dataclass
+class _Call:
+    """A module that is running, or None for what runs outside of all.
+
+    Attributes:
+        has_called: whether it has called another one.
+        segments: what it has read, in order.
+    """
+
+    module: str | None
+    has_called: bool = False
+    segments: dict[int, None] = field(default_factory=dict)
+
+
+class Tracer:
+    """Records the reads of a module's weights in `reads`, in order, and the names of modules that ran in `called`.
+
+    Args:
+        module: the module.
+        segments_of: by `id` of a parameter or buffer, its segments.
+        before_read: called before each read, with the segments that the innermost module has read since it was entered.
+
+    A module's own parameters and buffers count as read when it is called, since its operators may be hidden from torch
+    (fused kernels); all other reads are seen as operators. An embedding that looks up fewer rows than it has does not
+    count: see `StreamedWeights`. Costs some microseconds per operator. Operators are watched below autograd, where
+    watching changes no result; a `TorchFunctionMode` would make `nn.MultiheadAttention` take another path.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        segments_of: Mapping[int, tuple[int, ...]],
+        before_read: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self.reads: list[Read] = []
+        self.called: set[str] = set()
+        self._module = module
+        self._segments_of = segments_of
+        self._before_read = before_read
+        self._running: list[_Call] = []
+        # Bringing weights takes operators of its own.
+        self._bringing = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch what happens in this context."""
+        self._running = [_Call(None)]
+        with ExitStack() as stack:
+            for name, module in self._module.named_modules():
+                entered = module.register_forward_pre_hook(
+                    self._on_entry(name, own_segments(module, self._segments_of))
+                )
+                stack.callback(entered.remove)
+                left = module.register_forward_hook(self._on_exit(name), always_call=True)
+                stack.callback(left.remove)
+            stack.enter_context(_Watch(self._watch))
+            yield
+
+    def _on_entry(self, name: str, own: tuple[int, ...]) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._running[-1].has_called = True
+            self._running.append(_Call(name))
+            self.called.add(name)
+            if not isinstance(module, nn.Embedding):
+                self._record(own)
+
+        return enter
+
+    def _on_exit(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # Not if an exception came before this module was entered.
+            if self._running[-1].module == name:
+                self._running.pop()
+
+        return leave
+
+    def _watch(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        gathers = function is torch.ops.aten.embedding.default and _takes_few_rows(*arguments[:2])
+        if gathers or self._bringing:
+            return
+        tensors = (id(tensor) for tensor in _tensors(arguments))
+        self._record(tuple(dict.fromkeys(i for tensor in tensors for i in self._segments_of.get(tensor, ()))))
+
+    def _record(self, segments: tuple[int, ...]) -> None:
+        if segments:
+            call = self._running[-1]
+            call.segments.update(dict.fromkeys(segments))
+            self.reads.append(Read(segments, call.module, call.module is not None and call.has_called))
+            self._bringing = True
+            try:
+                self._before_read(tuple(call.segments))
+            finally:
+                self._bringing = False
+
+
+def own_segments(module: nn.Module, segments_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The segments of the parameters and buffers that a module holds itself, not through a submodule."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return tuple(dict.fromkeys(index for tensor in own for index in segments_of.get(id(tensor), ())))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, before: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._before(func, (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+
+def _takes_few_rows(table: Tensor, indices: Tensor) -> bool:
+    return indices.numel() < table.shape[0]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

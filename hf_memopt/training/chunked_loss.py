@@ -1,0 +1,93 @@
+"""A loss that is large in memory, differentiated sample by sample before the rest of backward begins."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tensor, chunk_size: int = 1) -> Tensor:
+    """Mean over samples of `loss_fn(output, *targets)`, whose gradient by `output` is taken at once, chunk by chunk.
+
+    For losses that are networks themselves, such as LPIPS: autograd would keep what they save for all samples until
+    backward comes. Here one chunk's is alive at a time, and none of it outlives the call; the graph keeps the gradient
+    by `output`, which is as large as `output`.
+
+    Value and gradient are those of `loss_fn(output, *targets).mean()`, up to rounding: kernels may sum in another order
+    for another batch size.
+
+    Args:
+        loss_fn: maps n samples and their targets to n losses, of any shape, or to their mean. A frozen function or
+            module: nothing but `output` gets a gradient.
+        output: `(batch, ...)`.
+        targets: `(batch, ...)`, without gradients.
+        chunk_size: samples per call of `loss_fn`; the last chunk may be smaller.
+
+    Returns:
+        Scalar. It can be differentiated once.
+
+    Raises:
+        ValueError: `chunk_size` is below 1, a target requires a gradient or has another batch size, or `loss_fn` is a
+            module with trainable parameters.
+
+    Cost: the backward of `loss_fn`, now instead of later; no forward runs twice. Saved-tensor hooks that are active
+    outside do not see what is saved inside: nothing of it is offloaded, since it is used at once.
+    """
+    _check(loss_fn, output, targets, chunk_size)
+    differentiated = torch.is_grad_enabled() and output.requires_grad
+    values: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for share, chunk, chunk_targets in _chunks(output, targets, chunk_size):
+        with saved_tensors_hooks(_itself, _itself):
+            value = loss_fn(chunk.requires_grad_(differentiated), *chunk_targets).mean() * share
+        if differentiated:
+            gradients += torch.autograd.grad(value, chunk)
+        values.append(value.detach())
+    total = torch.stack(values).sum()
+    if not differentiated:
+        return total
+    injected: Tensor = _InjectedGradient.apply(output, total, torch.cat(gradients))  # type: ignore[no-untyped-call]
+    return injected
+
+
+class _InjectedGradient(torch.autograd.Function):
+    """A value whose gradient by `output` is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * factor, None, None
+
+
+def _chunks(
+    output: Tensor, targets: tuple[Tensor, ...], size: int
+) -> Iterator[tuple[float, Tensor, tuple[Tensor, ...]]]:
+    """Chunks with their shares of the batch; each is a leaf of its own."""
+    parts = zip(*(torch.split(tensor, size) for tensor in (output, *targets)), strict=True)
+    for chunk, *chunk_targets in parts:
+        yield len(chunk) / len(output), chunk.detach(), tuple(chunk_targets)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _check(loss_fn: Any, output: Tensor, targets: tuple[Tensor, ...], chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1 sample")
+    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise ValueError("loss_fn has trainable parameters, which would get no gradient; call requires_grad_(False)")
+    for number, target in enumerate(targets):
+        if target.requires_grad:
+            raise ValueError(f"targets[{number}] requires a gradient and would get none; detach it")
+        if len(target) != len(output):
+            raise ValueError(f"targets[{number}] has {len(target)} samples, and output has {len(output)}")

@@ -1,0 +1,92 @@
+"""Around the steps of `train_fluxflow.py`: the allocator's segments, the average of weights, several processes."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers.training_utils import EMAModel
+from torch import nn
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
+EXPANDABLE = "expandable_segments:True"
+
+
+def use_expandable_segments() -> None:
+    """Ask CUDA's allocator for segments that grow, through the environment, which it reads when CUDA starts.
+
+    Raises:
+        ValueError: CUDA has started, or the environment has other settings of the allocator.
+    """
+    given = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
+    if any(EXPANDABLE in value for value in given.values()):
+        return
+    if given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"expandable_segments=True: {name}={value!r} is set already; add {EXPANDABLE!r}, or unset it")
+    if torch.cuda.is_initialized():
+        raise ValueError(
+            "expandable_segments=True: CUDA has started already, and its allocator has read its settings; set "
+            f"{ALLOCATOR_SETTINGS[0]}={EXPANDABLE} in the environment before the start"
+        )
+    os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
+
+
+class WeightAverage:
+    """Exponential moving average of a model's weights: diffusers' `EMAModel`, on the device or in host memory.
+
+    Args:
+        model: whose parameters are averaged; they are its weights at first.
+        decay: share of the average that an update keeps, at most; the n-th keeps (1 + n) / (10 + n) of it.
+        device: where the average is. On another device than the model, an update copies all weights there and waits.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._ema = EMAModel(model.parameters(), decay=decay, foreach=True)
+        self._ema.to(device)
+
+    def step(self) -> None:
+        """Take the weights as they are now into the average."""
+        # A copy requires no gradient, and EMAModel averages only what does.
+        self._ema.step([p.detach().to(self._device).requires_grad_(p.requires_grad) for p in self._model.parameters()])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the average as its weights inside."""
+        self._ema.store(self._model.parameters())
+        self._ema.copy_to(self._model.parameters())
+        try:
+            yield
+        finally:
+            self._ema.restore(self._model.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._ema.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ema.load_state_dict(state)
+        self._ema.to(self._device)
+
+
+def make_average(model: nn.Module, decay: float, device: torch.device) -> WeightAverage | None:
+    """None for a decay of 0."""
+    return WeightAverage(model, decay, device) if decay else None
+
+
+def averaging(accelerator: Accelerator) -> Callable[[list[nn.Parameter]], None]:
+    """Averages gradients over processes, all in one exchange, which takes a copy of them."""
+
+    def average(parameters: list[nn.Parameter]) -> None:
+        if accelerator.num_processes == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        everything = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
+        for gradient, mean in zip(gradients, everything.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    return average

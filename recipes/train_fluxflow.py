@@ -1,0 +1,290 @@
+"""Train an image autoencoder as a VAE-GAN with LPIPS, in memory that does not grow.
+
+    accelerate launch -m hf_memopt.recipes.train_fluxflow --output_dir outputs/shapes
+    accelerate launch --mixed_precision bf16 -m hf_memopt.recipes.train_fluxflow --image_folder photos \\
+        --resolution 512 --resolutions 512 256 --aspect_ratios 0.75 1 1.33 --channels 64 128 256 256 \\
+        --checkpoint_vae --ema_on_cpu --expandable_segments --num_workers 4 --output_dir outputs/photos
+
+The VAE is diffusers' AutoencoderKL. Each batch is trained on `training_steps` times at each of the resolutions: one
+update of the discriminator and one of the VAE each time, and one global step for all of them.
+
+Without --image_folder or --dataset images are drawn, and a CPU trains in minutes; nothing is downloaded then. Devices,
+processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --cpu_copies asks for it. @FILE stands for
+the flags in a file, one per line.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed, tqdm
+from hf_memopt.recipes import fluxflow_data as data
+from hf_memopt.recipes import fluxflow_report as report
+from hf_memopt.recipes.causal_lm_model import make_offloader
+from hf_memopt.recipes.causal_lm_report import Cost, Meter, explain_idleness
+from hf_memopt.recipes.fluxflow_levers import WeightAverage, averaging, make_average, use_expandable_segments
+from hf_memopt.recipes.fluxflow_losses import Figures, weights_at
+from hf_memopt.recipes.fluxflow_model import build_models, stride
+from hf_memopt.recipes.fluxflow_options import Options, parse
+from hf_memopt.recipes.fluxflow_step import Gan, Optimizers, make_optimizers, step
+from torch import Tensor
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import get_scheduler
+
+from hf_memopt import LeakMonitor, MemoryLogger
+from hf_memopt.checkpoint import Checkpoints
+
+logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train as the command line says; returns what is written to `results.json`."""
+    options = parse(__doc__, arguments)
+    if options.levers.expandable_segments:
+        use_expandable_segments()
+    accelerator = make_accelerator(options)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    run = prepare(accelerator, options)
+    report.announce(run.gan.models, options, accelerator, data.describe(options.data))
+    with logging_redirect_tqdm():
+        cost = train(run, options)
+    results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
+    explain_idleness(results, options.offload)
+    if accelerator.is_main_process:
+        save_vae(run, Path(options.training.output_dir))
+        panels = report.panels(run.gan, panel_images(run.source, options))
+        report.write(results, panels, Path(options.training.output_dir))
+    accelerator.end_training()
+    return results
+
+
+def make_accelerator(options: Options) -> Accelerator:
+    """In float32 or bfloat16.
+
+    Raises:
+        ValueError: float16, for which the losses would have to be scaled.
+    """
+    training = options.training
+    accelerator = Accelerator(
+        log_with=None if training.report_to == "none" else training.report_to, project_dir=training.output_dir
+    )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision={accelerator.mixed_precision!r} is not for this recipe; use bf16 or no")
+    return accelerator
+
+
+@dataclass
+class Progress:
+    """How far training has come; goes into checkpoints."""
+
+    num_steps: int = 0
+    num_discriminator_updates: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps, self.history = state["num_steps"], state["history"]
+        self.num_discriminator_updates = state["num_discriminator_updates"]
+
+
+@dataclass
+class Run:
+    """Everything that training changes, and what watches it."""
+
+    accelerator: Accelerator
+    options: Options
+    gan: Gan
+    average: WeightAverage | None
+    schedulers: list[Any]
+    source: data.Source
+    batches: data.EndlessBatches
+    memory: MemoryLogger
+    checkpoints: Checkpoints
+    progress: Progress
+    position: tuple[int, int] = (0, 0)  # in the data, after the last whole step
+
+    def save(self) -> Path:
+        """A checkpoint of the last whole step, or of what an error has left of the next one."""
+        positions = gather_object([list(self.position)])  # of each process: buckets fill up at different times
+        return self.checkpoints.save(self.progress.num_steps, {"data": positions})
+
+
+def prepare(accelerator: Accelerator, options: Options) -> Run:
+    """Models, optimizers, schedules and batches, the same for every call."""
+    training = options.training
+    set_seed(training.seed)  # the same weights on all processes
+    models = build_models(options.model, options.losses, options.levers, training.seed)
+    if models.perceptual is not None:
+        models.perceptual.to(accelerator.device)
+    # Losses differentiate parts of the VAE one by one, which DDP does not see; `synchronize` exchanges gradients.
+    models = models._replace(
+        vae=accelerator.prepare_model(models.vae, evaluation_mode=True),
+        discriminator=accelerator.prepare_model(models.discriminator, evaluation_mode=True),
+    )
+    optimizers = make_optimizers(models, training)
+    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
+    gan = Gan(
+        models,
+        Optimizers(*map(accelerator.prepare_optimizer, optimizers)),
+        options.losses,
+        options.levers,
+        micro_batch_size=training.micro_batch_size,
+        max_grad_norm=training.max_grad_norm,
+        stop_on_non_finite=True,
+        autocast=accelerator.autocast,
+        offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
+        synchronize=averaging(accelerator),
+        phase=memory.phase,
+    )
+    schedulers = [
+        get_scheduler(training.lr_scheduler_type, each, training.warmup_steps, training.max_steps)
+        for each in optimizers
+    ]
+    home = torch.device("cpu") if options.levers.ema_on_cpu else accelerator.device
+    source = data.load(options.data, stride(models.vae), training.seed)
+    loader = data.make_loader(
+        source, options.data, training.batch_size, training.seed, accelerator.process_index, accelerator.num_processes
+    )
+    run = Run(
+        accelerator,
+        options,
+        gan,
+        make_average(models.vae, training.ema_decay, home),
+        schedulers,
+        source,
+        data.EndlessBatches(loader),
+        memory,
+        Checkpoints(accelerator, Path(training.output_dir) / "checkpoints"),
+        Progress(),
+    )
+    accelerator.register_for_checkpointing(run.progress, *schedulers, *([run.average] if run.average else []))
+    set_seed(training.seed, device_specific=True)  # other latents on each process
+    return run
+
+
+def train_batch(run: Run, images: Tensor) -> Figures:
+    """One global step: `training_steps` times the updates at each resolution. Returns the last ones' losses.
+
+    R1 is due at every `r1_interval`-th update of the discriminator, so that its rate does not depend on how many
+    updates a batch makes.
+    """
+    options, progress = run.options, run.progress
+    weights = weights_at(progress.num_steps, options.losses)
+    images = images.to(run.accelerator.device, non_blocking=True)
+    figures: Figures = {}
+    for _ in range(options.training.training_steps):
+        for resolution in options.resolutions:
+            scaled = data.rescaled(images, resolution / options.data.resolution, stride(run.gan.models.vae))
+            with_r1 = progress.num_discriminator_updates % options.losses.r1_interval == 0
+            figures |= step(run.gan, scaled, weights, with_r1=with_r1)
+            progress.num_discriminator_updates += 1
+            if run.average is not None:
+                with run.memory.phase("average"):
+                    run.average.step()
+    for scheduler in run.schedulers:
+        scheduler.step()
+    progress.num_steps += 1
+    return figures
+
+
+def train(run: Run, options: Options) -> Cost:
+    """The training loop. Returns what a global step cost."""
+    training, progress = options.training, run.progress
+    run.accelerator.init_trackers("fluxflow", config=options.settings)
+    if training.resume_from_checkpoint is not None:
+        resume(run, training.resume_from_checkpoint)
+    meter = Meter(options.offload.offload, run.accelerator.device, run.gan.offloader)
+    watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
+    with (
+        run.checkpoints.stopping_on_signal(),
+        saving_after_errors(run),
+        tqdm(total=training.max_steps, initial=progress.num_steps, unit="step", desc="Training") as bar,
+    ):
+        for images in run.batches:
+            meter.begin()
+            figures = train_batch(run, images)
+            meter.end()
+            run.position = run.batches.position
+            bar.update()
+            run.memory.log(progress.num_steps)
+            if progress.num_steps % training.log_every == 0 or progress.num_steps == training.max_steps:
+                record(run, figures)
+            if watch is not None:
+                watch.step()
+            stop = run.checkpoints.stop_requested()
+            if stop or (training.checkpointing_steps and progress.num_steps % training.checkpointing_steps == 0):
+                logger.info(f"Saved {run.save()}")
+            if stop or progress.num_steps == training.max_steps:
+                break
+    return meter.cost()
+
+
+def resume(run: Run, name: str) -> None:
+    """Go on from a checkpoint, each process at its own place in the data.
+
+    Raises:
+        ValueError: there is nothing left to train.
+    """
+    position = run.checkpoints.resume(name)
+    if run.progress.num_steps >= run.options.training.max_steps:
+        raise ValueError(f"max_steps={run.options.training.max_steps}: {name} has {run.progress.num_steps}; use more")
+    run.position = run.batches.position = tuple(position["data"][run.accelerator.process_index])
+    logger.info(f"Resumed {name} after {run.progress.num_steps} steps")
+
+
+@contextmanager
+def saving_after_errors(run: Run) -> Iterator[None]:
+    """An error ends the run, and what has been trained until then is saved first.
+
+    Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
+    whole steps, so that going on begins that step anew. The other processes of a run cannot take part in saving when
+    one fails; it leaves the checkpoint before.
+    """
+    try:
+        yield
+    except Exception:
+        if run.accelerator.num_processes > 1:
+            logger.exception("Stopped by an error on this process; resume from the last checkpoint")
+        else:
+            logger.exception(f"Stopped by an error after {run.progress.num_steps} steps; saved {run.save()}")
+        raise
+
+
+def record(run: Run, figures: Figures) -> None:
+    """Log the means over processes, send them to the trackers and keep them."""
+    names = sorted(figures)
+    means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
+    entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.schedulers[0].get_last_lr()[0]}
+    number = run.progress.num_steps
+    run.progress.history.append({"step": number, **entry})
+    run.accelerator.log(entry, step=number)
+    logger.info(f"step {number:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
+
+
+def save_vae(run: Run, folder: Path) -> None:
+    """For `AutoencoderKL.from_pretrained`: `vae/` with the weights as trained, and `vae_ema/` with their average."""
+    vae = run.accelerator.unwrap_model(run.gan.models.vae)
+    vae.save_pretrained(folder / "vae")
+    if run.average is not None:
+        with run.average.applied():
+            vae.save_pretrained(folder / "vae_ema")
+
+
+def panel_images(source: data.Source, options: Options, count: int = 6) -> list[Tensor]:
+    """Drawn ones that training has not seen; of other datasets the first ones, which it has."""
+    if options.data.image_folder is None and options.data.dataset is None:
+        unseen = data.drawn_images(count, options.data.resolution, options.training.seed + 1)
+        source = source._replace(samples=unseen)
+    return data.first_images(source, count)
+
+
+if __name__ == "__main__":
+    main()

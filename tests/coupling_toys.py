@@ -1,0 +1,66 @@
+"""A teacher, data and a plan for tests of couplings, small enough to be made in any process."""
+
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, precompute, weights_sha256
+
+SHAPE = (3, 2)
+NUM_SAMPLES = 23
+
+
+class Teacher(nn.Module):
+    """A velocity field; calling it takes noise to targets in four Euler steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6 + 5 + 1, 32), nn.Tanh(), nn.Linear(32, 6))
+
+    def forward(self, observation: dict[str, Tensor], noise: Tensor) -> Tensor:
+        x = noise.flatten(1)
+        for step in range(4):
+            time = torch.full((len(x), 1), 1 - step / 4)
+            x = x - self.layers(torch.cat([x, observation["state"], time], dim=1)) / 4
+        return x.reshape(noise.shape)
+
+
+def load(indices: list[int]) -> dict[str, Tensor]:
+    """The observation of a sample is a function of its name."""
+    states = [torch.randn(5, generator=torch.Generator().manual_seed(index)) for index in indices]
+    return {"state": torch.stack(states)}
+
+
+def load_augmented(indices: list[int]) -> dict[str, Tensor]:
+    """With random noise on every look."""
+    return {"state": load(indices)["state"] + 0.01 * torch.randn(len(indices), 5)}
+
+
+def make_plan(*, num_draws: int = 2, batch_size: int = 4, num_samples: int = NUM_SAMPLES, **key: Any) -> CouplingPlan:
+    """A plan over shuffled samples; `key` changes fields of its key."""
+    made = CouplingKey(weights_sha256(Teacher()), "euler", 4, "float32", 7, "numbers", "none")
+    names = [100 + 5 * i % num_samples for i in range(num_samples)]
+    return CouplingPlan(dataclasses.replace(made, **key), names, SHAPE, num_draws, batch_size)
+
+
+def write(folder: Path, solve: Teacher | None = None, **options: Any) -> list[int]:
+    """Precompute the default plan in shards of two batches."""
+    return precompute(solve or Teacher(), load, make_plan(), folder, **{"shard_size": 8, **options})
+
+
+def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
+    """With a pause in every batch, so that a kill can hit any moment."""
+
+    def pause_and_load(indices: list[int]) -> Any:
+        time.sleep(0.008 * random.Random(seed + indices[0]).random())
+        return load(indices)
+
+    started.set()
+    precompute(Teacher(), pause_and_load, make_plan(), folder, shard_size=8)

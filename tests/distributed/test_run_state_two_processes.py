@@ -1,0 +1,33 @@
+"""Two processes on the CPU save and resume together, fail together, and stop when one of them is told to."""
+
+import json
+from pathlib import Path
+
+from two_processes import torchrun
+
+FOLDER = Path(__file__).parent
+
+
+def test_two_ranks_save_resume_fail_and_stop_together(tmp_path: Path) -> None:
+    torchrun(FOLDER / "run_state_rank.py", str(tmp_path))
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["resumed"]["differing"] == []
+    # Registered objects and positions are the main process's; everything else is each rank's own.
+    assert second["resumed"]["differing"] == ["average", "losses"]
+    assert first["resumed"]["random"] != second["resumed"]["random"]
+    manifest = json.loads((tmp_path / "run" / "step-000006" / "manifest.json").read_text())
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= manifest["files"].keys()
+
+    failure = "OSError: No space left on device"
+    assert first["full_disk_on_one_rank"] == {
+        "message": f"RuntimeError: a checkpoint failed on another rank: rank 1: {failure}",
+        "step": 6,
+    }
+    assert second["full_disk_on_one_rank"] == {"message": failure, "step": 6}
+
+    assert "ValueError: checkpoint" in first["damaged"]["message"]
+    assert "optimizer.bin differs from what was saved" in first["damaged"]["message"]
+    assert second["damaged"]["message"].startswith("RuntimeError: a checkpoint failed on another rank: rank 0: Value")
+
+    assert first["signal_on_one_rank"] == second["signal_on_one_rank"] == {"status": 143, "step": 8}
+    assert (tmp_path / "run" / "latest").read_text().startswith("step-000008\n")

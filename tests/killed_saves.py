@@ -1,0 +1,113 @@
+"""Kills processes that save checkpoints: `killed_saves.py <folder> <how many>` prints what came of it as JSON.
+
+All processes are forks of this one, so that the imports are paid for once. Also lets processes save that may write only
+so many bytes to a file, which is a full disk as far as all libraries are concerned.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from toy_run import ToyRun
+
+TOO_MANY_STEPS = 10**6
+
+
+def main() -> None:
+    os.fsync = lambda descriptor: None  # what a killed process wrote is there without it, and sooner
+    folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+    dice = random.Random(0)
+    num_loaded = num_in_the_middle = 0
+    ToyRun(folder).train(1, save=True)
+    for _ in range(num_kills):
+        kill_one(folder, dice)
+        num_in_the_middle += unfinished(folder)
+        run = ToyRun(folder, seed=1)
+        run.resume()
+        num_loaded += 1
+    killed = {
+        "num_loaded": num_loaded,
+        "num_in_the_middle": num_in_the_middle,
+        "state_is_that_of_an_uninterrupted_run": run.state() == expected(folder, run.num_steps),
+    }
+    print(json.dumps({**killed, **limit_files(folder)}))
+
+
+def kill_one(folder: Path, dice: random.Random) -> None:
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        train_on(folder, writer)
+    os.read(reader, 1)
+    time.sleep(dice.uniform(0, 0.05))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+def train_on(folder: Path, writer: int) -> NoReturn:
+    run = ToyRun(folder)
+    run.resume()
+    os.write(writer, b"!")
+    run.train(TOO_MANY_STEPS, save=True)
+    os._exit(1)
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether a save or a removal was under way."""
+    names = {path.name for path in folder.iterdir()}
+    newest = max(name for name in names if name.startswith("step-"))
+    return any("." in name for name in names) or not (folder / "latest").read_text().startswith(newest)
+
+
+def expected(folder: Path, num_steps: int) -> dict[str, Any]:
+    run = ToyRun(folder.with_name("uninterrupted"))
+    run.train(num_steps)
+    return run.state()
+
+
+def limit_files(folder: Path) -> dict[str, Any]:
+    """Saves with no file larger than so many bytes; the largest has about 15,000."""
+    errors = []
+    for limit_bytes in (0, 1, 50, 100, 300, 1000, 2000, 5000, 10_000):
+        shutil.rmtree(folder)
+        ToyRun(folder).train(2, save=True)
+        reader, writer = os.pipe()
+        process = os.fork()
+        if process == 0:
+            save_within(limit_bytes, folder, writer)
+        os.waitpid(process, 0)
+        os.close(writer)
+        errors.append(os.read(reader, 200).decode())
+        os.close(reader)
+        run = ToyRun(folder, seed=1)
+        run.resume()
+        assert run.num_steps == 2
+    run.train(4, save=True)
+    same = run.state() == expected(folder, 4)
+    return {"errors": errors, "state_after_errors_is_that_of_an_uninterrupted_run": same}
+
+
+def save_within(limit_bytes: int, folder: Path, writer: int) -> NoReturn:
+    run = ToyRun(folder)
+    run.resume()
+    run.train(3)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+    try:
+        run.save()
+    except Exception as error:
+        os.write(writer, f"{type(error).__name__}: {error}"[:200].encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Tiny configurations and models for the tests of the LGT recipe."""
+
+from typing import Any
+
+import torch
+from hf_memopt.recipes.lgt_config import Config
+from hf_memopt.recipes.lgt_model import LatentTransfer
+from hf_memopt.recipes.lgt_parsing import make_config
+from hf_memopt.recipes.lgt_step import Batch, build_model, make_batch
+
+TINY = {
+    "model.base_channels": 8,
+    "model.style_dim": 8,
+    "model.time_dim": 8,
+    "model.num_encoder_blocks": 1,
+    "model.num_decoder_blocks": 1,
+    "loss.num_projections": 16,
+    "training.batch_size": 8,
+    "training.ode_integration_steps": 3,
+    "data.latent_size": 8,
+    "data.num_generated": 20,
+}
+
+
+def tiny(**values: Any) -> Config:
+    """A configuration that a CPU trains at once; fields are given as `section__field`."""
+    return make_config(TINY | {name.replace("__", "."): value for name, value in values.items()})
+
+
+def trained_model(config: Config, dtype: torch.dtype = torch.float32) -> LatentTransfer:
+    """A model in which no layer is zero any more: at first nearly all gradients are, and any two are equal."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+def random_batch(config: Config, dtype: torch.dtype = torch.float32) -> Batch:
+    """The same in every call; every third sample has no style."""
+    torch.manual_seed(1)
+    batch = make_batch(config, "cpu")
+    batch["dropped"] = torch.arange(len(batch["dropped"])) % 3 == 0
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters' gradients as one vector, which are taken away."""
+    vector = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    model.zero_grad()
+    return vector

@@ -1,0 +1,324 @@
+"""Checkpoints: a resumed run goes on bit for bit, and nothing but what was saved is ever loaded."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
+
+from hf_memopt.checkpoint import Checkpoints, endless_batches, files
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process. No waiting for the disk: nothing here outlives a reboot."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> ToyRun:
+    """A run of three steps with a checkpoint of each; the last two are kept."""
+    run = ToyRun(tmp_path / "run")
+    run.train(3, save=True)
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The state in which a run ends that neither saves nor stops."""
+    run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
+    run.train()
+    return run.state()
+
+
+class Killed(BaseException):
+    """What no handler catches."""
+
+
+@pytest.mark.parametrize("last_batch", range(1, BATCHES_PER_STEP * NUM_STEPS))
+def test_a_run_killed_at_any_batch_resumes_bit_for_bit(
+    last_batch: int, uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = Accelerator.backward
+    count = iter(range(1, 100))
+
+    def killing(accelerator: Accelerator, loss: torch.Tensor) -> None:
+        if next(count) > last_batch:
+            raise Killed
+        backward(accelerator, loss)
+
+    monkeypatch.setattr(Accelerator, "backward", killing)
+    with pytest.raises(Killed):
+        ToyRun(tmp_path).train(save=True)
+    monkeypatch.undo()
+    resumed = ToyRun(tmp_path, seed=1)
+    assert resumed.checkpoints.has_latest == (last_batch >= BATCHES_PER_STEP)
+    if last_batch >= BATCHES_PER_STEP:
+        resumed.resume()
+        assert resumed.num_steps == last_batch // BATCHES_PER_STEP
+        resumed.train()
+        assert resumed.state() == uninterrupted
+
+
+def test_a_run_that_is_not_resumed_ends_elsewhere(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    """The comparison above can fail in every single figure."""
+    other = ToyRun(tmp_path, seed=1)
+    other.train(NUM_STEPS - 1)
+    state = other.state()
+    assert [name for name in uninterrupted if state[name] == uninterrupted[name]] == []
+
+
+def test_saving_changes_nothing(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    run = ToyRun(tmp_path)
+    run.train(save=True)
+    assert run.state() == uninterrupted
+
+
+def test_a_folder_holds_the_last_checkpoints_and_says_which_is_newest(saved: ToyRun) -> None:
+    folder = saved.checkpoints.folder
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000002", "step-000003"]
+    name, digest = (folder / "latest").read_text().split()
+    assert name == "step-000003"
+    assert digest == files._sha256(folder / name / "manifest.json")
+    manifest = json.loads((folder / name / "manifest.json").read_text())
+    assert manifest["position"] == {"step": 3, "losses": saved.losses}
+    assert manifest["launch"] == {"num_processes": 1, "device": "cpu", "mixed_precision": "no"}
+    assert set(manifest["files"]) == {path.name for path in (folder / name).iterdir()} - {"manifest.json"}
+    assert "random_states_0.pkl" in manifest["files"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_have_the_mode_that_the_umask_gives(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        run = ToyRun(tmp_path / "run")
+        run.train(1, save=True)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(paths) > 8
+    for path in paths:
+        expected = (0o777 if path.is_dir() else 0o666) & ~umask
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_a_step_is_saved_once(saved: ToyRun) -> None:
+    before = (saved.checkpoints.folder / "latest").stat().st_ino
+    assert saved.save() == saved.checkpoints.folder / "step-000003"
+    resumed = ToyRun(saved.checkpoints.folder)
+    resumed.resume()
+    resumed_at = (saved.checkpoints.folder / "latest").stat().st_ino
+    resumed.save()
+    assert (saved.checkpoints.folder / "latest").stat().st_ino == resumed_at
+    assert before  # both calls left what was there
+
+
+def test_what_an_interrupted_save_left_is_cleared_away(saved: ToyRun) -> None:
+    folder = saved.checkpoints.folder
+    (folder / "step-000004.partial" / "inner").mkdir(parents=True)
+    (folder / "step-000001.removed").mkdir()
+    (folder / "latest.partial").write_text("step")
+    shutil.copytree(folder / "step-000003", folder / "step-000004")  # complete, but never named by `latest`
+    resumed = ToyRun(folder)
+    resumed.resume()
+    resumed.train(4, save=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000003", "step-000004"]
+    assert files.verified(folder, "latest")[1]["step"] == 4
+
+
+def test_going_back_to_an_older_checkpoint(saved: ToyRun, uninterrupted: dict[str, Any]) -> None:
+    folder = saved.checkpoints.folder
+    for name in ("step-000002", folder / "step-000002"):
+        resumed = ToyRun(folder)
+        resumed.resume(name)
+        assert (folder / "latest").read_text().startswith("step-000002\n")
+        resumed.train(save=True)  # overwrites step 3
+        assert resumed.state() == uninterrupted
+        shutil.rmtree(folder)
+        ToyRun(folder).train(3, save=True)
+
+
+def test_a_checkpoint_of_another_run_goes_on_in_a_folder_of_its_own(
+    saved: ToyRun, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in saved.checkpoints.folder.rglob("*") if path.is_file()}
+    resumed = ToyRun(tmp_path / "other")
+    resumed.resume(saved.checkpoints.folder / "step-000003")
+    assert not resumed.checkpoints.has_latest
+    resumed.train(save=True)
+    assert resumed.state() == uninterrupted
+    assert before == {path: path.read_bytes() for path in saved.checkpoints.folder.rglob("*") if path.is_file()}
+
+
+def test_a_renamed_copy_is_loaded_but_never_latest(saved: ToyRun) -> None:
+    folder = saved.checkpoints.folder
+    copy = shutil.copytree(folder / "step-000002", folder / "before-it-diverged")
+    before = (folder / "latest").read_text()
+    resumed = ToyRun(folder)
+    resumed.resume(copy.name)
+    assert resumed.num_steps == 2
+    assert (folder / "latest").read_text() == before
+    with pytest.raises(ValueError, match="holds step-000003, which this run neither saved nor resumed from"):
+        resumed.train(save=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_processes", 2), ("device", "cuda"), ("mixed_precision", "bf16")])
+def test_another_launch_is_refused(name: str, value: Any, saved: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Checkpoints._launch
+    monkeypatch.setattr(Checkpoints, "_launch", lambda self: {**launch(self), name: value})
+    other = ToyRun(saved.checkpoints.folder)
+    with pytest.raises(ValueError, match=rf"was saved with {name}=.*, and this run has {value!r}"):
+        other.checkpoints.resume("latest")
+
+
+def test_bad_arguments_are_refused(saved: ToyRun, tmp_path: Path) -> None:
+    checkpoints = saved.checkpoints
+    with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
+        Checkpoints(saved.accelerator, tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="step=-1 must not be negative"):
+        checkpoints.save(-1, {})
+    with pytest.raises(ValueError, match=r"position=.*Tensor is not JSON serializable; use numbers"):
+        checkpoints.save(4, {"loss": torch.ones(())})
+    with pytest.raises(ValueError, match="holds step-000003, which this run neither saved nor resumed from"):
+        Checkpoints(saved.accelerator, checkpoints.folder).save(1, {})
+    with saved.accelerator.accumulate(saved.model):
+        assert not saved.accelerator.sync_gradients
+        with pytest.raises(ValueError, match="step=4: this is the middle of an accumulation window"):
+            checkpoints.save(4, {})
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step-000002", "step-000003"]
+
+
+def train_until_stopped(run: ToyRun, number: int) -> None:
+    """As recipes do; the signal comes during the third step."""
+    with run.checkpoints.stopping_on_signal():
+        for step in range(1, NUM_STEPS):
+            if step == 3:
+                os.kill(os.getpid(), number)
+            run.train(step)
+            if run.checkpoints.stop_requested():
+                run.save()
+                break
+    pytest.fail("went on")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_each_signal_saves_and_ends_with_its_status(
+    number: int, status: int, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        train_until_stopped(ToyRun(tmp_path), number)
+    assert ended.value.code == status
+    assert signal.getsignal(number) is before
+    resumed = ToyRun(tmp_path)
+    resumed.resume()
+    assert resumed.num_steps == 3
+    resumed.train()
+    assert resumed.state() == uninterrupted
+
+
+def send(checkpoints: Checkpoints, *numbers: int, ask: bool, error: Exception | None = None) -> None:
+    """A loop that gets these signals in its last step, and fails there if it is given an error."""
+    with checkpoints.stopping_on_signal():
+        assert not checkpoints.stop_requested()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            assert not ask or checkpoints.stop_requested()
+        if error is not None:
+            raise error
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    checkpoints = ToyRun(tmp_path).checkpoints
+    with pytest.raises(KeyboardInterrupt):  # and not SystemExit: launchers repeat SIGTERM
+        send(checkpoints, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, ask=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(SystemExit, match="143"):
+        send(checkpoints, signal.SIGTERM, signal.SIGTERM, ask=True)
+
+
+def test_a_signal_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
+    checkpoints = ToyRun(tmp_path).checkpoints
+    with pytest.raises(KeyboardInterrupt):
+        send(checkpoints, signal.SIGINT, ask=False)
+    send(checkpoints, ask=False)  # and not taken for one of the next loop
+
+
+def test_an_error_in_the_loop_comes_out_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        send(ToyRun(tmp_path).checkpoints, signal.SIGTERM, ask=True, error=ZeroDivisionError())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_go_on_wherever_they_were_left(num_workers: int) -> None:
+    """Nothing is drawn from the global generator, and workers draw alike from the beginnings of epochs on."""
+    settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    whole = take(endless_batches(accelerator, loader_of(accelerator, num_workers)), 11)
+    assert whole[:4] != whole[4:8]
+    for num_taken in (4, 8) if num_workers else range(11):
+        before = torch.get_rng_state()
+        batches = endless_batches(accelerator, loader_of(accelerator, num_workers), num_taken)
+        assert take(batches, 11 - num_taken) == whole[num_taken:]
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def loader_of(accelerator: Accelerator, num_workers: int) -> Any:
+    samples = Noisy(10) if num_workers else torch.arange(10.0)
+    loader = DataLoader(samples, 3, shuffle=True, num_workers=num_workers, generator=torch.Generator())
+    return accelerator.prepare(loader)
+
+
+def take(batches: Iterator[Any], count: int) -> list[list[float]]:
+    return [next(batches).tolist() for _ in range(count)]
+
+
+class Noisy(torch.utils.data.Dataset[float]):
+    """Samples with random numbers of the worker that reads them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> float:
+        return index + torch.rand(()).item()
+
+
+def test_loaders_that_cannot_be_resumed_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    data = torch.arange(4.0)
+    loaders = {
+        "has no generator of its own": DataLoader(data, shuffle=True),
+        "cannot be had again; make the accelerator with": DataLoader(data, shuffle=True, generator=torch.Generator()),
+        "loader is empty": DataLoader(data, 8, drop_last=True, generator=torch.Generator()),
+    }
+    for message, loader in loaders.items():
+        with pytest.raises(ValueError, match=message):
+            next(endless_batches(accelerator, accelerator.prepare(loader)))
+
+
+def test_the_position_is_kept_as_it_is(saved: ToyRun) -> None:
+    saved.train(4)
+    position = {"loss": float("nan"), "low": -0.0, "text": "ä\ud800", "list": [1, 2.5, None], "nested": {"a": True}}
+    saved.checkpoints.save(4, position)
+    np.testing.assert_equal(saved.checkpoints.resume("latest"), position)

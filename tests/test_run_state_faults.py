@@ -1,0 +1,279 @@
+"""Checkpoints that were damaged, interrupted or had no room: `latest` stays valid, and nothing else is loaded."""
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils.other
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from toy_run import ToyRun
+
+from hf_memopt.checkpoint import Checkpoints, files
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process. No waiting for the disk: nothing here outlives a reboot."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> ToyRun:
+    """A run of three steps with a checkpoint of each; the last two are kept."""
+    run = ToyRun(tmp_path / "run")
+    run.train(3, save=True)
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The state in which a run ends that neither saves nor stops."""
+    run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
+    run.train()
+    return run.state()
+
+
+def flip_byte(folder: Path, file: Path, dice: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[dice.randrange(len(content))] ^= dice.randrange(1, 256)
+    file.write_bytes(content)
+
+
+def truncate(folder: Path, file: Path, dice: random.Random) -> None:
+    os.truncate(file, dice.randrange(file.stat().st_size))
+
+
+def append(folder: Path, file: Path, dice: random.Random) -> None:
+    file.write_bytes(file.read_bytes() + dice.randbytes(dice.randrange(1, 9)))
+
+
+def delete(folder: Path, file: Path, dice: random.Random) -> None:
+    file.unlink()
+
+
+def swap(folder: Path, file: Path, dice: random.Random) -> None:
+    other = dice.choice([each for each in sorted(folder.iterdir()) if each != file])
+    ours, theirs = file.read_bytes(), other.read_bytes()
+    file.write_bytes(theirs)
+    other.write_bytes(ours)
+
+
+def add(folder: Path, file: Path, dice: random.Random) -> None:
+    shutil.copy(file, folder / f"copy_of_{file.name}")
+
+
+def take_from_another_step(folder: Path, file: Path, dice: random.Random) -> None:
+    shutil.copy(folder.parent / "step-000002" / file.name, file)
+
+
+def edit_manifest(folder: Path, file: Path, dice: random.Random) -> None:
+    """Digits, or a whole figure: what a person or a script would do."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    field = dice.choice(["position", "launch", "files", "step"])
+    manifest[field] = {} if field != "step" else 2
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def damage_latest(folder: Path, file: Path, dice: random.Random) -> None:
+    dice.choice([flip_byte, truncate, append])(folder, folder.parent / "latest", dice)
+
+
+def old_latest(folder: Path, file: Path, dice: random.Random) -> None:
+    """Names another checkpoint, which is valid, with this one's digest."""
+    latest = folder.parent / "latest"
+    latest.write_text(latest.read_text().replace("step-000003", "step-000002"))
+
+
+MUTATIONS: list[Callable[[Path, Path, random.Random], None]] = [
+    *[flip_byte] * 8,
+    *[truncate, append, delete, swap, add, take_from_another_step, edit_manifest, damage_latest, old_latest],
+]
+
+
+def test_no_damaged_checkpoint_is_loaded(saved: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 of them: nothing is loaded, and the message names a valid checkpoint."""
+    folder = saved.checkpoints.folder
+    pristine = folder.with_name("pristine")
+    shutil.copytree(folder, pristine)
+    monkeypatch.setattr(Accelerator, "load_state", lambda *_: pytest.fail("loaded"))
+    dice = random.Random(0)
+    num_damaged = 0
+    for mutate in itertools.cycle(MUTATIONS):
+        mutate(folder / "step-000003", dice.choice(sorted((folder / "step-000003").iterdir())), dice)
+        if content(folder) == content(pristine):
+            continue  # some files are the same in both checkpoints
+        with pytest.raises(ValueError, match=r"(is not what was saved|is damaged).*; valid in .*: step-000002"):
+            saved.checkpoints.resume("latest")
+        num_damaged += 1
+        if num_damaged == 500:
+            return
+        shutil.rmtree(folder)
+        shutil.copytree(pristine, folder)
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (flip_byte, r"scheduler\.bin differs from what was saved \(sha256\)"),
+        (truncate, r"scheduler\.bin has \d+ bytes instead of \d+"),
+        (delete, r"scheduler\.bin is missing"),
+        (add, r"copy_of_scheduler\.bin is not part of it; remove that file"),
+        (edit_manifest, r"manifest\.json was changed after it had been written"),
+        (old_latest, r"step-000002/manifest\.json is not the one that .*latest was written with"),
+    ],
+)
+def test_a_refusal_names_the_file_and_the_remedy(mutate: Any, message: str, saved: ToyRun) -> None:
+    folder = saved.checkpoints.folder / "step-000003"
+    mutate(folder, folder / "scheduler.bin", random.Random(0))
+    before = saved.state()
+    with pytest.raises(ValueError, match=rf"{message}; valid in .*step-000002.*Resume from one of them by its path"):
+        saved.checkpoints.resume("latest")
+    assert saved.state() == before
+    saved.checkpoints.resume("step-000002")
+
+
+def test_refusals_without_a_valid_checkpoint(saved: ToyRun, tmp_path: Path) -> None:
+    nowhere = Checkpoints(saved.accelerator, tmp_path / "nowhere")
+    assert not nowhere.has_latest
+    with pytest.raises(ValueError, match=r"checkpoint 'latest': .*nowhere has no file of that name; there is no valid"):
+        nowhere.resume("latest")
+    with pytest.raises(ValueError, match="checkpoint 'step-000009': no such folder, and none in"):
+        saved.checkpoints.resume("step-000009")
+    (saved.checkpoints.folder / "latest").unlink()
+    with pytest.raises(ValueError, match=r"valid in .*: step-000002, step-000003"):
+        saved.checkpoints.resume("latest")
+
+
+class FullDisk:
+    """Fails the k-th call of all those that write, some of them after having written a part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+        self.num_calls = 0
+        self._fails_at = fails_at
+        writers = [(torch, "save"), (accelerate.utils.other, "safe_save_file"), (files, "_write")]
+        for owner, name in [*writers, (os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "replace")]:
+            self._wrap(monkeypatch, owner, name)
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        write = getattr(owner, name)
+
+        def writing(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self._fails_at:
+                if owner not in (os, Path):
+                    file = next(each for each in args if isinstance(each, str | Path))
+                    Path(file).write_bytes(b"a part")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, writing)
+
+
+def test_a_full_disk_at_any_write_leaves_the_checkpoint_before(saved: ToyRun, uninterrupted: dict[str, Any]) -> None:
+    folder = saved.checkpoints.folder
+    pristine = folder.with_name("pristine")
+    shutil.copytree(folder, pristine)
+    for num_faults in itertools.count():
+        run = ToyRun(folder)
+        run.resume()
+        run.train(4)
+        if num_calls := save_on_a_disk_that_fails(run, at=num_faults + 1):
+            break
+        assert files.verified(folder, "latest")[1]["step"] in (3, 4)
+        assert not list(folder.glob("step-*.partial"))
+        files.verified(folder, "step-000003")
+        run.save()  # once there is room again
+        run.train(save=True)
+        assert run.state() == uninterrupted
+        shutil.rmtree(folder)
+        shutil.copytree(pristine, folder)
+    assert num_faults == num_calls > 20
+
+
+def save_on_a_disk_that_fails(run: ToyRun, at: int) -> int:
+    """How many writes saving took; 0 where it failed."""
+    with pytest.MonkeyPatch.context() as patched:
+        disk = FullDisk(patched, at)
+        try:
+            run.save()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return 0
+        return disk.num_calls
+
+
+def test_contents_reach_the_disk_before_names_and_names_before_anything_is_removed(
+    saved: ToyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure cannot be had in a test; the order of the calls can."""
+    folder = saved.checkpoints.folder
+    saved.train(4)
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def note(kind: str, path: str | Path) -> None:
+        events.append(f"{kind} {Path(path).relative_to(folder)}")
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (note("sync", os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda self, target: (note("rename", self), rename(self, target)))
+    monkeypatch.setattr(Path, "replace", lambda self, target: (note("replace", self), replace(self, target)))
+    monkeypatch.setattr(files, "sync_folder", lambda path: note("sync", path) if path != folder.parent else None)
+    saved.save()
+    contents = sorted(path.name for path in (folder / "step-000004").iterdir() if path.name != "manifest.json")
+    assert len(contents) > 5
+    draft = "step-000004.partial"
+    assert events == [
+        *(f"sync {draft}/{name}" for name in contents),
+        f"sync {draft}/manifest.json",
+        f"sync {draft}",
+        f"rename {draft}",
+        "sync .",
+        "sync latest.partial",
+        "replace latest.partial",
+        "sync .",
+        "rename step-000002",
+    ]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of 50 processes that were killed while they saved, and of some whose files could not grow."""
+    script = Path(__file__).parent / "killed_saves.py"
+    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("killed")), "50"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_latest_loads_after_every_kill(killed: dict[str, Any]) -> None:
+    assert killed["num_loaded"] == 50
+    assert killed["num_in_the_middle"] > 10  # most of a step's time is saving
+    assert killed["state_is_that_of_an_uninterrupted_run"]
+
+
+def test_latest_loads_after_every_write_beyond_the_limit(killed: dict[str, Any]) -> None:
+    assert len(killed["errors"]) > 5
+    assert all(killed["errors"])  # each one raised
+    assert killed["state_after_errors_is_that_of_an_uninterrupted_run"]
