@@ -2,19 +2,22 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import PhasePeaks
+from slow_link import SlowLinkCopier
 from smolvla import observe
 from torch import Tensor, nn
 
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.prefix import Observation
-from hf_memopt.teacher import TeacherReport
+from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
+from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+from hf_memopt.transfer import SyncCopier
 
 Batch = dict[str, Tensor]
 TargetFunction = Callable[[Observation, Tensor], Tensor]  # (observation, noise) -> the teacher's actions
@@ -135,16 +138,26 @@ def _diffusers(source: Source, **options: Any) -> Handling:
     return _with_stock_teacher(source, _in_own_dtype(sampler))
 
 
-def swap(source: Source, share_prefix: str = "off") -> Handling:
-    """This library's policy: the teacher's weights leave the host in one block and are dropped after use."""
+def offloaded(source: Source, mode: str, share_prefix: str = "off", link_gb_per_s: float | None = None) -> Handling:
+    """This library's policy.
+
+    Args:
+        source: what it is built from.
+        mode: `"swap"`, the teacher's weights come in one block; `"stream"`, as they are used, and those of the expert
+            stay from the first step to the last.
+        share_prefix: whether the student's VLM serves both.
+        link_gb_per_s: a slower link than the machine's, emulated.
+    """
     student = _student(
         source,
         use_reflow=True,
         teacher_model_path=str(source.checkpoint),
-        teacher_offload="swap",
+        teacher_offload=mode,
         teacher_dtype=str(source.dtype).removeprefix("torch."),
         share_prefix=share_prefix,
     )
+    if link_gb_per_s is not None:
+        student._teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, link_gb_per_s))
     student.load_teacher_model()
 
     def target(observation: Observation, noise: Tensor) -> Tensor:
@@ -155,6 +168,19 @@ def swap(source: Source, share_prefix: str = "off") -> Handling:
         return student(batch, noise=noise, time=time)[0]
 
     return Handling(student, target, loss, report=student.teacher_report)
+
+
+def stream_all(source: Source) -> Handling:
+    """Streaming without a hot set: the expert's weights come again for each Euler step."""
+    sampler = Sampler(source.policy).cast(source.dtype)
+    copier = SyncCopier() if source.device.type == "cpu" else None
+    teacher = OffloadedTeacher(sampler, device=source.device, mode="stream", budget_gib=0, copier=copier)
+
+    def target(observation: Observation, noise: Tensor) -> Tensor:
+        with teacher.onload():
+            return _in_own_dtype(sampler)(observation, noise)
+
+    return replace(_with_stock_teacher(source, target), report=teacher.report)
 
 
 def _with_stock_teacher(source: Source, target: TargetFunction, moved_bytes: int | None = None) -> Handling:
@@ -194,10 +220,25 @@ def _in_own_dtype(sampler: Sampler) -> TargetFunction:
 MODES: dict[str, Callable[[Source], Handling]] = {
     "resident": resident,
     "seed": seed,
-    "swap": swap,
-    "swap+shared": partial(swap, share_prefix="on"),
+    "swap": partial(offloaded, mode="swap"),
+    "swap+shared": partial(offloaded, mode="swap", share_prefix="on"),
+    "stream": partial(offloaded, mode="stream"),
+    "stream+shared": partial(offloaded, mode="stream", share_prefix="on"),
+    "stream-all": stream_all,
     "diffusers-leaf": diffusers_leaf,
     "diffusers-block": diffusers_block,
     "accelerate": accelerate_cpu_offload,
 }
+
+
+def on_links(modes: list[str], links_gb_per_s: list[float]) -> dict[str, Callable[[Source], Handling]]:
+    """Swap and stream, as far as they are among `modes`, over slower links."""
+    return {
+        f"{mode} {gb_per_s:g} GB/s": partial(offloaded, mode=mode, link_gb_per_s=gb_per_s)
+        for mode in ("swap", "stream")
+        if mode in modes
+        for gb_per_s in links_gb_per_s
+    }
+
+
 OTHER_LIBRARIES = ("diffusers-leaf", "diffusers-block", "accelerate")

@@ -1,4 +1,4 @@
-"""A whole SmolVLA reflow training step, with the teacher's weights handled in seven ways.
+"""A whole SmolVLA reflow training step, with the teacher's weights handled in several ways.
 
     python benchmarks/teacher_offload.py
 
@@ -31,7 +31,7 @@ from common import (
     write_results,
 )
 from smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
-from teacher_modes import MODES, OTHER_LIBRARIES, Batch, Handling, Source
+from teacher_modes import MODES, OTHER_LIBRARIES, Batch, Handling, Source, on_links
 from teacher_report import TARGETS, print_report
 from torch import Tensor, nn
 
@@ -114,6 +114,8 @@ def measure(handling: Handling, work: Workload, device: torch.device, options: a
         "host_rss_bytes": host_rss_bytes(),
         "pinned_by_torch_bytes": pinned_bytes(device),
         "teacher_host_bytes": None if report is None else report.host_bytes,
+        "teacher_peak_device_bytes": None if report is None else report.peak_device_bytes,
+        "teacher_predicted_device_bytes": None if report is None else report.predicted_device_bytes,
     }
 
 
@@ -174,6 +176,8 @@ class Run:
         self._options = options
         self._device = device
         self._size = SIZES[options.size]
+        chosen = {mode: make for mode, make in MODES.items() if mode in options.modes}
+        self._modes = chosen | on_links(options.modes, options.links)
         self._policy = build_policy(self._size, folder)
         self._checkpoint = folder / "teacher"
         self._policy.save_pretrained(self._checkpoint)
@@ -192,7 +196,7 @@ class Run:
 
     def all_cells(self) -> dict[str, Any]:
         """The whole benchmark: modes outermost, so that running out of time costs the last modes."""
-        for mode in (mode for mode in MODES if mode in self._options.modes):
+        for mode in self._modes:
             for dtype in self._options.dtypes:
                 self._cells_of(mode, dtype)
                 free_memory(self._device)
@@ -212,7 +216,7 @@ class Run:
                 self._record({**cell, "error": f"not run: --time-limit-s={self._options.time_limit_s:g} was reached"})
                 continue
             try:
-                handling = handling or MODES[mode](source)
+                handling = handling or self._modes[mode](source)
                 found = self._measure(handling, source, cell, moved)
                 moved = found["traffic_bytes"]
                 self._record({**cell, **found})
@@ -264,6 +268,13 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     add("--batch-sizes", nargs="+", type=int, default=[8] if on_cpu else [1, 8, 32, 64], help="here: %(default)s")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the teacher's weights; default: both")
+    add(
+        "--links",
+        nargs="*",
+        type=float,
+        default=[] if on_cpu else [12, 25, 50],
+        help="GB/s, emulated (here: %(default)s)",
+    )
     add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 1 (default: %(default)s)")
     add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a cell after this (default: %(default)s)")

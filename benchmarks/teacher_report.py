@@ -7,6 +7,8 @@ from common import MIB, print_table
 # A mode's quantity over another mode's, at most this.
 TARGETS = [
     {"mode": "swap", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
+    {"mode": "stream", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
+    {"mode": "stream", "over": "seed", "quantity": "step_ms", "at_most": 1.0},
     {"mode": "swap+shared", "over": "seed", "quantity": "step_ms", "at_most": 0.6},
     {"mode": "swap+shared", "over": "seed", "quantity": "peak_bytes", "at_most": 0.5},
 ]

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hf_memopt.commands import plan
+
     parser = argparse.ArgumentParser(prog="hf-memopt", description="Train in the memory you have.")
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_estimate(commands)
     _add_report(commands)
+    plan.add_to(commands)
     return parser
 
 

@@ -69,7 +69,7 @@ class CausalLM(RecipeWorkload):
         with _weights_from_config(), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate)
+        optimizer = recipe.make_optimizer(model, training, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         run = recipe.Run(

@@ -58,8 +58,9 @@ class FluxFlow(RecipeWorkload):
     def setup(self, options: Options, precision: str) -> tuple[Gan, Tensor, Any]:
         training = options.training
         accelerator = Accelerator(mixed_precision=precision)
-        with accelerator.device:
-            models = build_models(options.model, options.losses, options.levers, training.seed)
+        models = build_models(options.model, options.losses, options.levers, training.seed)
+        for model in filter(None, models):
+            model.to(accelerator.device)
         optimizers = make_optimizers(models, training)
         gan = Gan(
             models,

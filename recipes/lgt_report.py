@@ -6,6 +6,7 @@ import logging
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,13 @@ from hf_memopt.recipes.lgt_config import CheckpointConfig, Config
 from hf_memopt.recipes.lgt_data import LatentBank, Latents, describe
 from hf_memopt.recipes.lgt_model import LatentTransfer
 from hf_memopt.recipes.lgt_run import Run
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 logger = logging.getLogger(__name__)
 
 EARLY_EPOCHS = 10  # in which the loss has to fall
 STABLE_MEMORY = {"device": 0.01, "host": 0.05}  # growth after the first epoch; host memory also counts caches and code
-STABLE_SSM = 1.1  # times that of the first epoch
+STABLE_SSM = 1.1  # from the third quarter of the run to the last
 LONG_EPOCH_S = 300.0  # of 50 to 100 batches
 ENOUGH_COVERAGE = 0.25
 
@@ -118,11 +119,14 @@ def _falls(name: str, key: str, history: list[dict[str, float]]) -> Check:
 
 
 def _content_is_stable(history: list[dict[str, float]]) -> Check:
-    name = "content (SSM) is stable"
-    if len(history) < 2:
-        return Check(name, "not applicable", "needs two epochs")
-    first, last = history[0]["content_ssm"], history[-1]["content_ssm"]
-    return Check(name, "passed" if last <= STABLE_SSM * first else "failed", f"{first:.4g} to {last:.4g}")
+    """In the second half: a new model leaves contents as they are, so that the difference has to rise at first."""
+    name = "content (SSM) is stable in the second half"
+    later = [entry["content_ssm"] for entry in history[len(history) // 2 :]]
+    if len(later) < 2:
+        return Check(name, "not applicable", "needs three epochs")
+    first, last = mean(later[: len(later) // 2]), mean(later[len(later) // 2 :])
+    verdict: Verdict = "passed" if last <= STABLE_SSM * first else "failed"
+    return Check(name, verdict, f"{first:.4g} to {last:.4g}, means over {len(later) // 2} epochs and the rest")
 
 
 def _epoch_time(config: Config, history: list[dict[str, float]]) -> Check:
@@ -171,7 +175,8 @@ def write(results: dict[str, Any], model: LatentTransfer, bank: LatentBank, held
     """Model, configuration, `results.json` and, where matplotlib is installed, figures; the log gets the tables."""
     output = Path(config.checkpoint.save_dir)
     output.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output / "model.safetensors")
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    (output / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read
     (output / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
     (output / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
     logger.info(f"\n{checklist_text(results['checklist'])}\n\n{table(results)}")

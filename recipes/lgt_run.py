@@ -171,8 +171,8 @@ def exact_step(run: Run, micro_batches: list[Batch]) -> StepResult:
 
 def epsilon(config: Config, epoch: int) -> float:
     """The earliest time that integration starts at, rising over the first epochs."""
-    training = config.training
-    return training.epsilon * min(1.0, epoch / max(1, training.epsilon_warmup_epochs))
+    warmup = config.training.epsilon_warmup_epochs
+    return config.training.epsilon * (1.0 if epoch >= warmup else epoch / warmup)
 
 
 def window_sizes(run: Run) -> list[int]:

@@ -1,6 +1,4 @@
-"""Latents in two styles that are made up: the same smooth contents under a checkerboard or under waves."""
-
-import math
+"""Latents in two styles that are made up: the same smooth contents under grain or under a tint."""
 
 import torch
 from torch import Tensor
@@ -8,6 +6,7 @@ from torch.nn import functional as F
 
 NUM_STYLES = 2
 STRENGTH = 0.7
+_COLOURS = ((1.0, -1.0, 0.5, 0.0), (0.5, 0.5, -1.0, 1.0))  # of the styles, repeated where there are more channels
 
 
 def make_latents(num_per_style: int, size: int, channels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -26,23 +25,9 @@ def make_contents(num: int, size: int, channels: int, generator: torch.Generator
 
 
 def in_style(contents: Tensor, styles: Tensor, generator: torch.Generator) -> Tensor:
-    """Contents with the texture of each one's style on them, in a phase that is drawn for each."""
-    num, channels, size, _ = contents.shape
-    checks, waves = (pattern(num, size, generator) for pattern in (_checkerboards, _waves))
-    colours = torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 0.5, 1.0, -1.0]])[:, torch.arange(channels) % 4]
-    chosen = torch.where(styles.view(-1, 1, 1) == 0, checks, waves)
-    return contents + STRENGTH * chosen[:, None] * colours[styles][:, :, None, None]
-
-
-def _checkerboards(num: int, size: int, generator: torch.Generator) -> Tensor:
-    """Fields of squares of two by two, `(num, size, size)`, of unit variance."""
-    shift = torch.randint(4, (num, 2, 1), generator=generator)
-    rows, columns = ((torch.arange(size) + shift[:, axis]) // 2 for axis in (0, 1))
-    return 1.0 - 2.0 * ((rows[:, :, None] + columns[:, None, :]) % 2)
-
-
-def _waves(num: int, size: int, generator: torch.Generator) -> Tensor:
-    """Waves of eight positions along the diagonal, `(num, size, size)`, of unit variance."""
-    phase = 2 * math.pi * torch.rand(num, 1, 1, generator=generator)
-    along = (torch.arange(size)[:, None] + torch.arange(size)[None, :]) / math.sqrt(2)
-    return math.sqrt(2) * torch.sin(2 * math.pi / 8 * along + phase)
+    """Contents with the texture of each one's style on them: noise of one colour, or another colour evenly."""
+    num, channels, height, width = contents.shape
+    grain = torch.randn(num, height, width, generator=generator)
+    texture = torch.where(styles.view(-1, 1, 1) == 0, grain, torch.ones(()))
+    colours = torch.tensor(_COLOURS)[:, torch.arange(channels) % 4]
+    return contents + STRENGTH * texture[:, None] * colours[styles][:, :, None, None]

@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     explain_idleness(results, config.offload)
     if accelerator.is_main_process:
         report.write(results, run.best_model(), run.bank, held_out, config)
+    accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     accelerator.end_training()
     return results
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, precompute, weights_sha256
+from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, CouplingSource, precompute, weights_sha256
 
 SHAPE = (3, 2)
 NUM_SAMPLES = 23
@@ -64,3 +64,15 @@ def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
 
     started.set()
     precompute(Teacher(), pause_and_load, make_plan(), folder, shard_size=8)
+
+
+def assert_same(first: CouplingSource, second: CouplingSource, num_epochs: int) -> None:
+    """Both yield the same couplings, bit for bit."""
+    for epoch in range(num_epochs):
+        first.set_epoch(epoch)
+        second.set_epoch(epoch)
+        for ours, theirs in zip(first, second, strict=True):
+            assert ours.indices == theirs.indices
+            assert torch.equal(ours.noise, theirs.noise)
+            assert torch.equal(ours.target, theirs.target)
+            assert torch.equal(ours.observation["state"], theirs.observation["state"])

@@ -1,9 +1,5 @@
 """Couplings from disk are those of the teacher, bit for bit; whatever else a folder holds is refused."""
 
-import json
-import multiprocessing
-import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,10 +7,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from coupling_toys import NUM_SAMPLES, SHAPE, Teacher, load, load_augmented, make_plan, precompute_slowly, write
+from coupling_toys import NUM_SAMPLES, SHAPE, Teacher, assert_same, load, load_augmented, make_plan, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from two_processes import torchrun
 
 from hf_memopt.teacher.coupling_key import draw_noise, noise_seed, observation_checksums
 from hf_memopt.teacher.couplings import CouplingCache, CouplingPlan, CouplingSource, precompute
@@ -32,17 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own(folder: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(folder, tmp_path / "cache"))
-
-
-def assert_same(first: CouplingSource, second: CouplingSource, num_epochs: int) -> None:
-    for epoch in range(num_epochs):
-        first.set_epoch(epoch)
-        second.set_epoch(epoch)
-        for ours, theirs in zip(first, second, strict=True):
-            assert ours.indices == theirs.indices
-            assert torch.equal(ours.noise, theirs.noise)
-            assert torch.equal(ours.target, theirs.target)
-            assert torch.equal(ours.observation["state"], theirs.observation["state"])
 
 
 # ------------------------------------------------------------------------------------------------ the same couplings
@@ -188,6 +172,8 @@ def test_unusable_plans_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             CouplingPlan(**{**vars(plan), **changes})
+    with pytest.raises(ValueError, match="shard_size=0 must be"):
+        precompute(Teacher(), load, plan, "never", shard_size=0)
     with pytest.raises(ValueError, match="too few for 9 ranks"):
         CouplingSource.online(Teacher(), load, plan, world_size=9)
     with pytest.raises(ValueError, match="rank=2 must be"):
@@ -243,94 +229,3 @@ def test_a_checksum_ignores_padding_and_neighbours() -> None:
     sums = observation_checksums({"tokens": tokens})
     assert sums[0] != sums[1]
     assert observation_checksums({"tokens": tokens[1:, :2]})[0] == sums[1]
-
-
-# ------------------------------------------------------------------------------------------------ kills, processes
-
-
-def complete_shards(folder: Path) -> set[str]:
-    """Files that count as complete, judged by this test and not by the code."""
-    found = set()
-    for note in folder.glob("data-*.json"):
-        data = note.with_suffix(".arrow")
-        if data.exists() and data.stat().st_size == json.loads(note.read_text())["num_bytes"]:
-            found.add(data.name)
-    return found
-
-
-def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
-    """Kill `precompute` again and again; a new folder is begun whenever one is finished.
-
-    Returns:
-        How many kills hit a process at work, and how many shards survived kills.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_memopt.teacher.couplings"])
-    rng = random.Random(0)
-    hits, survived, current = 0, 0, folder / "0"
-    for kill in range(num_kills):
-        before = complete_shards(current)
-        contents = {name: (current / name).read_bytes() for name in before}
-        started = context.Event()
-        process = context.Process(target=precompute_slowly, args=(current, kill, started))
-        process.start()
-        assert started.wait(60)
-        process.join(rng.uniform(0, 0.1))
-        process.kill()
-        process.join()
-        hits += process.exitcode != 0
-        after = complete_shards(current)
-        assert before <= after
-        assert all((current / name).read_bytes() == content for name, content in contents.items())
-        survived += len(after) if process.exitcode else 0
-        # Of all that was begun, only one shard's draft can be lost.
-        assert len(list(current.glob(".data-*.arrow-*"))) <= 1
-        if (current / "state.json").exists():
-            CouplingCache(current)
-            current = folder / str(kill + 1)
-    write(current)
-    assert_same(CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(current, load), 2)
-    return hits, survived
-
-
-@pytest.mark.parametrize("num_kills", [8, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_kill_loses_at_most_the_shard_in_flight(tmp_path: Path, num_kills: int) -> None:
-    hits, survived = kill_at_random(tmp_path, num_kills)
-    assert hits >= num_kills // 4
-    assert survived > 0
-
-
-def test_an_error_leaves_complete_shards_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flush, calls = os.fsync, 0
-
-    def full_disk(handle: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 12:
-            raise OSError(28, "No space left on device")
-        flush(handle)
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "cache")
-    assert len(complete_shards(tmp_path / "cache")) >= 1
-    assert not [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
-    assert write(tmp_path / "cache") == []
-
-
-def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path, folder: Path) -> None:
-    assert write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
-    assert write(tmp_path / "cache", rank=0, world_size=2) == [3, 5]  # restarted with another number of processes
-    assert write(tmp_path / "cache", rank=1, world_size=2) == []
-    for file in folder.glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
-
-
-def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_path: Path, folder: Path) -> None:
-    torchrun(Path(__file__).parent / "distributed" / "coupling_rank.py", str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["weights"] == second["weights"]
-    assert not set(first["samples"]) & set(second["samples"])
-    assert first["solved"] + second["solved"] == make_plan().num_batches
-    for file in folder.glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.checkpoints import load_config
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.couplings import CachedPairs, frame_noise
+from hf_memopt.integrations.lerobot.couplings import CachedPairs, coupling_inputs, frame_noise
 from hf_memopt.integrations.lerobot.evaluation import held_out_batches
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.prefix import observe
@@ -102,14 +102,18 @@ def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset
     policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
     (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
     together = policy._known_pairs(batch, None)
+    policy(batch)
+    assert policy.teacher_report().device_bytes == 0  # asked before the student's forward, and not fetched again
     reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key in ("observation.language.tokens", "observation.language.attention_mask"):
         reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
+    inputs = coupling_inputs(policy.config, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reversed_pairs = policy._known_pairs(reverse, None)
+        solved = policy.solve(inputs, together.noise)
+    assert torch.equal(solved, policy.solve(inputs, together.noise))
     assert torch.equal(reversed_pairs.noise.flip(0), together.noise)
     assert torch.equal(reversed_pairs.target.flip(0), together.target)
-    assert policy.teacher_report().device_bytes == 0
     solved = policy.generate_reflow_target(*_arguments(policy, batch), together.noise)
     torch.testing.assert_close(together.target, solved, rtol=1e-5, atol=1e-5)
 
@@ -204,6 +208,8 @@ def test_training_refuses_them_before_the_first_step(
 def test_noise_cannot_be_given_as_well(student: SmolVLAReflowPolicy, toy_dataset: Path) -> None:
     with pytest.raises(ValueError, match="noise was given"):
         student({}, noise=torch.zeros(1))
+    with pytest.raises(ValueError, match="there is no teacher to ask"):
+        student.generate_reflow_target([], [], *(torch.zeros(1) for _ in range(4)))
     with pytest.raises(ValueError, match="no 'index'"):
         student({"observation.state": torch.zeros(1, 2)})
 

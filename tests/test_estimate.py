@@ -146,7 +146,11 @@ def selecting(chosen: Callable[[Tensor], Tensor]) -> Callable[[torch.device], St
 
 
 def test_what_depends_on_values_is_assumed_and_said() -> None:
-    setup = selecting(lambda output: output[output > 0])
+    def positive(output: Tensor) -> Tensor:
+        copies = torch.stack([output] * 20)
+        return copies[copies > 0]
+
+    setup = selecting(positive)
     whole = estimate_peak_memory(setup, step)
     half = estimate_peak_memory(setup, step, selected_fraction=0.5)
     assert whole.confidence == half.confidence == "medium"

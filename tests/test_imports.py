@@ -50,8 +50,8 @@ LIBRARIES = {
     "callbacks": {"torch", "transformers", "accelerate"},
 }
 
-# The package's face and its command name everything, so they import nothing before it is used.
-LAZY = ("", "cli")
+# The package's face and its command with its subcommands name everything, so they import nothing before it is used.
+LAZY = ("", "cli", "commands")
 
 
 class Import(NamedTuple):

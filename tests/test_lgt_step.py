@@ -43,12 +43,15 @@ def test_the_default_model_has_about_20_million_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 20_337_924
 
 
-def test_a_new_model_is_the_identity() -> None:
+def test_a_new_model_is_the_identity_and_learns_in_its_last_layer() -> None:
     config = tiny()
-    batch = random_batch(config)
-    moved, energy = build_model(config)(batch["start"], batch["time"], batch["targets"], batch["dropped"], 3)
+    model, batch = build_model(config), random_batch(config)
+    moved, energy = model(batch["start"], batch["time"], batch["targets"], batch["dropped"], 3)
     assert torch.equal(moved, batch["start"])
     assert not energy.any()
+    Objective(config)(model, batch).backward()
+    moving = [name for name, parameter in model.named_parameters() if parameter.grad.any()]
+    assert moving == ["unet.last.2.weight", "unet.last.2.bias"]
 
 
 def test_euler_arrives_at_the_end_of_time_and_the_original_does_not() -> None:

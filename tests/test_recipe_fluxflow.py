@@ -136,6 +136,7 @@ def test_it_leaves_what_it_says(whole: Path) -> None:
     assert "memory/generator_" in (whole / "memory.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     flags = ("--channels", "16", "16", "--num_drawn=16", "--learning_rate=0.005", "--mse_weight=1")
     calm = ("--adversarial_weight=0.01", "--adversarial_warmup_steps=80", "--kl_weight=1e-5", "--log_every=5")
@@ -225,8 +226,8 @@ def test_a_folder_in_use_is_refused(whole: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- leaks
 
 
-def updates_of_one_r1_interval(run: Run) -> Any:
-    """A function that makes as many updates as there are from one R1 penalty to the next."""
+def steps_of(run: Run) -> Any:
+    """A function that makes one global step each time."""
     batches = iter(run.batches)
     return lambda: train_batch(run, next(batches))
 
@@ -240,13 +241,11 @@ def little_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.unfreeze()
 
 
-LEAKS = ("--num_drawn=16", "--training_steps=2", "--resolutions", "16", "8")
-
-
 @pytest.mark.usefixtures("little_alive")
 def test_sixty_steps_leak_nothing(tmp_path: Path) -> None:
-    run = prepared(tmp_path, *LEAKS, "--r1_interval=4")
-    found = detect_leaks(updates_of_one_r1_interval(run), num_steps=60)
+    """With R1 in each: what it leaves behind at every 16th update only would look like nothing regular."""
+    run = prepared(tmp_path, "--num_drawn=16", "--r1_interval=1")
+    found = detect_leaks(steps_of(run), num_steps=60)
     assert not found.leaking, str(found)
     assert found.bytes_per_step == 0
 
@@ -264,20 +263,19 @@ def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(train_fluxflow.step.__globals__, "r1_penalty", keep)
     monkeypatch.setattr(torch.autograd, "backward", lambda *given, **how: backward(*given, retain_graph=True, **how))
     run = prepared(tmp_path, "--r1_interval=1", "--num_drawn=16")
-    found = detect_leaks(updates_of_one_r1_interval(run), num_steps=24)
+    found = detect_leaks(steps_of(run), num_steps=24)
     assert found.leaking
     assert "kept" in str(found)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("little_alive")
-@pytest.mark.parametrize("mode", ["off", "all", "auto"])
+@pytest.mark.parametrize("mode", ["off", "auto"])
 def test_three_hundred_steps_leak_nothing(mode: str, tmp_path: Path) -> None:
-    """With R1 in every fourth step, which has sixteen updates in four of them."""
-    flags = ("--cpu_copies", f"--offload={mode}", "--offload_threshold_mb=0.001", "--micro_batch_size=2")
-    run = prepared(tmp_path, *LEAKS, *flags)
-    found = detect_leaks(updates_of_one_r1_interval(run), num_steps=300)
-    assert run.progress.num_discriminator_updates == 1200
+    flags = ("--cpu_copies", f"--offload={mode}", "--offload_threshold_mb=0.001", "--resolutions", "16", "8")
+    run = prepared(tmp_path, "--num_drawn=16", *flags)
+    found = detect_leaks(steps_of(run), num_steps=300)
+    assert run.progress.num_discriminator_updates == 600
     assert not found.leaking, str(found)
     assert found.bytes_per_step == 0
 

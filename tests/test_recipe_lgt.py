@@ -101,6 +101,7 @@ LEVERS = {
 }
 
 
+@pytest.mark.usefixtures("quick_plans")
 @pytest.mark.parametrize("lever", LEVERS)
 def test_no_lever_changes_a_bit_of_the_weights(lever: str, plain: Path, tmp_path: Path) -> None:
     results = train(tmp_path, *LEVERS[lever])
@@ -197,6 +198,12 @@ def test_a_folder_in_use_is_refused(plain: Path, tmp_path: Path) -> None:
         train(tmp_path, "--checkpoint.resume_from_checkpoint=latest")
 
 
+def test_the_earliest_time_rises_over_the_first_epochs() -> None:
+    config = tiny(training__epsilon=0.4, training__epsilon_warmup_epochs=4)
+    assert [lgt_run.epsilon(config, epoch) for epoch in range(6)] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    assert lgt_run.epsilon(tiny(training__epsilon=0.4, training__epsilon_warmup_epochs=0), 0) == 0.4
+
+
 def test_too_few_latents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"training.batch_size=64: a batch of all processes needs 64 latents"):
         train(tmp_path, "--training.batch_size=64")
@@ -242,7 +249,9 @@ def test_what_the_checklist_passes_and_fails() -> None:
     config = tiny(training__batch_size=32)
     good = history(loss=[2.0, 1.5, 1.0], style_swd=[0.2, 0.3, 0.1], content_ssm=[0.2, 0.3, 0.21])
     assert verdicts(config, good, [1000, 1000, 1005]) == ["passed"] * 6 + ["not applicable"]
-    bad = history(loss=[1.0, 1.5], style_swd=[0.2, 0.3], content_ssm=[0.2, 0.3], seconds=[1.0, 400.0])
+    bad = history(
+        loss=[1.0, 0.5, 1.5], style_swd=[0.2, 0.1, 0.3], content_ssm=[0.3, 0.2, 0.3], seconds=[1.0, 400.0, 400.0]
+    )
     coverage = tiny(training__batch_size=32, training__accumulation_steps=2, training__gradient_cache=True)
     assert verdicts(coverage, bad, [1000, 1020]) == ["failed"] * 6 + ["not applicable"]
     assert verdicts(config, good[:1], [1000]) == ["not applicable"] * 4 + ["passed", "passed", "not applicable"]

@@ -148,6 +148,27 @@ def test_without_a_hot_set_the_expert_passes_in_every_step(sampler: Sampler, tok
     assert copier.bytes_to_device - before > named_bytes(sampler.prefix) + 4 * expert
 
 
+@pytest.mark.parametrize("budget_gib", [None, 0])
+def test_every_block_is_on_its_way_before_it_is_needed(
+    sampler: Sampler, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, budget_gib: float | None
+) -> None:
+    teacher = streamed(sampler, budget_gib=budget_gib)
+    with teacher.onload() as module:
+        module.sample(tokens, 4)
+    missing: list[int] = []
+    enter = StreamedWeights._enter
+
+    def watched(self: StreamedWeights, needs: tuple[int, ...]) -> None:
+        missing.extend(number for number in needs if number not in self._ring.present)
+        enter(self, needs)
+
+    monkeypatch.setattr(StreamedWeights, "_enter", watched)
+    teacher.prefetch()
+    with teacher.onload() as module:
+        module.sample(tokens, 4)
+    assert missing == []
+
+
 class PeakCopier(AdversarialCopier):
     """Remembers the most device memory that was in use."""
 

@@ -1,5 +1,6 @@
 """The virtual accelerator follows CUDA's rules: which kernels run, in which precision, and what moves where."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -216,6 +217,16 @@ def test_modules_move_with_their_ties_and_stay_their_optimizers() -> None:
     assert kept
     assert devices == {DEVICE_TYPE}
     assert dtype == HALF
+
+
+def test_a_deep_copy_has_memory_of_its_own_that_its_views_share() -> None:
+    def run(device: torch.device) -> Any:
+        layer = nn.Linear(4, 4, device=device)
+        twin = copy.deepcopy(layer)
+        addresses = [tensor.untyped_storage()._cdata for tensor in (layer.weight, twin.weight, twin.weight.t())]
+        return addresses[0] != addresses[1], addresses[1] == addresses[2]
+
+    assert simulated(run) == (True, True)
 
 
 def test_an_accelerator_made_inside_is_on_the_virtual_device() -> None:

@@ -283,7 +283,7 @@ def _estimate(
         phases=trace.peaks_by_phase(),
         breakdown=kinds.breakdown(live),
         top=tuple(_large(kind, record) for kind, record in live[:num_top]),
-        host_bytes=ledger.host_peak_bytes(),
+        host_bytes=ledger.host_peak_bytes(begins[0]),
         confidence="low" if unreached else "medium" if guesses else "high",
         assumptions=guesses,
         unreached=unreached,

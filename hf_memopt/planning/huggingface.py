@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)
+_CHOICES = {"task": TASKS, "dtype": DTYPES, "precision": PRECISIONS, "attention": ATTENTION, "optimizer": OPTIMIZERS}
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -102,21 +102,14 @@ class HuggingFaceModel:
     levers: tuple[Lever, ...] = field(default=(Lever("activations", tuple(ACTIVATIONS)),), init=False)
 
     def __post_init__(self) -> None:
-        choices = {
-            "task": TASKS,
-            "dtype": DTYPES,
-            "precision": PRECISIONS,
-            "attention": ATTENTION,
-            "optimizer": OPTIMIZERS,
-        }
-        for name, known in choices.items():
+        for name, known in _CHOICES.items():
             _check_choice(name, getattr(self, name), known)
         for name in ("seq_len", "effective_batch", "lora_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if self.lora_rank is not None and find_spec("peft") is None:
-            raise ValueError(f"lora_rank={self.lora_rank} needs PEFT: pip install peft")
+        if self.lora_rank is not None:
+            _import_peft(self.lora_rank)
         longest = getattr(self.config, "max_position_embeddings", None)
         if longest is not None and self.seq_len > longest and self.kind != "image-classification":
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's max_position_embeddings={longest}")
@@ -206,6 +199,12 @@ class HuggingFaceModel:
             written.append(folder / "causal_lm.args")
         return written
 
+    def command(self, written: list[Path]) -> str:
+        """The recipe's, if it can train with these settings."""
+        config, settings, *flags = written
+        script = f"-m hf_memopt.recipes.train_causal_lm @{flags[0]}" if flags else f"a script with {settings}"
+        return f"accelerate launch --config_file {config} {script}"
+
     def _is_for_the_recipe(self, checkpointing: str) -> bool:
         """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
@@ -259,9 +258,8 @@ def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     model.config.use_cache = False
     model.train()
     if options.lora_rank is not None:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=options.lora_rank, target_modules="all-linear"))
+        peft = _import_peft(options.lora_rank)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora_rank, target_modules="all-linear"))
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if checkpointing == "selective":
@@ -291,6 +289,15 @@ def write_accelerate_config(path: Path, mixed_precision: str) -> Path:
         num_processes=1,
     ).to_yaml_file(path)
     return path
+
+
+def _import_peft(lora_rank: int) -> Any:
+    """Before processes are forked, since it takes a while."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
+    return peft
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """A log of when each storage was born and died, from which peaks and breakdowns are read off afterwards."""
 
+import itertools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hf_memopt.planning.leaves import device_type, tensors_in
 from hf_memopt.planning.phases import Phases
 from hf_memopt.planning.trace import Trace
 
@@ -49,8 +50,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Logs every storage that operations make inside of `with ledger:`, whether tensors are fake or real.
 
     Args:
-        device_type: the storages of this type count as device memory; those on the CPU as host memory, unless this is
-            "cpu".
+        counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
         on_operation: called with the function, its arguments and its result after each operation.
@@ -63,7 +63,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        device_type: str,
+        counted: str,
         block_bytes: int,
         phases: Phases,
         on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
@@ -73,7 +73,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log: list[tuple[int, int]] = []
         self.log_phases: list[str] = []
         self.phases = phases
-        self._device_type = device_type
+        self._counted = counted
         self._block_bytes = block_bytes
         self._on_operation = on_operation
         self._backwards: list[int] = []  # where backward passes begin
@@ -83,9 +83,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phases.observe():
             self._backwards.append(len(self.log))
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, function)
+        for leaf in tensors_in(result):
+            self._note(leaf, function)
         if self._on_operation is not None:
             self._on_operation(function, args, kwargs, result)
         return result
@@ -119,10 +118,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first_step=sum(position < first_step for position, _, _ in entries),
         )
 
-    def host_peak_bytes(self) -> int:
-        """The most that tensors held in host memory."""
-        held = accumulate(change for index, change in self.log if self.records[index].on_host)
-        return max(held, default=0)
+    def host_peak_bytes(self, first_step: int) -> int:
+        """The most that tensors held in host memory from a position of `log` on."""
+        held = accumulate(change if self.records[index].on_host else 0 for index, change in self.log)
+        return max(itertools.islice(held, first_step, None), default=0)
 
     def next_backward(self, position: int) -> int | None:
         """Where in the log the first backward after a position begins."""
@@ -130,7 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._backwards[later] if later < len(self._backwards) else None
 
     def _note(self, tensor: Tensor, function: Any) -> StorageRecord | None:
-        if tensor.device.type not in (self._device_type, "cpu"):
+        if device_type(tensor) not in (self._counted, "cpu"):
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -145,7 +144,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, tensor: Tensor, storage: Any, address: int, requested: int, function: Any) -> StorageRecord:
         index = len(self.records)
-        on_host = tensor.device.type != self._device_type
+        on_host = device_type(tensor) != self._counted
         record = StorageRecord(
             num_bytes=requested if on_host else self._rounded(requested),
             requested_bytes=requested,

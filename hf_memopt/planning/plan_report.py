@@ -1,6 +1,8 @@
 """A plan in words and as a table."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from hf_memopt.planning.cards import ALLOWANCES
 from hf_memopt.planning.plan import Row, TrainingPlan, describe
@@ -40,6 +42,35 @@ def _cells(row: Row, plan: TrainingPlan) -> list[str]:
         f"{row.update_ms / plan.best.update_ms:.2f}",
         "yes" if row.fits else "no",
     ]
+
+
+def as_json(plan: TrainingPlan) -> dict[str, Any]:
+    """Everything that the table shows, in bytes and milliseconds."""
+    return {
+        "workload": plan.workload,
+        "card": asdict(plan.card),
+        "host_bytes": plan.host_bytes,
+        "allowances": ALLOWANCES,
+        "rows": [_row_as_json(row) for row in plan.rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    estimate = row.estimate
+    return {
+        "settings": dict(row.settings),
+        "micro_batch": row.micro_batch,
+        "accumulation": row.accumulation,
+        "fits": row.fits,
+        "update_ms": row.update_ms,
+        "needed_bytes": row.needed_bytes,
+        "peak_bytes": estimate.peak_bytes,
+        "host_bytes": estimate.host_bytes,
+        "phase": estimate.phase,
+        "breakdown": estimate.breakdown,
+        "confidence": estimate.confidence,
+        "assumptions": list(estimate.assumptions),
+    }
 
 
 def headline(plan: TrainingPlan) -> str:

@@ -69,6 +69,10 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self.cache_enabled = enabled
 
+    def __deepcopy__(self, memo: Any) -> "_FakeMode":
+        """Copies of tensors, whose attributes are copied too, stay tensors of this mode."""
+        return self
+
 
 @cache
 def _register() -> list[torch.library.Library]:

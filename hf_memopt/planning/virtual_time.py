@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.planning.cards import Card
+from hf_memopt.planning.leaves import device_type, tensors_in
 from hf_memopt.transfer import Transfer, clock, copier
 
 # Which part of a data sheet's figures kernels reach, and the least that a kernel takes. Ratios between plans depend
@@ -47,9 +47,8 @@ class VirtualClock:
         """Move on by what an operation takes: its arithmetic or its bytes, whichever takes longer."""
         if function.is_view or function.overloadpacket.__name__ in _NO_KERNEL:
             return
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        devices = {leaf.device.type for leaf in (*inputs, *outputs)}
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        devices = {device_type(leaf) for leaf in (*inputs, *outputs)}
         if devices <= {"cpu"}:
             return
         num_bytes = sum(leaf.nbytes for leaf in (*inputs, *outputs))
@@ -127,11 +126,11 @@ class _VirtualTransfer:
 
 
 @contextmanager
-def virtual_time(device_type: str, card: Card) -> Iterator[VirtualClock]:
+def virtual_time(kind: str, card: Card) -> Iterator[VirtualClock]:
     """Offloaders made inside copy over the card's link, and see the time that its compute would take."""
     time = VirtualClock(card)
     with (
-        patch.dict(copier.MAKERS, {device_type: lambda device, pin_memory: VirtualCopier(time, device)}),
-        patch.dict(clock.MAKERS, {device_type: lambda device: time}),
+        patch.dict(copier.MAKERS, {kind: lambda device, pin_memory: VirtualCopier(time, device)}),
+        patch.dict(clock.MAKERS, {kind: lambda device: time}),
     ):
         yield time

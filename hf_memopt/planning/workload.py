@@ -59,3 +59,6 @@ class Workload(Protocol):
 
     def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
         """Write the configuration files that a run with these settings needs."""
+
+    def command(self, written: list[Path]) -> str:
+        """What starts a run with the files that `write` wrote."""

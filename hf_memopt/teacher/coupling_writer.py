@@ -52,6 +52,8 @@ def precompute(
 
     Disk: 4 bytes for each element of a target, and 24 for each coupling.
     """
+    if shard_size < 1:
+        raise ValueError(f"shard_size={shard_size} must be at least 1")
     batches_per_shard = -(-shard_size // plan.batch_size)
     num_shards = -(-plan.num_batches // batches_per_shard)
     folder = CouplingFolder(Path(path).expanduser())

@@ -209,7 +209,7 @@ class OffloadedTeacher:
         return self._streamed(self._host_copy(), budget_bytes), "stream was asked for"
 
     def _host_copy(self) -> Tensor:
-        if several_ranks():
+        if several_ranks() and self._weights.num_bytes:
             master = share(self._weights, self.device)
             self._weights.let_go()
             return master

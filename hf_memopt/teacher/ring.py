@@ -76,6 +76,10 @@ class Ring:
         """The blocks that are on the device or on their way, in the order in which they were fetched."""
         return list(self._slots)
 
+    def is_bound(self, number: int) -> bool:
+        """Whether the module's tensors point at this block on the device."""
+        return number in self._slots and self._slots[number].bound
+
     def fetch(self, number: int) -> None:
         """Start bringing a block, if that was not done."""
         layout = self._layouts[number]

@@ -59,14 +59,16 @@ class StreamedWeights:
         self._budget_bytes = budget_bytes
         self._hooks: list[RemovableHandle] = []
         self._home = views(weights.places, master)
+        bind(weights.places, self._home)
         in_place = readable_in_place(master, device)
         self._in_place = [views(segment.places, in_place) for segment in weights.segments]
-        bind(weights.places, self._home)
         self._stack = ExitStack()
         self._tracer: Tracer | None = None
         self._visiting = False
         self._position = -1
         self._entered: tuple[int, ...] = ()
+        # Needs that are met until blocks that stay are dropped.
+        self._settled: set[tuple[int, ...]] = set()
         # The visit that was planned from; None before.
         self._trace: Tracer | None = None
         self._set_plan(untraced_plan(self._sizes()))
@@ -105,8 +107,7 @@ class StreamedWeights:
     def leave(self, finished: bool) -> None:
         """End a visit. The first one that was finished, without an exception, and read weights is planned from."""
         self._visiting = False
-        self._position = -1
-        self._entered = ()
+        self._begin_sequence()
         self._stack.close()
         for number in self._ring.present:
             self._ring.unbind(number)
@@ -142,7 +143,7 @@ class StreamedWeights:
         for name, needs in plan.needs.items():
             self._hooks.append(modules[name].register_forward_pre_hook(self._hook(needs)))
         mib = 2**20
-        logger.info(
+        logger.debug(
             "teacher: streams %d blocks; %.1f MiB stay for a visit, %d slots of %.1f MiB",
             len(set(plan.sequence)),
             plan.hot_bytes / mib,
@@ -165,8 +166,12 @@ class StreamedWeights:
         self._ring = Ring(
             self._copier, self._master, self._weights.segments, self._in_place, plan.blocks, plan.slot_bytes
         )
+        self._begin_sequence()
+
+    def _begin_sequence(self) -> None:
         self._position = -1
         self._entered = ()
+        self._settled.clear()
 
     def _hook(self, needs: tuple[int, ...]) -> Callable[..., None]:
         # A function, so that a deep copy of the module shares it instead of copying the teacher with it.
@@ -178,18 +183,28 @@ class StreamedWeights:
 
     def _enter(self, needs: tuple[int, ...]) -> None:
         """Have these blocks on the device, let go of those that nobody expects, and start bringing the next."""
+        if needs in self._settled:
+            self._entered = needs
+            return
         self._entered = ()
         self._follow(needs)
         ahead = self._ahead(needs)
         for number in self._ring.present:
             if number not in needs and number not in ahead and self._is_over(number):
                 self._ring.drop(number)
+                if self._plan.blocks[number].stays:
+                    self._settled.clear()
         for number in needs:
             self._ring.fetch(number)
             self._ring.bind(number)
         for number in ahead:
             self._ring.fetch(number)
         self._entered = needs
+        if all(self._plan.blocks[number].stays for number in needs):
+            self._settled.add(needs)
+
+    def _is_settled(self, number: int) -> bool:
+        return self._plan.blocks[number].stays and self._ring.is_bound(number)
 
     def _is_over(self, number: int) -> bool:
         leaves_at = self._plan.blocks[number].leaves_at
@@ -197,15 +212,20 @@ class StreamedWeights:
 
     def _follow(self, needs: tuple[int, ...]) -> None:
         """Find the place in the expected sequence, from the present one on, then from the beginning."""
+        # What stays is expected once, and read many times.
+        sought = {number for number in needs if not self._is_settled(number)}
+        sequence, present = self._plan.sequence, max(self._position, 0)
+        for positions in (range(present, len(sequence)), range(present)):
+            for place in positions:
+                if sequence[place] in sought:
+                    self._position = self._last_of(needs, place)
+                    return
+
+    def _last_of(self, needs: tuple[int, ...], place: int) -> int:
         sequence = self._plan.sequence
-        for number in needs:
-            if self._plan.blocks[number].stays and number in self._ring.present:
-                continue  # expected once, and read many times
-            for positions in (range(self._position, len(sequence)), range(self._position)):
-                found = next((place for place in positions if place >= 0 and sequence[place] == number), None)
-                if found is not None:
-                    self._position = found
-                    break
+        while place + 1 < len(sequence) and sequence[place + 1] in needs:
+            place += 1
+        return place
 
     def _ahead(self, needs: tuple[int, ...]) -> list[int]:
         """The blocks that are expected next and for which the ring has room beside those that are needed."""
@@ -214,7 +234,7 @@ class StreamedWeights:
         for number in self._plan.sequence[self._position + 1 :]:
             if len(ahead) == room or len(ahead) == self._plan.num_slots - 1:
                 break
-            if number not in needs and number not in ahead:
+            if number not in needs and number not in ahead and not self._is_settled(number):
                 ahead.append(number)
         return ahead
 
@@ -227,6 +247,8 @@ def readable_in_place(master: Tensor, device: torch.device) -> Tensor:
     """
     if master.device.type == device.type:
         return master
+    if master.nbytes == 0:
+        return master.to(device)
     if device.type != "cuda" or not master.is_pinned():
         raise ValueError(
             f"mode='stream' needs host memory that {device} can read in place, which is page-locked memory on CUDA; "

@@ -121,9 +121,9 @@ def plan_stream(
     Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
     loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
     """
-    used = list(dict.fromkeys(index for read in reads for index in read.segments))
-    used_bytes = sum(sizes[index] for index in used)
-    slot_bytes = max([used_bytes // _MAX_BLOCKS, *(sizes[index] for index in used)])
+    units = _first_reads(reads)
+    unit_bytes = [sum(sizes[index] for index in unit) for unit in units]
+    slot_bytes = max([sum(unit_bytes) // _MAX_BLOCKS, *unit_bytes])
     arriving = {index for read in reads if read.module is None or read.late for index in read.segments}
     room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in arriving)
     loads = _count_loads(reads, sizes, 2 * slot_bytes)
@@ -131,7 +131,7 @@ def plan_stream(
     # By segment, the read after which it need not stay.
     ends = _within(_loops(reads, again), sizes, room) | dict.fromkeys(arriving, len(reads))
     groups = [
-        *_grouped(used, {index: ends.get(index) for index in used}, sizes, slot_bytes),
+        *_grouped(units, ends, sizes, slot_bytes),
         *(Block((index,), size) for index, size in enumerate(sizes) if index not in loads),
     ]
     block_of = {index: number for number, block in enumerate(groups) for index in block.segments}
@@ -196,19 +196,35 @@ def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: in
     return ends
 
 
-def _grouped(used: Sequence[int], ends: Mapping[int, int | None], sizes: Sequence[int], slot_bytes: int) -> list[Block]:
+def _first_reads(reads: Sequence[Read]) -> list[tuple[int, ...]]:
+    """Of each read, the segments that were not read before: they should travel together."""
+    seen: set[int] = set()
+    units = []
+    for read in reads:
+        unit = tuple(index for index in read.segments if index not in seen)
+        seen.update(unit)
+        if unit:
+            units.append(unit)
+    return units
+
+
+def _grouped(
+    units: Sequence[tuple[int, ...]], ends: Mapping[int, int], sizes: Sequence[int], slot_bytes: int
+) -> list[Block]:
     """Neighbours in the order of first use that leave together, as large as a slot at most."""
     groups: list[Block] = []
     open_group: dict[int | None, int] = {}  # by when it leaves, the group that still has room
-    for index in used:
-        end = ends[index]
-        number = open_group.get(end)
-        if number is None or groups[number].num_bytes + sizes[index] > slot_bytes:
-            open_group[end] = len(groups)
-            groups.append(Block((index,), sizes[index], end))
-        else:
-            group = groups[number]
-            groups[number] = Block(tuple(sorted((*group.segments, index))), group.num_bytes + sizes[index], end)
+    for unit in units:
+        for end in dict.fromkeys(ends.get(index) for index in unit):
+            segments = tuple(index for index in unit if ends.get(index) == end)
+            num_bytes = sum(sizes[index] for index in segments)
+            number = open_group.get(end)
+            if number is None or groups[number].num_bytes + num_bytes > slot_bytes:
+                open_group[end] = len(groups)
+                groups.append(Block(tuple(sorted(segments)), num_bytes, end))
+            else:
+                group = groups[number]
+                groups[number] = Block(tuple(sorted(group.segments + segments)), group.num_bytes + num_bytes, end)
     return groups
 
 

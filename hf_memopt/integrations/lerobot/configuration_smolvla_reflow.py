@@ -81,9 +81,8 @@ class SmolVLAReflowConfig(SmolVLAConfig):
     def _check_reflow(self) -> None:
         if not self.teacher_model_path and not self.couplings_path:
             raise ValueError(
-                "use_reflow=true needs teacher_model_path or couplings_path: pass "
-                "--policy.teacher_model_path=<checkpoint folder or hub id>, or start from a student made by "
-                "`hf-memopt prepare-student`"
+                "use_reflow=true needs teacher_model_path: pass --policy.teacher_model_path=<checkpoint folder or hub "
+                "id>, start from a student made by `hf-memopt prepare-student`, or pass --policy.couplings_path"
             )
         if not self.use_cache:
             raise ValueError("use_cache=false: SmolVLA cannot sample without its cache; set --policy.use_cache=true")

@@ -104,8 +104,17 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
 
         Arguments as lerobot's `VLAFlowMatching.sample_actions` takes them. The teacher has left the device again when
         this returns.
+
+        Raises:
+            ValueError: with `couplings_path` there is no teacher.
         """
+        if self._cached is not None:
+            raise ValueError(
+                f"couplings_path={self.config.couplings_path!r} has the targets; there is no teacher to ask"
+            )
         observation = Observation(images, img_masks, lang_tokens, lang_masks, state)
+        self.load_teacher_model()
+        self._teacher.prefetch()
         return self._teacher.sample(observation, noise, self._shared_prefix(observation))
 
     def teacher_report(self) -> TeacherReport | None:
@@ -124,8 +133,6 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
             self._teacher.prefetch()
 
     def _shared_prefix(self, observation: Observation) -> SharedPrefix | None:
-        self.load_teacher_model()
-        self._teacher.prefetch()
         return SharedPrefix(self.model, observation) if self._teacher.shares_prefix else None
 
     def _known_pairs(self, batch: dict[str, Tensor], noise: Tensor | None) -> "_Pairs":
@@ -156,8 +163,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         self.load_teacher_model()
         with torch.autocast(noise.device.type, enabled=False):
             observation = observe(self, without_padding(inputs))
-            prefix = SharedPrefix(self.model, observation) if self._teacher.shares_prefix else None
-            return self._teacher.sample(observation, noise, prefix)
+            return self._teacher.sample(observation, noise, self._shared_prefix(observation))
 
     def _solve_one_by_one(self, batch: dict[str, Tensor], noise: Tensor) -> Tensor:
         self.load_teacher_model()
@@ -168,6 +174,9 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
 
     def _reflow_losses(self, observation: Observation, pairs: "_Pairs", time: Tensor) -> Tensor:
         """Per-sample losses. The target comes first, so that the teacher never meets the student's activations."""
+        self.load_teacher_model()
+        if pairs.target is None:
+            self._teacher.prefetch()
         prefix = self._shared_prefix(observation)
         self._mark("prefix")
         noise, target, valid = self._complete(pairs, observation, prefix)

@@ -66,17 +66,18 @@ def precompute_for_policy(
         target: Tensor = policy.solve(inputs, noise.to(config.device))
         return target.cpu()
 
-    return precompute(
-        solve,
-        frames.load,
-        plan,
-        output,
-        shard_size=shard_size,
-        store_observations=store_observations,
-        rank=rank,
-        world_size=world_size,
-        extra={"shared_prefix": policy.sharing_obstacle is None},
-    )
+    with _arithmetic_of_training(cfg):
+        return precompute(
+            solve,
+            frames.load,
+            plan,
+            output,
+            shard_size=shard_size,
+            store_observations=store_observations,
+            rank=rank,
+            world_size=world_size,
+            extra={"shared_prefix": policy.sharing_obstacle is None},
+        )
 
 
 def key_of(config: SmolVLAReflowConfig, dataset: LeRobotDataset) -> CouplingKey:
@@ -147,6 +148,19 @@ def _rank() -> tuple[int, int]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return rank, world_size
+
+
+@contextmanager
+def _arithmetic_of_training(cfg: TrainPipelineConfig) -> Iterator[None]:
+    """lerobot's training loop allows TF32, and lets cuDNN choose by speed unless `cudnn_deterministic` is set."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32
+    cudnn.deterministic, cudnn.benchmark = cfg.cudnn_deterministic, not cfg.cudnn_deterministic
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32 = before
 
 
 @parser.wrap()

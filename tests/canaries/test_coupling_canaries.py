@@ -1,0 +1,101 @@
+"""What couplings and their evaluation rely on in torch, datasets and lerobot. A failure names who relies on it."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets.arrow_writer import ArrowWriter
+from hf_memopt.recipes import smolvla_toy as toy
+from lerobot.datasets import LeRobotDatasetMetadata
+from lerobot.datasets.factory import make_dataset
+from lerobot.envs.utils import FreezeAfterEpisodeEnd
+from lerobot.policies import factory
+from lerobot.scripts import lerobot_eval, lerobot_train
+from reliance import INTEGRATION, relied_on_by
+
+from hf_memopt.integrations.lerobot.checkpoints import load_config
+
+pytestmark = pytest.mark.canary
+
+KEY = "hf_memopt/teacher/coupling_key.py"
+STORE = "hf_memopt/teacher/coupling_store.py"
+
+
+def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> None:
+    with relied_on_by(KEY):
+        first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
+        assert torch.equal(torch.randn(3, generator=first), torch.randn(3, generator=second))
+        # Another stream would give folders that were written before other noise than their targets belong to.
+        drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(drawn, torch.tensor([1.5409961, -0.2934289, -2.1787894]), rtol=0, atol=1e-6)
+
+
+def test_datasets_writes_shards_and_reads_a_folder_that_save_to_disk_could_have_written(tmp_path: Path) -> None:
+    with relied_on_by(STORE):
+        features = datasets.Features({"x": datasets.Sequence(datasets.Value("float32"), length=2)})
+        with ArrowWriter(features=features, path=str(tmp_path / "shard.arrow")) as writer:
+            writer.write_batch({"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).numpy()})
+            writer.finalize()
+        rows = datasets.Dataset.from_file(str(tmp_path / "shard.arrow"))
+        rows.save_to_disk(tmp_path / "saved")
+        state = json.loads((tmp_path / "saved" / "state.json").read_text())
+        assert set(state) == {
+            "_data_files",
+            "_fingerprint",
+            "_format_columns",
+            "_format_kwargs",
+            "_format_type",
+            "_output_all_columns",
+            "_split",
+        }
+        assert "features" in json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
+        assert torch.equal(rows.with_format("torch")[:]["x"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_a_policy_in_training_is_told_its_dataset(
+    toy_student: Path, toy_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with relied_on_by(f"{INTEGRATION}/modeling_smolvla_reflow.py"):
+        seen: dict[str, Any] = {}
+
+        class Policy:
+            @classmethod
+            def from_pretrained(cls, **kwargs: Any) -> torch.nn.Module:
+                seen.update(kwargs)
+                return torch.nn.Linear(1, 1)
+
+        monkeypatch.setattr(factory, "get_policy_class", lambda _: Policy)
+        config = load_config(toy_student)
+        config.device, config.pretrained_path = "cpu", str(toy_student)
+        meta = LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset)
+        factory.make_policy(cfg=config, ds_meta=meta)
+        assert seen["dataset_meta"].root == toy_dataset
+        assert seen["dataset_stats"] is meta.stats
+
+
+def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
+    with relied_on_by(f"{INTEGRATION}/precompute.py"):
+        source = inspect.getsource(lerobot_train.train)
+        convert = source.index(".to(dtype=torch.float32) / 255.0")
+        assert convert < source.index("batch = preprocessor(batch)", convert)
+        assert "return_uint8=True" in inspect.getsource(make_dataset)
+
+
+def test_rollouts_freeze_finished_environments_and_report_success() -> None:
+    with relied_on_by(f"{INTEGRATION}/rollouts.py"):
+        assert list(inspect.signature(lerobot_eval.eval_policy).parameters)[:7] == [
+            "env",
+            "policy",
+            "env_preprocessor",
+            "env_postprocessor",
+            "preprocessor",
+            "postprocessor",
+            "n_episodes",
+        ]
+        assert {"step", "reset"} <= vars(FreezeAfterEpisodeEnd).keys()
+        source = inspect.getsource(lerobot_eval.eval_policy)
+        assert all(f'"{name}"' in source for name in ("aggregated", "pc_success", "avg_sum_reward"))

@@ -1,0 +1,141 @@
+"""What simulated training steps rely on in torch, transformers and accelerate. A failure names who relies on it."""
+
+import inspect
+
+import pytest
+import torch
+import transformers.masking_utils
+import transformers.utils.import_utils as transformers_utils
+from accelerate.state import PartialState
+from reliance import relied_on_by
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils, backend_registration
+
+from hf_memopt.planning import autocast_rules
+from hf_memopt.planning.isolation import run_isolated
+
+AUTOCAST = "hf_memopt/planning/autocast_rules.py"
+ATTENTION = "hf_memopt/planning/attention_rules.py"
+DEVICE = "hf_memopt/planning/virtual_device.py"
+UNKNOWNS = "hf_memopt/planning/unknowns.py"
+
+pytestmark = pytest.mark.canary
+
+# Overloads that Python does not reach, or by names of dimensions, or that reach a listed one in turn. CUDA refuses
+# binary_cross_entropy under autocast; here it runs.
+NOT_LISTED = {
+    "_cudnn_rnn",
+    "binary_cross_entropy",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "cumprod.dimname",
+    "cumsum.dimname",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "log_softmax.Dimname",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "norm.names_ScalarOpt_dim",
+    "prod.dim_Dimname",
+    "softmax.Dimname",
+    "sum.dim_DimnameList",
+}
+# On CUDA these call the listed convolutions, which then cast.
+LISTED_BESIDES = {"conv1d.padding", "conv2d.padding", "conv3d.padding"}
+
+
+def test_the_autocast_lists_are_those_of_cuda() -> None:
+    with relied_on_by(AUTOCAST):
+        registrations = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    registered = {name.removeprefix("aten::") for name in registrations}
+    lists = (
+        autocast_rules.LOWER_PRECISION,
+        autocast_rules.FLOAT32,
+        autocast_rules.FLOAT32_BY_ARGUMENT,
+        autocast_rules.WIDEST,
+    )
+    listed = [name for names in lists for name in names]
+    assert len(listed) == len(set(listed))
+    assert registered - set(listed) == NOT_LISTED
+    assert set(listed) - registered == LISTED_BESIDES
+
+
+def test_the_flags_of_attention_backends_say_what_sdpa_kernel_chose() -> None:
+    with relied_on_by(ATTENTION):
+        flags = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+        assert [flag() for flag in flags] == [True, True]
+        with sdpa_kernel(SDPBackend.MATH):
+            assert [flag() for flag in flags] == [False, False]
+
+
+def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise() -> None:
+    """The first half says that the patch is still needed, the second that it reaches its user."""
+    with relied_on_by(DEVICE), FakeTensorMode():
+        assert transformers_utils.is_tracing(torch.zeros(2))
+    assert transformers.masking_utils.is_tracing is transformers_utils.is_tracing
+
+
+def test_accelerate_asks_for_the_default_device() -> None:
+    with relied_on_by(DEVICE):
+        assert isinstance(PartialState.default_device, property)
+        assert "self.default_device" in inspect.getsource(PartialState)
+
+
+def test_torch_has_a_backend_in_python() -> None:
+    with relied_on_by(DEVICE):
+        parameters = inspect.signature(backend_registration._setup_privateuseone_for_python_backend).parameters
+        assert {"rename", "backend_module"} <= parameters.keys()
+        assert inspect.isclass(backend_registration._DummyBackendModule)
+
+
+def test_parameters_can_be_swapped_in_place() -> None:
+    with relied_on_by(DEVICE):
+        first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))
+        torch._C._swap_tensor_impl(first, second)
+        assert torch.equal(first, torch.ones(3))
+
+
+def test_foreach_is_chosen_by_class_in_lists_that_lack_fakes() -> None:
+    with relied_on_by(DEVICE):
+        assert {torch.Tensor, nn.Parameter} <= set(torch_optimizer._foreach_supported_types)
+        assert torch.Tensor in _foreach_utils._foreach_supported_types
+        assert FakeTensor not in {*torch_optimizer._foreach_supported_types, *_foreach_utils._foreach_supported_types}
+
+
+def test_fake_grouped_products_refuse_float32() -> None:
+    """If they no longer do, a workaround can go."""
+    with relied_on_by(UNKNOWNS), FakeTensorMode():
+        rows, weights = torch.zeros(8, 16), torch.zeros(2, 16, 16)
+        ends = torch.zeros(2, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=r"(?i)bfloat16|bf16"):
+            torch._grouped_mm(rows, weights, ends)
+
+
+def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
+    @torch.library.custom_op("planning_canary::plain", mutates_args=())
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with relied_on_by(UNKNOWNS), FakeTensorMode(), pytest.raises(RuntimeError, match="no fake impl registered"):
+        plain(torch.zeros(2))
+
+
+def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
+    """If it no longer does, the import in virtual_device.py can go."""
+    source = inspect.getsource(torch._compile._disable_dynamo)
+    assert "torch._dynamo" in source
+
+
+def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
+    def rename() -> str:
+        from hf_memopt.planning.virtual_device import simulation
+
+        with simulation("cuda"):
+            return str(torch._C._get_privateuse1_backend_name())
+
+    with relied_on_by(DEVICE):
+        assert run_isolated(rename) == "virtual_cuda"
+        assert torch._C._get_privateuse1_backend_name() == "privateuseone"
