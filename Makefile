@@ -43,6 +43,11 @@ demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the C
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_neural_operator @recipes/configs/neural_operator_demo.args
 
+demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minutes: results in outputs/demo_lgt
+	rm -rf outputs/demo_lgt
+	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
+	  -m hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
+
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2
 
@@ -65,9 +70,12 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 	$(PY) benchmarks/teacher_offload.py
 	$(PY) benchmarks/activation_offload.py
 	$(PY) benchmarks/neural_operator.py
+	$(PY) benchmarks/lgt_memory.py
+	$(PY) benchmarks/fluxflow_memory.py
+	$(PY) benchmarks/estimate.py
 	-$(PY) benchmarks/cache_clearing.py
 
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm test test-slow test-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt test test-slow test-gpu style quality bench clean

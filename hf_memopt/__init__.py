@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from hf_memopt.planning import MemoryEstimate, NothingFitsError, TrainingPlan, estimate_peak_memory, plan
     from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+    from hf_memopt.teacher.couplings import CouplingSource
     from hf_memopt.training import (
         GradientCache,
         MicroBatcher,
@@ -47,6 +48,7 @@ __all__ = [
     "ActivationOffloader",
     "Checkpoints",
     "Copier",
+    "CouplingSource",
     "GradientCache",
     "InfeasibleBudgetError",
     "LeakMonitor",
@@ -86,6 +88,7 @@ _HOMES = {
     "ActivationOffloader": "hf_memopt.activations",
     "Checkpoints": "hf_memopt.checkpoint",
     "Copier": "hf_memopt.transfer",
+    "CouplingSource": "hf_memopt.teacher.couplings",
     "GradientCache": "hf_memopt.training",
     "InfeasibleBudgetError": "hf_memopt.activations",
     "LeakMonitor": "hf_memopt.memory",

@@ -88,6 +88,9 @@ class OffloadOptions:
     prefetch_ahead: int = flag(2, "how many storages backward brings back ahead of their use")
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: float | None = flag(None, "host memory to use at most, in GiB")
+    plan: str | None = flag(
+        None, "choose micro-batch and memory flags by simulation, for this device ('auto') or a card such as 8GiB"
+    )
     cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
     compare: str | None = flag(None, "modes to compare before training, such as off,all,auto: same weights and batches")
     compare_steps: int = flag(12, "updates per compared mode, the second half of which is measured")
@@ -188,6 +191,8 @@ def check_modes(offload: OffloadOptions) -> None:
         raise ValueError(f"compare={offload.compare!r}: no mode {sorted(unknown)[0]!r}; choose from {', '.join(MODES)}")
     if offload.budget_gib is not None and "auto" not in offload.used_modes:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
+    if offload.plan is not None and offload.compare is not None:
+        raise ValueError(f"plan={offload.plan!r} chooses the mode; leave --compare={offload.compare} out")
 
 
 def _check_offloading(options: Options) -> None:

@@ -11,10 +11,11 @@ from hf_memopt.recipes.causal_lm_model import make_offloader
 from hf_memopt.recipes.lgt_config import Config
 from hf_memopt.recipes.lgt_parsing import read_config
 from hf_memopt.recipes.lgt_step import Batch, Objective, build_model, build_optimizer, make_batch
-from hf_memopt.recipes.planned import Changes, RecipeWorkload
+from hf_memopt.recipes.planned import PRECISION, Changes, RecipeWorkload, changed
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.memory import MemoryTracker
+from hf_memopt.planning.workload import Settings
 
 
 def workload(
@@ -50,6 +51,10 @@ class LatentTransferWorkload(RecipeWorkload):
         precision = ("bf16" if training.use_amp else "no") if precision is None else precision
         name = f"LGT with {training.ode_integration_steps} Euler steps"
         super().__init__(name, config, given if effective_batch is None else effective_batch, precision)
+
+    def with_settings(self, settings: Settings, micro_batch: int) -> Config:
+        """With the precision, which this recipe's configuration holds."""
+        return changed(super().with_settings(settings, micro_batch), {"training.use_amp": settings[PRECISION] != "no"})
 
     def batching(self, micro_batch: int) -> Changes:
         return {

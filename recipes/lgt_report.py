@@ -123,7 +123,7 @@ def _content_is_stable(history: list[dict[str, float]]) -> Check:
     name = "content (SSM) is stable in the second half"
     later = [entry["content_ssm"] for entry in history[len(history) // 2 :]]
     if len(later) < 2:
-        return Check(name, "not applicable", "needs three epochs")
+        return Check(name, "not applicable", f"{later[0]:.4g}; needs three epochs")
     first, last = mean(later[: len(later) // 2]), mean(later[len(later) // 2 :])
     verdict: Verdict = "passed" if last <= STABLE_SSM * first else "failed"
     return Check(name, verdict, f"{first:.4g} to {last:.4g}, means over {len(later) // 2} epochs and the rest")

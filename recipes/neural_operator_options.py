@@ -146,3 +146,5 @@ def _check_loop(options: Options) -> None:
         value = getattr(training, name)
         if value:
             raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")
+    if options.offload.plan is not None:
+        raise ValueError(f"plan={options.offload.plan!r} is not for loop='neuralop'; use --loop accelerate")

@@ -1,14 +1,24 @@
 """What the recipes' plans share: levers as changes of options, the batch, and the files that a plan writes."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
+from hf_memopt.memory.counters import counters_for
+from hf_memopt.planning import Row, plan
+from hf_memopt.planning.cards import CARDS, Card
+from hf_memopt.planning.plan_report import explain, headline
 from hf_memopt.planning.workload import Lever, Settings, SimulatedStep
+
+logger = logging.getLogger(__name__)
 
 # Passes until an offloader's plan has settled: two are recorded, the third is planned, the fourth repeats it.
 PASSES_OF_AUTO = 4
@@ -59,7 +69,7 @@ class RecipeWorkload(ABC):
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Any:
         """The options of a candidate."""
-        changes: dict[str, Any] = {"offload.compare": None}
+        changes: dict[str, Any] = {"offload.compare": None, "offload.plan": None}
         for lever, values in self.LEVERS.items():
             changes |= values[settings[lever]]
         return changed(self.options, changes | dict(self.batching(micro_batch)))
@@ -94,6 +104,66 @@ class RecipeWorkload(ABC):
     @abstractmethod
     def step(self, state: Any) -> object:
         """One update, as the recipe does it."""
+
+
+def applied(
+    options: Any,
+    accelerator: Accelerator,
+    make_workload: Callable[[str], RecipeWorkload],
+    make_accelerator: Callable[[Any], Accelerator],
+) -> tuple[Any, Accelerator, Row | None]:
+    """Options and accelerator as a plan for `--plan`'s card has them, and what the plan predicts; as they were without.
+
+    The main process plans, all follow. Logs the choice and why.
+
+    Args:
+        options: of the recipe.
+        accelerator: made from them.
+        make_workload: from a precision.
+        make_accelerator: from options.
+
+    Raises:
+        ValueError: on the main process: no settings fit, the card is unknown, or "auto" without an accelerator.
+    """
+    card = options.offload.plan
+    if card is None:
+        return options, accelerator, None
+    precision = "no" if accelerator.mixed_precision == "no" else "bf16"  # fp16 takes as much memory
+    workload = make_workload(precision)
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        result = plan(workload, gpu=card_of(accelerator.device) if card == "auto" else card)
+        logger.info("Plan: %s", "\n  ".join([headline(result), *explain(result)]))
+        found = [result.best]
+    (best,) = broadcast_object_list(found)
+    options = workload.with_settings(best.settings, best.micro_batch)
+    return options, make_accelerator(options), best
+
+
+def compare(predicted: Row | None, accelerator: Accelerator) -> None:
+    """Log the predicted peak, if there was a plan, beside the measured one, where the device counts."""
+    if predicted is None:
+        return
+    counters = counters_for(accelerator.device)
+    text = f"Plan: predicted peak {predicted.estimate.peak_bytes / 2**30:.2f} GiB of tensors"
+    if counters is not None:
+        text += f", measured {counters.read().peak_allocated_bytes / 2**30:.2f} GiB"
+    logger.info(text)
+
+
+def card_of(device: torch.device) -> Card:
+    """The card that this process computes on: its own memory, and the speed of the card of that name, if it is known.
+
+    Raises:
+        ValueError: `device` is no accelerator.
+    """
+    if device.type == "cpu":
+        raise ValueError("plan='auto' needs an accelerator; name a card or a size, such as --plan 8GiB")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    squeezed = name.lower().replace(" ", "")
+    known = [card for card in CARDS.values() if all(part in squeezed for part in card.name.split("-"))]
+    card = max(known, key=lambda each: len(each.name), default=CARDS["rtx4070"])
+    return replace(card, name=name, memory_bytes=torch.accelerator.get_memory_info(device)[1])
 
 
 def changed(options: Any, changes: Changes) -> Any:

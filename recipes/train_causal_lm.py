@@ -25,7 +25,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed, tqdm
 from datasets import DatasetDict
 from hf_memopt.recipes import causal_lm_data as data
 from hf_memopt.recipes import causal_lm_report as report
-from hf_memopt.recipes import training_loop
+from hf_memopt.recipes import planned, training_loop
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
 from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, parse
 from hf_memopt.recipes.training_loop import open_checkpoints, record, save_and_stop, set_up_logging
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: {data.describe_corpus(options.data)}; {len(blocks['train']):,} blocks of {options.data.block_size} "
         f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
     )
+    options, accelerator, predicted = planned.applied(
+        options, accelerator, lambda precision: workload(options, tokenizer, precision), make_accelerator
+    )
     with logging_redirect_tqdm():
         costs = [measure(mode, options, tokenizer, blocks) for mode in options.offload.compared_modes]
         if options.training.loop == "trainer":
@@ -62,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         else:
             results = train(prepare(accelerator, options.offload.offload, options, tokenizer, blocks), options)
     results["compared_costs"] = costs
+    planned.compare(predicted, accelerator)
     report.explain_idleness(results, options.offload)
     if accelerator.is_main_process:
         tokenizer.save_pretrained(options.training.output_dir)
@@ -69,6 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         logger.info("\n" + report.table(results))
     accelerator.end_training()
     return results
+
+
+def workload(options: Options, tokenizer: Any, precision: str) -> planned.RecipeWorkload:
+    """What `--plan` simulates; its module runs the functions of this one."""
+    from hf_memopt.recipes.causal_lm_plan import CausalLM
+
+    return CausalLM(options, tokenizer, precision=precision)
 
 
 def make_accelerator(options: Options) -> Accelerator:

@@ -6,7 +6,7 @@
 
 A U-Net gives velocities; latents are moved along them in Euler steps, and the gradient goes through all steps from a
 sliced Wasserstein distance (style) and a difference in self-similarity (content). Without data.data_root or
-data.dataset two textures are generated; nothing is downloaded.
+data.dataset two simple styles are generated; nothing is downloaded.
 
 Any field of the file can be given as a flag, --section.field VALUE, with values as in JSON. Devices and processes are
 accelerate's. On a CPU nothing is offloaded unless --offload.cpu_copies asks for the copies.
@@ -24,7 +24,9 @@ import torch
 from accelerate.utils import tqdm
 from hf_memopt.recipes import lgt_data as data
 from hf_memopt.recipes import lgt_report as report
+from hf_memopt.recipes import planned
 from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_idleness
+from hf_memopt.recipes.lgt_config import Config
 from hf_memopt.recipes.lgt_evaluation import evaluate
 from hf_memopt.recipes.lgt_parsing import read_config
 from hf_memopt.recipes.lgt_run import Progress, Run, make_accelerator, measure, prepare, update, window_sizes
@@ -50,18 +52,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {tuple(train_data.latents.shape[1:])} "
         f"in {config.model.num_styles} styles, {len(held_out.styles):,} held out"
     )
+    config, accelerator, predicted = planned.applied(
+        config, accelerator, lambda precision: workload(config, precision), make_accelerator
+    )
     with logging_redirect_tqdm():
         costs = [measure(mode, config, train_data) for mode in config.offload.compared_modes]
         run = prepare(accelerator, config.offload.offload, config, train_data)
         cost = train(run, data.Latents(*(each.to(accelerator.device) for each in held_out)))
     num_positions = train_data.latents[0, 0].numel()
     results = report.results(run, cost, costs, num_positions)
+    planned.compare(predicted, accelerator)
     explain_idleness(results, config.offload)
     if accelerator.is_main_process:
         report.write(results, run.best_model(), run.bank, held_out, config)
     accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     accelerator.end_training()
     return results
+
+
+def workload(config: Config, precision: str) -> planned.RecipeWorkload:
+    """What `--offload.plan` simulates."""
+    from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
+
+    return LatentTransferWorkload(config, precision=precision)
 
 
 def train(run: Run, held_out: data.Latents) -> Cost:

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from hf_memopt.recipes import neural_operator_data as data
 from hf_memopt.recipes import neural_operator_report as report
-from hf_memopt.recipes import training_loop
+from hf_memopt.recipes import planned, training_loop
 from hf_memopt.recipes.causal_lm_model import make_offloader
 from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_idleness
 from hf_memopt.recipes.neural_operator_evaluation import LOSSES, evaluate
@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: Darcy flow, {data.describe(options.data)}; {len(samples.train):,} samples at "
         f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
     )
+    options, accelerator, predicted = planned.applied(
+        options, accelerator, lambda precision: workload(options, precision), make_accelerator
+    )
     with logging_redirect_tqdm():
         costs = [measure(mode, options, samples) for mode in options.offload.compared_modes]
         if options.training.loop == "neuralop":
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             cost = train(run, options)
             model, history = accelerator.unwrap_model(run.model), run.progress.history
     results = report.results(options, accelerator, model, history, cost, costs)
+    planned.compare(predicted, accelerator)
     explain_idleness(results, options.offload)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -74,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         report.write(results, model, samples, Path(options.training.output_dir))
     accelerator.end_training()
     return results
+
+
+def workload(options: Options, precision: str) -> planned.RecipeWorkload:
+    """What `--plan` simulates; its module runs the functions of this one."""
+    from hf_memopt.recipes.neural_operator_plan import NeuralOperator
+
+    return NeuralOperator(options, precision=precision)
 
 
 def make_accelerator(options: Options) -> Accelerator:

@@ -118,6 +118,12 @@ def test_a_log_is_replayed() -> None:
         replay(storages, changes, capacity_bytes=29 * MIB)
 
 
+def test_the_peak_of_a_replay_is_counted_from_the_first_step_on() -> None:
+    changes = (30 * MIB, -30 * MIB, 20 * MIB)
+    assert replay((0, 0, 1), changes).peak_allocated_bytes == 30 * MIB
+    assert replay((0, 0, 1), changes, first_step=2).peak_allocated_bytes == 20 * MIB
+
+
 SIZES = st.one_of(st.integers(1, MIB), st.integers(MIB, 12 * MIB), st.integers(12 * MIB, 90 * MIB))
 
 

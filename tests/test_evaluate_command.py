@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_memopt.recipes import smolvla_toy as toy
+from lerobot.policies.smolvla.modeling_smolvla import VLAFlowMatching
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.evaluation import ModelEvaluation, ReflowEvaluation
@@ -68,10 +69,22 @@ def test_the_command_measures_and_rolls_out(
     assert (tmp_path / "evaluation" / "evaluation.png").exists()
 
 
-def test_success_is_the_environments_verdict_and_noise_is_repeatable(toy_student: Path) -> None:
+def test_success_is_the_environments_verdict_and_each_chunk_takes_its_steps(
+    toy_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_evaluations = 0
+    denoise = VLAFlowMatching.denoise_step
+
+    def counted(*arguments: object, **kwargs: object) -> object:
+        nonlocal num_evaluations
+        num_evaluations += 1
+        return denoise(*arguments, **kwargs)
+
+    monkeypatch.setattr(VLAFlowMatching, "denoise_step", counted)
     state = torch.get_rng_state()
-    found = evaluate_in_environment(str(toy_student), "tiny_environment:ReachTheImpossible-v0", [1], num_episodes=3)
-    assert found == {1: RolloutResult(3, 0.0, 3.0)}
+    found = evaluate_in_environment(str(toy_student), "tiny_environment:ReachTheImpossible-v0", [1, 3], num_episodes=3)
+    assert found == dict.fromkeys([1, 3], RolloutResult(3, 0.0, 3.0))
+    assert num_evaluations == 1 + 3  # one chunk of eight actions lasts the whole episode
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -169,6 +169,8 @@ def test_a_student_teaches_itself(
         got = policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
+        with policy._teacher.visit() as model:
+            assert not model.training
         loss, figures = policy(batch, noise=noise, time=time)
         loss.backward()
         assert "teacher_own_gib" not in figures

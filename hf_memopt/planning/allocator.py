@@ -136,13 +136,16 @@ def _segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
 
 
-def replay(storages: Sequence[int], changes: Sequence[int], capacity_bytes: int | None = None) -> CachingAllocator:
+def replay(
+    storages: Sequence[int], changes: Sequence[int], capacity_bytes: int | None = None, first_step: int = 0
+) -> CachingAllocator:
     """The allocator after a run.
 
     Args:
         storages: which storage each change belongs to, by number.
         changes: bytes; a storage is allocated when its size grows from 0, and freed when it returns to it.
         capacity_bytes: of the device; None, unlimited.
+        first_step: index of a change before which the peak of allocated bytes is counted anew.
 
     Raises:
         OutOfDeviceMemoryError: the run does not fit.
@@ -150,7 +153,9 @@ def replay(storages: Sequence[int], changes: Sequence[int], capacity_bytes: int 
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, _Block] = {}
     sizes: dict[int, int] = {}
-    for storage, change in zip(storages, changes, strict=True):
+    for position, (storage, change) in enumerate(zip(storages, changes, strict=True)):
+        if position == first_step:
+            allocator.peak_allocated_bytes = allocator.allocated_bytes
         sizes[storage] = sizes.get(storage, 0) + change
         if storage in blocks:  # died, or was resized
             allocator.release(blocks.pop(storage))

@@ -16,6 +16,9 @@ from hf_memopt.planning.leaves import device_type, tensors_in
 from hf_memopt.planning.phases import Phases
 from hf_memopt.planning.trace import Trace
 
+# What fake tensors are asked through the dispatcher, without computing anything.
+_QUESTIONS = {torch.ops.prim.device.default, torch.ops.prim.layout.default}
+
 
 @dataclass(slots=True)
 class StorageRecord:
@@ -80,6 +83,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _QUESTIONS:
+            return function(*args, **(kwargs or {}))
         if self.phases.observe():
             self._backwards.append(len(self.log))
         result = function(*args, **(kwargs or {}))

@@ -137,14 +137,16 @@ class _Search:
 
             def explorations(chosen: Sequence[Settings]) -> Iterator[Callable[[], list[Row]]]:
                 for settings in chosen:
-                    bar.update()
-                    if not self._is_needless(settings):
+                    if self._is_needless(settings):
+                        bar.update()
+                    else:
                         yield partial(self.explore, settings)
 
             # The first changes nothing: what it shows may spare all others.
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
+                    bar.update()
         return self._rows
 
     def explore(self, settings: Settings) -> list[Row]:

@@ -43,10 +43,13 @@ class Trace:
     def allocator(self, capacity_bytes: int | None = None) -> CachingAllocator:
         """CUDA's caching allocator, by its model, at the end of the run.
 
+        Its `peak_allocated_bytes` are those since the first step began. They exceed what tensors hold where the rest
+        of a block was too small to be split off.
+
         Raises:
             OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
         """
-        return replay(self.storages, self.changes, capacity_bytes)
+        return replay(self.storages, self.changes, capacity_bytes, self.first_step)
 
     def fits(self, capacity_bytes: int) -> bool:
         """Whether the run goes through on a device with so much memory for the allocator."""

@@ -8,6 +8,7 @@ remains is given to it here. Registering it is for a process and for good, so a 
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -107,6 +108,9 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
         stack.enter_context(_modules_move())
         stack.enter_context(_fakes_are_plain())
         stack.enter_context(_foreach_takes_fakes())
+        stack.enter_context(warnings.catch_warnings())
+        # Deep copies of tensors look at the pointer, and copy a fake one as they should.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
         stack.enter_context(unknowns)
         yield device, unknowns
