@@ -1,19 +1,13 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
 import argparse
-import dataclasses
-import importlib.util
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hf_memopt import __version__
-
-if TYPE_CHECKING:
-    from hf_memopt.planning.workload import Lever, SimulatedStep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from hf_memopt.commands import plan
+    from hf_memopt.commands import estimate, plan
 
     parser = argparse.ArgumentParser(prog="hf-memopt", description="Train in the memory you have.")
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
@@ -41,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_export(commands)
     _add_doctor(commands)
-    _add_estimate(commands)
     _add_report(commands)
+    estimate.add_to(commands)
     plan.add_to(commands)
     return parser
 
@@ -225,109 +219,6 @@ def _diagnose(parsed: argparse.Namespace) -> str:
     from hf_memopt.integrations.lerobot.diagnosis import diagnose
 
     return diagnose(parsed.policy, parsed.device)
-
-
-def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "estimate",
-        help="say how much device memory a training step needs, without the device",
-        description="Run whole training steps (forward, backward, clipping, optimizer with its state) on tensors "
-        "without memory, by CUDA's rules, and print the peak: in which phase it is, what it consists of, what was "
-        "assumed. No weight is downloaded or allocated; the configuration is enough.",
-        epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
-        "h100. Batches have no padding. Not simulated, and added as named allowances: the device context and the "
-        "workspaces of libraries.",
-    )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"
-    )
-    parser.add_argument("--recipe", metavar="NAME", help="instead of MODEL: a recipe, such as train_causal_lm")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the recipe's configuration file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="one of the recipe's levers; may be repeated"
-    )
-    step = parser.add_argument_group("the step")
-    step.add_argument("--batch-size", type=int, default=1, help="samples per forward pass (default: %(default)s)")
-    step.add_argument("--accumulation", type=int, help="forward passes per update (default: 1; a recipe's own)")
-    model = parser.add_argument_group("with MODEL")
-    for name, default, text in (
-        ("task", "auto", "auto, causal, masked, seq2seq or image-classification"),
-        ("dtype", "float32", "of the weights: float32 or bfloat16"),
-        ("precision", "no", "of accelerate's autocast: no, bf16 or fp16"),
-        ("attention", "auto", "auto, sdpa or eager"),
-        ("optimizer", "adamw", "adamw (fused), adamw-foreach (torch's default), sgd or adafactor"),
-        ("checkpointing", "none", "of activations: none, selective or full"),
-        ("offload", "off", "of activations: off, auto, inputs or all"),
-    ):
-        model.add_argument(f"--{name}", default=default, help=f"{text} (default: {default})")
-    model.add_argument("--seq-len", type=int, default=2048, help="tokens per sample (default: %(default)s)")
-    model.add_argument("--lora-rank", type=int, help="train adapters of this rank on all linear layers (default: none)")
-    model.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping (default: %(default)s)")
-    output = parser.add_argument_group("output")
-    output.add_argument("--gpu", help="a card (rtx4070-laptop, h100, ...) or a size (8GiB): say whether it fits")
-    output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
-    output.add_argument("--timeline", type=Path, metavar="FILE.html", help="also draw memory over the step, by kind")
-    parser.set_defaults(run=_estimate)
-
-
-def _estimate(parsed: argparse.Namespace) -> int:
-    from hf_memopt.planning import page, summary
-    from hf_memopt.planning.cards import CARDS, find_card
-    from hf_memopt.planning.estimate import estimate_peak_memory
-
-    card = find_card(parsed.gpu) if parsed.gpu else None
-    name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
-    # Where copies go, and how long they take, is a matter of some card; which one decides nothing but times.
-    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=card or CARDS["rtx4070"])
-    if card is None:
-        estimate = dataclasses.replace(estimate, step_ms=None, stall_ms=None)
-    if parsed.json:
-        parsed.json.write_text(json.dumps(summary.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
-    print(f"{name}\n\n{summary.text(estimate, card)}")
-    if parsed.timeline:
-        print(f"\ntimeline: {page.write_timeline(estimate, name, parsed.timeline)}")
-    return 0
-
-
-def _model_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
-    from hf_memopt.planning.huggingface import HuggingFaceModel
-
-    if parsed.model is None:
-        raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
-    if parsed.offload == "auto" and not parsed.gpu:
-        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
-    names = ("task", "dtype", "precision", "attention", "optimizer", "seq_len", "lora_rank")
-    workload = HuggingFaceModel(
-        parsed.model,
-        effective_batch=parsed.batch_size * (parsed.accumulation or 1),
-        max_grad_norm=parsed.max_grad_norm or None,
-        **{name: getattr(parsed, name) for name in names},
-    )
-    return workload.name, workload.step_with(parsed.checkpointing, parsed.offload, parsed.batch_size)
-
-
-def _recipe_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
-    if parsed.model is not None or parsed.config is None:
-        raise ValueError(f"recipe={parsed.recipe!r} needs --config FILE and no MODEL")
-    module = f"hf_memopt.recipes.{parsed.recipe.removeprefix('train_')}_plan"
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(f"recipe={parsed.recipe!r} is no recipe that can be simulated: there is no {module}")
-    options = {} if parsed.accumulation is None else {"effective_batch": parsed.batch_size * parsed.accumulation}
-    workload = importlib.import_module(module).workload(parsed.config, **options)
-    settings = {lever.name: lever.values[0] for lever in workload.levers} | _chosen(parsed.set, workload.levers)
-    return workload.name, workload.simulated(settings, parsed.batch_size)
-
-
-def _chosen(texts: Sequence[str], levers: "Sequence[Lever]") -> dict[str, Any]:
-    values = {(lever.name, str(value)): value for lever in levers for value in lever.values}
-    chosen = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if (name, value) not in values:
-            known = "; ".join(f"{lever.name}={'|'.join(map(str, lever.values))}" for lever in levers)
-            raise ValueError(f"set={text!r} is no value of a lever; there are {known}")
-        chosen[name] = values[name, value]
-    return chosen
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

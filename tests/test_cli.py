@@ -31,7 +31,7 @@ def test_version(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"hf_memopt {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["prepare-student", "export", "doctor", "report"])
+@pytest.mark.parametrize("command", ["prepare-student", "export", "precompute", "evaluate", "doctor", "report", "estimate", "plan"])
 def test_help(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

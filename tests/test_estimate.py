@@ -111,7 +111,6 @@ def test_a_model_that_moves_after_its_optimizer_was_made_is_the_same(foreach: Me
 
     moved = estimate_peak_memory(setup, step)
     assert (moved.peak_bytes, moved.phases, moved.breakdown) == (foreach.peak_bytes, foreach.phases, foreach.breakdown)
-    assert moved.host_bytes >= WEIGHTS > foreach.host_bytes
 
 
 def test_the_largest_tensors_have_owners_and_the_breakdown_adds_up(fused: MemoryEstimate) -> None:

@@ -54,6 +54,18 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
     assert "Time of a step" not in printed
 
 
+@pytest.mark.slow
+def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "text.txt").write_text("Das Wasser fliesst, und der Stein bleibt liegen. " * 400)
+    flags = [f"--text_file={tmp_path / 'text.txt'}", "--vocab_size=300", "--block_size=32"]
+    (tmp_path / "lm.args").write_text("\n".join(flags) + "\n")
+    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.args"), "--batch-size", "4"]
+    assert main(recipe) == 0
+    assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
+    assert main([*recipe, "--set", "activations=nowhere"]) == 2
+    assert "set='activations=nowhere' is no value of a lever; there are activations=kept|" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,7 +74,8 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
         (["MODEL", "--gpu", "rtx"], "gpu='rtx' is neither a size such as 8GiB nor a known card"),
         (["MODEL", "--offload", "auto"], "offload='auto' weighs copies against compute, so it needs --gpu"),
         (["MODEL", "--precision", "int3"], "precision='int3' is unknown"),
-        (["MODEL", "--recipe", "train_causal_lm"], "needs --config FILE and no MODEL"),
+        (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
+        (["--recipe", "train_causal_lm"], "needs --config FILE"),
         (["--recipe", "train_nothing", "--config", "x"], "there is no hf_memopt.recipes.nothing_plan"),
     ],
 )

@@ -137,6 +137,7 @@ def test_optimizers_differ_in_their_state(qwen3: str, plain: MemoryEstimate) -> 
     assert foreach.phases["optimizer"] > 5 * weights > plain.phases["optimizer"]
 
 
+@pytest.mark.slow
 def test_accumulation_is_simulated_with_two_micro_batches(qwen3: str, plain: MemoryEstimate) -> None:
     workload = HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8)
     assert workload.simulated({"activations": "kept"}, micro_batch=1).num_micro_batches == 2

@@ -108,10 +108,10 @@ class _Step:
         last_time = -math.inf
         for time, is_use, index in self.profile.events:
             if time != last_time:
-                if ending:
-                    self._free_ending()
                 self.now_s = time + self.delay_s
                 last_time = time
+                if ending:
+                    self._free_ending()
             if not is_use:
                 if needs[index] and actions[index] != _RECOMPUTE:
                     self._save(index)
@@ -121,6 +121,8 @@ class _Step:
                     ending.append(index)
             else:
                 self._need(index)
+        self.now_s = self.profile.step_s + self.delay_s
+        self._free_ending()
         return Timeline(
             peak_bytes=self.peak_bytes,
             step_s=self.profile.step_s + self.delay_s,
@@ -235,6 +237,9 @@ class _Step:
 
     def _free_ending(self) -> None:
         for index in self.ending:
+            # What was claimed on its way to the host goes when its copy is over: until then that is read from.
+            if index in self.copied_s:
+                self._wait_until(self.copied_s[index])
             self.states[index] = _OVER
             self.resident_bytes -= self.sizes[index]
         self.ending.clear()

@@ -23,6 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _aten = torch.ops.aten
 # Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
 _DRAWN = (_aten.rand.default, _aten.randint.default, _aten.randint.low)
+# Masks hide nothing, and what a distribution checks of its arguments holds.
+_TAKEN_AS_TRUE = ("all", "_is_all_true")
 
 
 class UnsupportedOperationError(ValueError):
@@ -32,8 +34,8 @@ class UnsupportedOperationError(ValueError):
 class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
-    A number is taken as 1. A truth value is taken as False, except from `all`, which is True: masks hide nothing, and
-    no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of their input.
+    A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
+    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of their input.
 
     Attributes:
         guesses: what was assumed, and how often; these may change memory.
@@ -86,8 +88,9 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.guesses["a whole number read from a tensor taken as 1"] += 1
             return 1
         source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
-        self.guesses[f"{source} of a tensor taken as {source == 'all'}"] += 1
-        return source == "all"
+        holds = source in _TAKEN_AS_TRUE
+        self.guesses[f"{source} of a tensor taken as {holds}"] += 1
+        return holds
 
     def _selection(self, function: Any, args: Any) -> Any:
         if function is _aten.index.Tensor:

@@ -31,6 +31,7 @@ from hf_memopt.activations import context, tensors
 from hf_memopt.activations.tensors import PLAIN_TYPES
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
+from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
 
 DEVICE_TYPE = "virtual_cuda"
 
@@ -107,6 +108,7 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
             stack.enter_context(_accelerate_on(device))
         stack.enter_context(_modules_move())
         stack.enter_context(_fakes_are_plain())
+        stack.enter_context(weights_come_and_go())
         stack.enter_context(_foreach_takes_fakes())
         stack.enter_context(warnings.catch_warnings())
         # Deep copies of tensors look at the pointer, and copy a fake one as they should.
@@ -211,7 +213,4 @@ def _move(parameter: nn.Parameter, function: Any) -> None:
         moved = function(parameter.detach())
     if moved.device == parameter.device and moved.dtype == parameter.dtype:
         return
-    moved = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-    parameter.__class__, moved.__class__ = moved.__class__, parameter.__class__
-    parameter.__dict__, moved.__dict__ = moved.__dict__, parameter.__dict__
-    torch._C._swap_tensor_impl(parameter, moved)
+    replace_memory(parameter, moved)

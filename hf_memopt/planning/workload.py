@@ -48,9 +48,14 @@ class Workload(Protocol):
         effective_batch: samples per update.
     """
 
-    name: str
-    levers: Sequence[Lever]
-    effective_batch: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def levers(self) -> Sequence[Lever]: ...
+
+    @property
+    def effective_batch(self) -> int: ...
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         """The step with these settings; as many micro-batches as the update has, but no more than 2: a third finds

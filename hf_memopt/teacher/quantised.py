@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier
 
+# What a piece of memory and strides describe: subclasses need more in general. A simulation adds its fake tensors.
+PLAIN_TYPES: set[type[Tensor]] = {Tensor, nn.Parameter}
+
 
 def is_quantised(tensor: Tensor) -> bool:
     """Whether it is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
@@ -24,7 +27,7 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
     if is_quantised(tensor):
         for field in _fields(tensor)[0]:
             yield from inner_tensors(f"{name}.{field}", getattr(tensor, field))
-    elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+    elif type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor
     else:
         raise ValueError(

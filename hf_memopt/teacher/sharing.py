@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.teacher.quantised import PLAIN_TYPES
+
 
 class SharedWeights:
     """The teacher's parameters that are bitwise the student's frozen ones, held once, in the student's memory.
@@ -55,8 +57,8 @@ def can_share(teacher: Tensor, student: Tensor) -> bool:
     """Whether a frozen student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
     return (
         not student.requires_grad
-        and type(student.data) is Tensor
-        and type(teacher.data) is Tensor
+        and type(student.data) in PLAIN_TYPES
+        and type(teacher.data) in PLAIN_TYPES
         and teacher.shape == student.shape
         and teacher.dtype == student.dtype
         and torch.equal(teacher.to(student.device), student)

@@ -111,7 +111,7 @@ class _Extent:
 def _extents(tensors: list[Tensor]) -> list[_Extent]:
     """Of tensors that overlap, one extent; in the order in which their first tensors come."""
     extents: list[_Extent] = []
-    for tensor in sorted(tensors, key=Tensor.data_ptr):
+    for tensor in sorted(tensors, key=lambda each: each.data_ptr()):
         begin = tensor.data_ptr()
         end = begin + _span_bytes(tensor)
         if extents and begin < extents[-1].end:

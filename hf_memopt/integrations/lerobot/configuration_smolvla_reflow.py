@@ -23,7 +23,8 @@ class SmolVLAReflowConfig(SmolVLAConfig):
             student's own present weights, which need no second model. Read in training only: inference needs no
             teacher, and neither does training with `couplings_path`.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
-            `"resident"`, they stay on the device; `"auto"`, swap on an accelerator and resident on the CPU.
+            `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
+            `"auto"`, what the first two optimizer steps leave room for, and resident on the CPU.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own `num_steps`.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
