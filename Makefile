@@ -48,6 +48,11 @@ demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minut
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
 
+demo-fluxflow: $(READY) ## a VAE-GAN on drawn shapes on the CPU, in some minutes: results in outputs/demo_fluxflow
+	rm -rf outputs/demo_fluxflow
+	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
+	  -m hf_memopt.recipes.train_fluxflow @recipes/configs/fluxflow_demo.args
+
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2
 
@@ -78,4 +83,4 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt test test-slow test-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu style quality bench clean

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from hf_memopt.recipes import fluxflow_data as data
 from hf_memopt.recipes import fluxflow_report as report
+from hf_memopt.recipes import planned
 from hf_memopt.recipes.causal_lm_model import make_offloader
 from hf_memopt.recipes.causal_lm_report import Cost, Meter, explain_idleness
 from hf_memopt.recipes.fluxflow_levers import WeightAverage, averaging, make_average, use_expandable_segments
@@ -50,11 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(options)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    options, accelerator, predicted = planned.applied(
+        options, accelerator, partial(workload, options), make_accelerator
+    )
     run = prepare(accelerator, options)
     report.announce(run.gan.models, options, accelerator, data.describe(options.data))
     with logging_redirect_tqdm():
         cost = train(run, options)
     results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
+    planned.compare(predicted, accelerator)
     explain_idleness(results, options.offload)
     if accelerator.is_main_process:
         save_vae(run, Path(options.training.output_dir))
@@ -62,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         report.write(results, panels, Path(options.training.output_dir))
     accelerator.end_training()
     return results
+
+
+def workload(options: Options, precision: str) -> planned.RecipeWorkload:
+    """What `--plan` simulates; its module runs the functions of this one."""
+    from hf_memopt.recipes.fluxflow_plan import FluxFlow
+
+    return FluxFlow(options, precision=precision)
 
 
 def make_accelerator(options: Options) -> Accelerator:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {tuple(train_data.latents.shape[1:])} "
         f"in {config.model.num_styles} styles, {len(held_out.styles):,} held out"
     )
-    config, accelerator, predicted = planned.applied(
-        config, accelerator, lambda precision: workload(config, precision), make_accelerator
-    )
+    config, accelerator, predicted = planned.applied(config, accelerator, partial(workload, config), make_accelerator)
     with logging_redirect_tqdm():
         costs = [measure(mode, config, train_data) for mode in config.offload.compared_modes]
         run = prepare(accelerator, config.offload.offload, config, train_data)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
     )
     options, accelerator, predicted = planned.applied(
-        options, accelerator, lambda precision: workload(options, precision), make_accelerator
+        options, accelerator, partial(workload, options), make_accelerator
     )
     with logging_redirect_tqdm():
         costs = [measure(mode, options, samples) for mode in options.offload.compared_modes]
