@@ -2,10 +2,10 @@
 
     python benchmarks/lgt_memory.py
 
-Batches of 32, 96 and 240 latents, 5 and 10 Euler steps with gradients, plain, checkpointed and offloaded, in bfloat16;
-and batches of 32 accumulated twice, with which throughput is compared at equal samples. Each cell runs in a process of
-its own. The limit emulates a card's capacity, not its speed or its link. Without an accelerator a toy model runs on the
-CPU, where neither times nor device memory mean anything.
+Batches of 32, 96 and 240 latents, 5 and 10 Euler steps with gradients, plain, checkpointed, offloaded and as planned
+for such a card, in bfloat16; and batches of 32 accumulated twice, with which throughput is compared at equal samples.
+Each cell runs in a process of its own. The limit emulates a card's capacity, not its speed or its link. Without an
+accelerator a toy model runs on the CPU, where neither times nor device memory mean anything.
 """
 
 import argparse
@@ -14,28 +14,34 @@ import json
 import subprocess
 import sys
 import time as clock
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from common import current_device, environment, median_and_spread, results_path, step_times_ms, write_results
+from hf_memopt.recipes.lgt_config import Config
 from hf_memopt.recipes.lgt_parsing import make_config
+from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
 from hf_memopt.recipes.lgt_step import Objective, build_model, build_optimizer, make_batch
 from lgt_memory_report import print_report
 
-from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt import ActivationOffloader, SyncCopier, plan
+from hf_memopt.planning.cards import ALLOWANCES, find_card
 from hf_memopt.training import train_step
 
 # Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
 USABLE_SHARE = 0.9125
 WARMUP_STEPS = 2
+CARD_GB = 8
 
 # Fields of the configuration, and options of the offloader where there is one.
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "plain": ({}, None),
     "checkpointed": ({"training.use_gradient_checkpointing": True}, None),
     "offloaded": ({}, {"mode": "all", "offload_threshold_mb": 1.0}),
+    "planned": ({}, None),  # fields and micro-batch as `plan` finds them for the emulated card
 }
 TOY = {"model.base_channels": 8, "model.style_dim": 8, "model.time_dim": 8, "data.latent_size": 8}
 SIZES: dict[str, dict[str, Any]] = {"real": {}, "toy": TOY}
@@ -51,13 +57,11 @@ def measure(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     accelerator = Accelerator(mixed_precision="bf16")
     device = accelerator.device
     limit_memory(device, options.card_gb)
-    fields, offloading = MODES[cell["mode"]]
-    sizes = {"training.batch_size": cell["batch_size"], "training.ode_integration_steps": cell["num_steps"]}
-    config = make_config({**SIZES[options.size], **sizes, **fields})
+    config, offloading, num_accumulated = settle(cell, options)
     torch.manual_seed(0)
     model = build_model(config).to(device)
     model, optimizer = accelerator.prepare(model, build_optimizer(config, model))
-    micro_batches = [make_batch(config, device) for _ in range(cell["num_accumulated"])]
+    micro_batches = [make_batch(config, device) for _ in range(num_accumulated)]
     objective = Objective(config)
     offloader = None
     if offloading is not None:
@@ -78,6 +82,22 @@ def measure(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         found["samples_per_s"] = 1e3 * num_samples / found["step_ms"]["median"]
         found["peak_bytes"] = torch.accelerator.max_memory_allocated(device)
     return found
+
+
+def settle(cell: dict[str, Any], options: argparse.Namespace) -> tuple[Config, dict[str, Any] | None, int]:
+    """Configuration, options of the offloader, and forward passes per update; those of a plan in mode "planned"."""
+    fields, offloading = MODES[cell["mode"]]
+    sizes = {"training.batch_size": cell["batch_size"], "training.ode_integration_steps": cell["num_steps"]}
+    sizes["training.accumulation_steps"] = cell["num_accumulated"]
+    config = make_config({**SIZES[options.size], **sizes, **fields})
+    if cell["mode"] == "planned":
+        room_bytes = round(USABLE_SHARE * (options.card_gb or CARD_GB) * 2**30)
+        card = replace(find_card(f"{CARD_GB}GiB"), memory_bytes=room_bytes + sum(ALLOWANCES.values()))
+        workload = LatentTransferWorkload(config, precision="bf16")
+        best = plan(workload, gpu=card, progress=False).best
+        config = workload.with_settings(best.settings, best.micro_batch)
+        offloading = {"mode": config.offload.offload} if config.offload.offload != "off" else None
+    return config, offloading, config.training.accumulation_steps
 
 
 def limit_memory(device: torch.device, card_gb: float | None) -> None:

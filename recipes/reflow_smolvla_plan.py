@@ -59,8 +59,8 @@ def workload(
     """The workload of a student, as for `reflow_smolvla.py --policy.path=FOLDER`.
 
     Args:
-        config_path: a folder that `hf-memopt prepare-student` wrote, or its `config.json`. The teacher must be where the
-            student's configuration says.
+        config_path: a folder that `hf-memopt prepare-student` wrote, or its `config.json`. The teacher must be where
+            the student's configuration says.
         precision: "no", "bf16", or "auto" to try both; None, what the configuration says.
         effective_batch: frames per update; None, lerobot's batch.
 

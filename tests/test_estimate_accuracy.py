@@ -21,6 +21,7 @@ def reentrant(workload: Workload) -> None:
 
 
 def selective(workload: Workload) -> None:
+    workload.module.config.use_cache = False
     apply_selective_checkpointing(workload.module)
 
 

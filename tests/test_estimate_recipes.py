@@ -92,7 +92,9 @@ def deviation(workload: RecipeWorkload, micro_batch: int, **settings: str) -> fl
     _forget_accelerator()
     estimate = estimate_peak_memory(simulated.setup, simulated.step, like="cpu", num_steps=simulated.num_steps)
     real = real_peak_bytes(simulated)
-    print(f"{workload.name} {chosen} {micro_batch}: {estimate.peak_bytes} {real} {estimate.phase} {estimate.confidence}")
+    print(
+        f"{workload.name} {chosen} {micro_batch}: {estimate.peak_bytes} {real} {estimate.phase} {estimate.confidence}"
+    )
     return estimate.peak_bytes / real - 1
 
 

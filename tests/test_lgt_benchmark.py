@@ -39,8 +39,8 @@ def test_every_mode_takes_the_same_steps(benchmark: Any, tmp_path: Path, capsys:
     assert results["complete"]
     remedy, *cells = results["cells"]
     assert (remedy["num_accumulated"], remedy["mode"]) == (2, "plain")
-    assert [cell["mode"] for cell in cells] == ["plain", "checkpointed", "offloaded"]
-    assert cells[0]["losses"] == cells[1]["losses"] == cells[2]["losses"]
+    assert [cell["mode"] for cell in cells] == ["plain", "checkpointed", "offloaded", "planned"]
+    assert all(cell["losses"] == cells[0]["losses"] for cell in cells)
     assert cells[0]["losses"][0] != cells[0]["losses"][1]
     assert not any("step_ms" in cell for cell in cells)
     assert "No accelerator: step times and device memory were not measured" in capsys.readouterr().out

@@ -1,13 +1,9 @@
 """Peak memory of a training step, without the accelerator that it is for."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from hf_memopt.planning import allocator, kinds
 from hf_memopt.planning.cards import Card
@@ -18,6 +14,8 @@ from hf_memopt.planning.trace import Trace
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_device import DEVICE_TYPE, simulation
 from hf_memopt.planning.virtual_time import VirtualClock, virtual_time
+from hf_memopt.planning.virtual_weights import teachers_take
+from hf_memopt.planning.watch import StepWatch
 
 Like = Literal["cuda", "cpu"]
 
@@ -158,7 +156,7 @@ def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: S
         ledger = Ledger(device_type, block_bytes, phases, times.charge)
         watch = StepWatch(ledger, phases)
         begins = []
-        with ledger, phases.following(watch.add_root, watch.see_optimizer):
+        with ledger, phases.following(watch.add_root, watch.see_optimizer), teachers_take(watch.see_teacher):
             state = setup(device)
             watch.add_state(state)
             for _ in range(options.num_steps):
@@ -196,76 +194,6 @@ class StepTimes:
             self.phases_ms[self._phases.name] = self.phases_ms.get(self._phases.name, 0.0) + spent_ms
             self._booked_s = self._clock.now_s
             self.stall_ms = 1e3 * (self._clock.stalled_s - self._stalled_s)
-
-
-class StepWatch:
-    """Labels storages by what they are for, and knows which parameters were trained."""
-
-    def __init__(self, ledger: Ledger, phases: Phases) -> None:
-        self._ledger = ledger
-        self._phases = phases
-        self._trainable: dict[int, tuple[str, nn.Parameter]] = {}
-        self._reached: set[int] = set()
-
-    def add_state(self, state: Any) -> None:
-        """What setup returned: modules and their weights, optimizers, and tensors, which are inputs."""
-        things = list(_things(state, ""))
-        for name, thing in things:
-            if isinstance(thing, nn.Module):
-                self.add_root(thing, name if len([t for _, t in things if isinstance(t, nn.Module)]) > 1 else "")
-        self._ledger.label(
-            (tensor for _, tensor in things if isinstance(tensor, Tensor) and self._is_unlabelled(tensor)), kinds.INPUT
-        )
-
-    def add_root(self, module: nn.Module, prefix: str = "") -> None:
-        self._phases.add_root(module, prefix)
-        for name, parameter in module.named_parameters(prefix=prefix):
-            self._ledger.label([parameter], kinds.PARAMETER if parameter.requires_grad else kinds.FROZEN, name)
-            if parameter.requires_grad:
-                self._trainable.setdefault(id(parameter), (name, parameter))
-        for name, buffer in module.named_buffers(prefix=prefix):
-            self._ledger.label([buffer], kinds.BUFFER, name)
-
-    def see_optimizer(self, optimizer: Optimizer, is_over: bool) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if is_over:
-            self._ledger.label(tree_leaves(list(optimizer.state.values())), kinds.OPTIMIZER_STATE, "")
-        else:
-            self._reach(parameters)
-
-    def unreached(self) -> tuple[str, ...]:
-        """Names of trainable parameters that never had a gradient."""
-        self._reach(parameter for _, parameter in self._trainable.values())
-        missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
-        if self._trainable and len(missing) == len(self._trainable):
-            raise ValueError("step: no trainable parameter got a gradient, so this was no training step; call backward")
-        return missing
-
-    def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._reached.add(id(parameter))
-                name = self._trainable.get(id(parameter), ("", parameter))[0]
-                self._ledger.label([parameter.grad], kinds.GRADIENT, name)
-
-    def _is_unlabelled(self, tensor: Tensor) -> bool:
-        record = self._ledger.record_of(tensor)
-        return record is None or not record.kind
-
-
-def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
-    """Modules, optimizers and tensors in nested containers and dataclasses, with the names under which they lie."""
-    if isinstance(value, nn.Module | Optimizer | Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _things(item, str(key))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _things(getattr(value, field.name), field.name)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for position, item in enumerate(value):
-            yield from _things(item, str(position))
 
 
 def _estimate(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -24,6 +23,7 @@ from transformers import (
 
 from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.workload import Lever, SimulatedStep
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -276,19 +276,6 @@ def _batch(options: HuggingFaceModel, micro_batch: int) -> dict[str, Tensor]:
         return {"pixel_values": torch.zeros(micro_batch, channels, height, width), "labels": labels}
     tokens = torch.zeros(micro_batch, options.seq_len, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
-
-
-def write_accelerate_config(path: Path, mixed_precision: str) -> Path:
-    """For `accelerate launch --config_file`: one process on one GPU."""
-    ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="NO",
-        mixed_precision=mixed_precision,
-        use_cpu=False,
-        debug=False,
-        num_processes=1,
-    ).to_yaml_file(path)
-    return path
 
 
 def _import_peft(lora_rank: int) -> Any:

@@ -184,14 +184,15 @@ class _Search:
         options = SimulationOptions(num_steps=simulated.num_steps, card=self._card)
         estimate = simulate(simulated.setup, simulated.step, options)
         accumulation = self._workload.effective_batch // micro_batch
+        needed_bytes = estimate.trace.smallest_capacity()
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
         return Row(
             settings=settings,
             micro_batch=micro_batch,
             accumulation=accumulation,
             update_ms=_update_ms(estimate, accumulation / simulated.num_micro_batches),
-            needed_bytes=estimate.reserved_bytes + sum(ALLOWANCES.values()),
-            fits=fits_host and estimate.trace.fits(self._room_bytes),
+            needed_bytes=needed_bytes + sum(ALLOWANCES.values()),
+            fits=fits_host and needed_bytes <= self._room_bytes,
             estimate=estimate,
         )
 

@@ -5,6 +5,8 @@ from itertools import accumulate
 
 from hf_memopt.planning.allocator import CachingAllocator, OutOfDeviceMemoryError, replay
 
+_STEP_BYTES = 2 * 2**20
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -58,3 +60,11 @@ class Trace:
         except OutOfDeviceMemoryError:
             return False
         return True
+
+    def smallest_capacity(self) -> int:
+        """The least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
+        failing, fitting = self.peak()[0] - 1, self.allocator().peak_reserved_bytes
+        while fitting - failing > _STEP_BYTES:
+            middle = (failing + fitting) // 2
+            failing, fitting = (failing, middle) if self.fits(middle) else (middle, fitting)
+        return fitting

@@ -35,7 +35,8 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
-    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of their input.
+    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of
+    their input.
 
     Attributes:
         guesses: what was assumed, and how often; these may change memory.

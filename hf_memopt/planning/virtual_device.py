@@ -7,6 +7,7 @@ remains is given to it here. Registering it is for a process and for good, so a 
 """
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -163,11 +164,20 @@ def _foreach_takes_fakes() -> Iterator[None]:
         yield
 
 
+# How launchers tell a process its place among others, and accelerate that it is to use the CPU.
+_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
 @contextmanager
 def _accelerate_on(device: torch.device) -> Iterator[None]:
-    """An `Accelerator` made inside lands on the virtual device."""
+    """An `Accelerator` made inside lands on the virtual device, alone, however this process was launched."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    with patch.object(PartialState, "default_device", device):
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with (
+        patch.dict(os.environ, environment, clear=True),
+        patch.object(torch.distributed, "is_initialized", lambda: False),
+        patch.object(PartialState, "default_device", device),
+    ):
         yield
 
 

@@ -73,7 +73,7 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
 def _attention_flops(is_backward: bool, args: Any) -> float:
     """torch's own count refuses fewer key heads than query heads. Backward has five products, forward two."""
     query, key = args[1:3] if is_backward else args[:2]
-    product = 2.0 * query.numel() * key.shape[-2]
+    product: float = 2.0 * query.numel() * key.shape[-2]
     return product * (5 if is_backward else 2)
 
 

@@ -4,7 +4,7 @@ A teacher packs weights by their addresses, and points parameters at memory of a
 have no addresses, and torch refuses to give them data of another device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.teacher import stream
+from hf_memopt.teacher import offload, stream
 from hf_memopt.teacher.quantised import PLAIN_TYPES
+from hf_memopt.transfer import Copier
 
 _storage_address = torch.UntypedStorage.data_ptr
 # Storages lie so far apart that none reaches the next. Python's integers have room for that.
@@ -38,6 +39,27 @@ def weights_come_and_go() -> Iterator[None]:
             PLAIN_TYPES.discard(FakeTensor)
 
 
+@contextmanager
+def teachers_take(on_block: Callable[[Tensor], None]) -> Iterator[None]:
+    """Teachers that are made inside report the device memory that they take, fake or real."""
+    make = offload.copier_for
+
+    def make_reporting(device: torch.device) -> Copier:
+        copier = make(device)
+        plain = copier.empty_device
+
+        def empty_device(num_bytes: int) -> Tensor:
+            block = plain(num_bytes)
+            on_block(block)
+            return block
+
+        copier.empty_device = empty_device  # type: ignore[method-assign]
+        return copier
+
+    with patch.object(offload, "copier_for", make_reporting):
+        yield
+
+
 def replace_memory(tensor: Tensor, memory: Tensor) -> None:
     """What `tensor.data = memory` does, across devices: the tensor keeps its identity and gets a new implementation."""
     if isinstance(tensor, nn.Parameter):
@@ -55,7 +77,7 @@ def _rebind(tensor: Any, memory: Tensor) -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize
+    return int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize)
 
 
 def _address_of_storage(storage: torch.UntypedStorage) -> int:
