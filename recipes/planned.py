@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from hf_memopt.memory.counters import counters_for
 from hf_memopt.planning import Row, plan
+from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.cards import CARDS, Card
 from hf_memopt.planning.plan_report import explain, headline
 from hf_memopt.planning.workload import Lever, Settings, SimulatedStep
@@ -190,17 +190,3 @@ def write_args(path: Path, options: Any) -> Path:
 
 def _flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-
-
-def write_accelerate_config(path: Path, mixed_precision: str) -> Path:
-    """For `accelerate launch --config_file`: one process on one GPU."""
-    settings = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO",
-        "mixed_precision": mixed_precision,
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": False,
-    }
-    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return path

@@ -1,5 +1,6 @@
 """Selective activation checkpointing: backward recomputes the cheap operations and keeps what the heavy ones gave."""
 
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -194,17 +195,32 @@ class CheckpointedForward:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         _refuse_gradient_checkpointing(module, type(module).__name__)
-        return self._checkpointing(forward, *args, **_without_cache(kwargs))
+        args, kwargs = _without_cache(forward, args, kwargs)
+        return self._checkpointing(forward, *args, **kwargs)
 
 
 _CACHES: dict[str, Any] = {"use_cache": False, "past_key_value": None, "past_key_values": None, "layer_past": None}
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    caches = {name: nothing for name, nothing in _CACHES.items() if kwargs.get(name, nothing) is not nothing}
+def _without_cache(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without caches, whether they were passed by name or by position, as GPT-2 passes its blocks'."""
+    names = _positional_names(getattr(forward, "__func__", forward), hasattr(forward, "__self__"))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
     if caches:
         _tell_once(f"checkpointed blocks run without a key-value cache: {', '.join(caches)} not passed on")
-    return kwargs | caches
+    by_position = tuple(caches.get(name, value) for name, value in zip(names, args, strict=False))
+    by_name = {name: nothing for name, nothing in caches.items() if name not in names[: len(args)]}
+    return by_position + args[len(by_position) :], kwargs | by_name
+
+
+@cache
+def _positional_names(function: Callable[..., Any], is_bound: bool) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return tuple(positional[is_bound:])
 
 
 @cache

@@ -23,6 +23,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _aten = torch.ops.aten
 # Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
 _DRAWN = (_aten.rand.default, _aten.randint.default, _aten.randint.low)
+# With a reduction, kernels allocate the loss of each element, and shrink the result in place: its memory stays.
+_SHRUNK = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.binary_cross_entropy.default,
+    _aten.soft_margin_loss.default,
+)
 # Masks hide nothing, and what a distribution checks of its arguments holds.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
 
@@ -61,6 +68,8 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
         try:
             result = function(*args, **kwargs)
+            if function in _SHRUNK:
+                result = _shrunk(result, *args[:2])
         except DataDependentOutputException:
             return self._value(function, args)
         except DynamicOutputShapeException:
@@ -139,6 +148,11 @@ def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:
     standing_in = [each.to(torch.bfloat16) for each in args[:2]]
     result: Tensor = function(*standing_in, *args[2:], **kwargs)
     return result.to(args[0].dtype)
+
+
+def _shrunk(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
+    elements = torch.broadcast_shapes(input.shape, target.shape)
+    return result if result.shape == elements else result.new_empty(elements).as_strided((), ())
 
 
 def _is_one_number_on_host(function: Any, args: Any, kwargs: Any) -> bool:
