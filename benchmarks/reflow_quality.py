@@ -78,7 +78,7 @@ def print_report(results: dict[str, Any]) -> None:
     rows = [
         [str(seed["seed"]), name, *_figures(model)]
         for seed in results["seeds"]
-        if seed["variants"]
+        if seed.get("variants")
         for name, model in {"teacher": seed["teacher"], "demo": seed["student"], **seed["variants"]}.items()
     ]
     if rows:

@@ -26,7 +26,8 @@ def print_report(results: dict[str, Any]) -> None:
             if "error" in cell:
                 print(f"{mode}: {cell['error'].splitlines()[0]}")
         for target in TARGETS:
-            print(_verdict(target, cells))
+            if target["mode"] in cells:
+                print(_verdict(target, cells))
     if results["hardware"]["device"] == "cpu":
         print("\nNo accelerator: step times, peaks and copies of other libraries were not measured.")
 

@@ -31,7 +31,9 @@ def test_version(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"hf_memopt {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["prepare-student", "export", "precompute", "evaluate", "doctor", "report", "estimate", "plan"])
+@pytest.mark.parametrize(
+    "command", ["prepare-student", "precompute", "evaluate", "export", "doctor", "report", "estimate", "plan"]
+)
 def test_help(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -4,7 +4,11 @@ import json
 import multiprocessing
 import os
 import random
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coupling_toys import Teacher, assert_same, load, make_plan, precompute_slowly, write
@@ -50,6 +54,8 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         process = context.Process(target=precompute_slowly, args=(current, kill, started))
         process.start()
         assert started.wait(60)
+        if kill % 2:  # while the second shard is written, at the earliest
+            wait_for(partial(has_moved_on, current, before, process))
         process.join(rng.uniform(0, 0.1))
         process.kill()
         process.join()
@@ -66,6 +72,17 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
     write(current)
     assert_same(CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(current, load), 2)
     return hits, survived
+
+
+def has_moved_on(folder: Path, before: set[str], process: Any) -> bool:
+    return complete_shards(folder) != before or not process.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("num_kills", [8, pytest.param(100, marks=pytest.mark.slow)])

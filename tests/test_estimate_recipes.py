@@ -114,7 +114,7 @@ def test_a_peak_beside_a_teacher_is_that_of_a_real_run(
 
 @pytest.mark.slow
 def test_a_teacher_on_the_virtual_device_takes_its_bytes_there_and_on_the_host(tmp_path: Path, toy_vlm: Path) -> None:
-    workload = smolvla(tmp_path, toy_vlm, {"effective_batch": 2})
+    workload = smolvla(tmp_path, toy_vlm, {"effective_batch": 4})
     estimates = {}
     for mode in ("resident", "swap", "stream"):
         simulated = step_with(workload, 2, teacher_offload=mode)
@@ -124,8 +124,9 @@ def test_a_teacher_on_the_virtual_device_takes_its_bytes_there_and_on_the_host(t
     assert resident.phases["optimizer"] - swap.phases["optimizer"] == own_bytes
     assert resident.breakdown[TEACHER] == own_bytes
     assert own_bytes <= stream.host_bytes - resident.host_bytes < 1.01 * own_bytes
+    # Swapped weights are on their way again as soon as a micro-batch is over.
     assert stream.phases["outside"] < swap.phases["outside"]
-    assert swap.trace.peak()[0] == swap.peak_bytes <= resident.peak_bytes
+    assert stream.peak_bytes < swap.peak_bytes <= resident.peak_bytes
 
 
 def test_reduced_losses_keep_the_memory_of_each_element() -> None:

@@ -153,12 +153,12 @@ def test_help_of_every_command_needs_no_torch(run_bare: RunBare) -> None:
             return output.getvalue()
 
         for subcommand in re.findall(r"^    (\\S+)", help_of(), re.MULTILINE):
-            assert help_of(subcommand).startswith(f"usage: hf-memopt {subcommand} [-h]")
+            assert help_of(subcommand).startswith(f"usage: hf-memopt {subcommand} ")
             print(subcommand)
         assert "torch" not in sys.modules
         """
     )
-    assert {"prepare-student", "export", "doctor"} <= set(output.split())
+    assert {"prepare-student", "export", "doctor", "estimate", "plan"} <= set(output.split())
 
 
 def _installed_name(file: Path) -> str:

@@ -390,6 +390,7 @@ def test_the_demos_flags_are_known() -> None:
     assert parse("", [f"@{demo}"]).training.max_steps > 100
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_bfloat16(tmp_path: Path) -> None:
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
     script = ["-m", "hf_memopt.recipes.train_fluxflow", *TINY, f"--output_dir={tmp_path}", "--max_steps=2"]

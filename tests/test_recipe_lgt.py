@@ -267,6 +267,7 @@ def test_the_loss_has_to_fall_in_the_first_ten_epochs() -> None:
     assert verdicts(tiny(), late, [1000, 1000])[1] == "failed"
 
 
+@pytest.mark.slow
 def test_the_command_line_of_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By its path, in bfloat16."""
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]

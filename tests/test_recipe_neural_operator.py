@@ -301,6 +301,7 @@ def test_the_demos_flags_are_known() -> None:
     assert parse("", [f"@{demo}"]).offload.compared_modes == ["off", "all", "auto"]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_bfloat16(cache: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
     script = ["-m", "hf_memopt.recipes.train_neural_operator", *TINY, cache, f"--output_dir={tmp_path}"]

@@ -117,6 +117,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     toy_student: Path, batch: Any, noise: Tensor, share_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = load(toy_student, reflow_real_data=0.5, share_prefix=share_prefix, teacher_offload="swap")
+    policy.load_teacher_model()
     observation = observe(policy, batch)
     chosen = torch.tensor([True, False, True, False, False, True])
     monkeypatch.setattr(torch, "rand", lambda *_: torch.where(chosen, 0.0, 0.9))

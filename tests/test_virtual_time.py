@@ -99,6 +99,20 @@ def test_a_matrix_product_takes_its_arithmetic_at_the_roofline() -> None:
     assert found.step_ms == pytest.approx(sum(found.phases_ms.values()))
 
 
+@pytest.mark.parametrize("groups", [1, 64])
+def test_a_convolution_takes_its_arithmetic_whatever_its_groups(groups: int) -> None:
+    """With as many groups as channels, each output is one channel's."""
+
+    def setup(device: torch.device) -> Any:
+        model = nn.Conv2d(64, 64, 11, padding=5, groups=groups, bias=False, device=device)
+        return model, torch.zeros(64, 64, 64, 64, device=device)
+
+    found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), card=CARD)
+    product_ms = 1e3 * 2 * 64 * 64 * 64 * 64 * (64 // groups) * 11 * 11 / (1e13 * 0.6)
+    assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.5 if groups > 1 else 0.02)
+    assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.9 if groups > 1 else 0.1)
+
+
 def test_offloading_everything_frees_memory_and_waits_for_the_link() -> None:
     plain = estimate()
     moved = estimate(mode="all")

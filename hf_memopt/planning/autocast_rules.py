@@ -95,7 +95,8 @@ def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
         return value.to(dtype)
     reference, copy = _cast_weights.get(id(value), (None, value))
     if reference is None or reference() is not value or copy.dtype != dtype:
-        copy = value.to(dtype)
+        with torch.enable_grad():  # as in cached_cast: the copy may serve a graph after it served none
+            copy = value.to(dtype)
         _cast_weights[id(value)] = (weakref.ref(value), copy)
     return copy
 

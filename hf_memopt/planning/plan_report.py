@@ -92,12 +92,13 @@ def explain(plan: TrainingPlan) -> list[str]:
 
 def _explain_micro_batch(plan: TrainingPlan) -> str:
     best = plan.best
-    same = [row for row in plan.rows if row.settings == best.settings and not row.fits]
-    if best.accumulation == 1:
+    larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
+    if not larger:
         return f"micro-batch {best.micro_batch}: the whole batch fits at once."
-    if not same:
-        return f"micro-batch {best.micro_batch}: the fastest that fits."
-    following = min(same, key=lambda row: row.micro_batch)
+    following = min(larger, key=lambda row: row.micro_batch)
+    if following.fits:
+        ratio = following.update_ms / best.update_ms
+        return f"micro-batch {best.micro_batch}: with {following.micro_batch} an update takes {ratio:.2f} times as long."
     return (
         f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
         f"{following.needed_bytes / _GIB:.2f} GiB with these settings."

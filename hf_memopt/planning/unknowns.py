@@ -151,7 +151,7 @@ def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _shrunk(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
-    elements = torch.broadcast_shapes(input.shape, target.shape)
+    elements = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]
     return result if result.shape == elements else result.new_empty(elements).as_strided((), ())
 
 

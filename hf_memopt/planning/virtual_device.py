@@ -33,6 +33,7 @@ from hf_memopt.activations.tensors import PLAIN_TYPES
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
+from hf_memopt.transfer import StreamCopier
 
 DEVICE_TYPE = "virtual_cuda"
 
@@ -107,6 +108,8 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
             stack.enter_context(attention_rules.attention_as_on_cuda(DEVICE_TYPE))
             stack.enter_context(_autocast_for_cuda())
             stack.enter_context(_accelerate_on(device))
+            # Its events know no time. Where there is a card, copies have a clock of their own.
+            stack.enter_context(patch.object(StreamCopier, "stall_ms", lambda self: 0.0))
         stack.enter_context(_modules_move())
         stack.enter_context(_fakes_are_plain())
         stack.enter_context(weights_come_and_go())

@@ -66,8 +66,17 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Floating point operations; 0 for what only moves memory."""
     if "_attention" in function.overloadpacket.__name__:
         return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
+    if function.overloadpacket is torch.ops.aten.convolution_backward:
+        return _convolution_backward_flops(*args)
     count = flop_registry.get(function.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *settings: Any) -> float:
+    """torch's own count takes grouped convolutions for dense ones. Each gradient costs what the forward pass did."""
+    transposed, mask = settings[4], settings[7]
+    products = (input if transposed else output).numel() * weight[0].numel()
+    return 2.0 * products * sum(mask[:2])
 
 
 def _attention_flops(is_backward: bool, args: Any) -> float:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.teacher import offload, stream
 from hf_memopt.teacher.quantised import PLAIN_TYPES
-from hf_memopt.transfer import Copier
+from hf_memopt.transfer import Copier, copier_for
 
 _storage_address = torch.UntypedStorage.data_ptr
 # Storages lie so far apart that none reaches the next. Python's integers have room for that.
@@ -42,10 +42,9 @@ def weights_come_and_go() -> Iterator[None]:
 @contextmanager
 def teachers_take(on_block: Callable[[Tensor], None]) -> Iterator[None]:
     """Teachers that are made inside report the device memory that they take, fake or real."""
-    make = offload.copier_for
 
     def make_reporting(device: torch.device) -> Copier:
-        copier = make(device)
+        copier = copier_for(device)
         plain = copier.empty_device
 
         def empty_device(num_bytes: int) -> Tensor:

@@ -25,6 +25,8 @@ class SmolVLAReflowConfig(SmolVLAConfig):
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
             `"auto"`, what the first two optimizer steps leave room for, and resident on the CPU.
+        teacher_budget_gib: device memory that the teacher's own weights may take, for `"auto"` and `"stream"`; None, no
+            limit.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own `num_steps`.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
@@ -45,6 +47,7 @@ class SmolVLAReflowConfig(SmolVLAConfig):
     use_reflow: bool = False
     teacher_model_path: str | None = None
     teacher_offload: str = "auto"
+    teacher_budget_gib: float | None = None
     teacher_dtype: str | None = None
     teacher_num_steps: int | None = None
     reflow_time_sampling: str = "beta"
@@ -62,6 +65,8 @@ class SmolVLAReflowConfig(SmolVLAConfig):
         # YAML reads an unquoted on or off as a boolean.
         self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
+        if self.teacher_budget_gib is not None and not self.teacher_budget_gib > 0:
+            raise ValueError(f"teacher_budget_gib={self.teacher_budget_gib} must be positive; unset it for no limit")
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
         _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)

@@ -84,6 +84,7 @@ class ReflowTeacher:
                 device=next(student.parameters()).device,
                 mode=self._config.teacher_offload,  # type: ignore[arg-type]
                 share_with=student.model if self.shares_prefix else None,
+                budget_gib=self._config.teacher_budget_gib,
                 copier=self._copier,
             )
             self._policy = policy
