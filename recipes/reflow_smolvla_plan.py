@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from hf_memopt.recipes import reflow_smolvla as recipe
-from hf_memopt.recipes.planned import PRECISION, RecipeWorkload, write_accelerate_config
+from hf_memopt.recipes.planned import PRECISION, RecipeWorkload
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.optimizers import OptimizerConfig
 from lerobot.policies.smolvla import smolvlm_with_expert
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from hf_memopt.integrations.lerobot.checkpoints import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.workload import Settings, SimulatedStep
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.

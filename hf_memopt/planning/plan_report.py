@@ -98,7 +98,9 @@ def _explain_micro_batch(plan: TrainingPlan) -> str:
     following = min(larger, key=lambda row: row.micro_batch)
     if following.fits:
         ratio = following.update_ms / best.update_ms
-        return f"micro-batch {best.micro_batch}: with {following.micro_batch} an update takes {ratio:.2f} times as long."
+        return (
+            f"micro-batch {best.micro_batch}, not {following.micro_batch}: an update takes {ratio:.2f} times as long."
+        )
     return (
         f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
         f"{following.needed_bytes / _GIB:.2f} GiB with these settings."

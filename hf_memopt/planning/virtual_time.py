@@ -76,7 +76,7 @@ def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *
     """torch's own count takes grouped convolutions for dense ones. Each gradient costs what the forward pass did."""
     transposed, mask = settings[4], settings[7]
     products = (input if transposed else output).numel() * weight[0].numel()
-    return 2.0 * products * sum(mask[:2])
+    return 2.0 * products * int(mask[0] + mask[1])
 
 
 def _attention_flops(is_backward: bool, args: Any) -> float:
