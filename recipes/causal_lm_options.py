@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from transformers import HfArgumentParser
 
 from hf_memopt.checkpoint import find_checkpoint
+from hf_memopt.training.low_bit import BITS
 
 MODES = ("off", "all", "inputs", "auto")
 
@@ -65,6 +66,7 @@ class TrainingOptions:
     gradient_accumulation_steps: int = flag(1, "forward passes per update; accelerate launch's own flag is not used")
     learning_rate: float = flag(2e-3, "peak learning rate of AdamW")
     weight_decay: float = flag(0.0, "of AdamW, on all weights")
+    optimizer_bits: int = flag(32, "of AdamW's states; 8 and 4 are quantised by torchao, and train a little otherwise")
     lr_scheduler_type: str = flag("cosine", "one of transformers' schedules")
     warmup_steps: int = flag(10, "updates until the learning rate has reached its peak")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
@@ -176,6 +178,8 @@ def _check_numbers(options: Options) -> None:
             raise ValueError(f"{name}={value} must be at least 1")
     if training.checkpointing_steps < 0:
         raise ValueError(f"checkpointing_steps={training.checkpointing_steps} must be at least 0")
+    if training.optimizer_bits not in BITS:
+        raise ValueError(f"optimizer_bits={training.optimizer_bits} must be one of {', '.join(map(str, BITS))}")
     if data.block_size < 2:
         raise ValueError(f"block_size={data.block_size} must be at least 2: each token is predicted from those before")
     if not 0 < data.held_out < 1:

@@ -36,6 +36,7 @@ from transformers import default_data_collator, get_scheduler
 
 from hf_memopt import MemoryLogger
 from hf_memopt.checkpoint import endless_batches
+from hf_memopt.training.low_bit import low_bit_adamw
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -143,10 +144,11 @@ def prepare(accelerator: Accelerator, mode: str, options: Options, tokenizer: An
 
 def make_optimizer(model: nn.Module, training: TrainingOptions, device: torch.device) -> torch.optim.Optimizer:
     """AdamW. On an accelerator the fused one: the other's temporaries are as large as the weights."""
-    fused = True if device.type != "cpu" else None
-    return torch.optim.AdamW(
-        model.parameters(), training.learning_rate, weight_decay=training.weight_decay, fused=fused
-    )
+    settings: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    if training.optimizer_bits != 32:
+        optimizer: torch.optim.Optimizer = low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
+        return optimizer
+    return torch.optim.AdamW(model.parameters(), fused=True if device.type != "cpu" else None, **settings)
 
 
 def update(run: Run, batches: Iterator[dict[str, Tensor]]) -> Tensor:

@@ -33,7 +33,7 @@ LIBRARIES = {
     "teacher": {"torch", "datasets", "safetensors", "tqdm"},
     "diagnostics": {"torch", "psutil"},
     "reporting": {"matplotlib"},
-    "training": {"torch", "accelerate"},
+    "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate"},
     "planning": {"torch", "accelerate", "transformers", "peft", "tqdm", "yaml"},
     "integrations": set(),

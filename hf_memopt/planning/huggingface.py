@@ -25,6 +25,7 @@ from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.workload import Lever, SimulatedStep
+from hf_memopt.training.low_bit import low_bit_adamw
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 _AUTO_CLASSES = {
@@ -44,6 +45,8 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "adamw-8bit": lambda parameters: low_bit_adamw(8)(parameters),
+    "adamw-4bit": lambda parameters: low_bit_adamw(4)(parameters),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)
@@ -78,7 +81,8 @@ class HuggingFaceModel:
         dtype: of the weights: "float32" or "bfloat16".
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
-        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "sgd" (no momentum) or "adafactor".
+        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
+            (torchao's), "sgd" (no momentum) or "adafactor".
         lora_rank: train adapters of this rank on all linear layers (PEFT) and freeze the rest; None, train all weights.
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.

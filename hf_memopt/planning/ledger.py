@@ -96,12 +96,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
         """Say what storages are for; one that operations never showed is entered now."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                record = self.record_of(tensor) or self._note(tensor, None)
-                if record is not None:
-                    record.kind = kind
-                    record.owner = record.owner if owner is None else owner
+        for tensor in tensors_in(list(tensors)):
+            record = self.record_of(tensor) or self._note(tensor, None)
+            if record is not None:
+                record.kind = kind
+                record.owner = record.owner if owner is None else owner
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """The record of a tensor's storage, if it is known."""

@@ -110,6 +110,7 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
             stack.enter_context(_accelerate_on(device))
             # Its events know no time. Where there is a card, copies have a clock of their own.
             stack.enter_context(patch.object(StreamCopier, "stall_ms", lambda self: 0.0))
+        stack.enter_context(_nothing_compiles(unknowns))
         stack.enter_context(_modules_move())
         stack.enter_context(_fakes_are_plain())
         stack.enter_context(weights_come_and_go())
@@ -143,6 +144,18 @@ def _untraced() -> Iterator[None]:
 
 def _never(tensor: Any = None) -> bool:
     return False
+
+
+@contextmanager
+def _nothing_compiles(unknowns: Unknowns) -> Iterator[None]:
+    """Functions and modules run as they are written; fused kernels would hold fewer temporaries."""
+
+    def as_written(function: Any = None, **options: Any) -> Any:
+        unknowns.guesses["compiled code simulated as it is written, with all its temporaries"] += 1
+        return function if function is not None else lambda given: given
+
+    with patch.object(torch, "compile", as_written), patch.object(nn.Module, "compile", as_written):
+        yield
 
 
 @contextmanager
