@@ -49,7 +49,8 @@ def reconstruction_loss(
     if perceptual is not None:
         parts[perceptual.name] = perceptual_loss(perceptual, output, target, levers.lpips_gradient)
         total = total + losses.lpips_weight * parts[perceptual.name]
-    return total, {name: value.detach() for name, value in parts.items()}
+    # Copies: torch's mse_loss leaves the memory of all squares behind its mean, which a view would keep.
+    return total, {name: value.detach().clone() for name, value in parts.items()}
 
 
 def draw_latents(posterior: Any) -> Tensor:

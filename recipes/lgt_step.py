@@ -102,7 +102,8 @@ class Objective:
             if config.use_velocity_reg:
                 terms["velocity"] = energy.mean()
                 total = total + config.vel_reg_weight * terms["velocity"]
-        self._seen.append({"loss": total.detach(), **{name: term.detach() for name, term in terms.items()}})
+        # Copies: torch's mse_loss leaves the memory of all squares behind its mean, which a view would keep.
+        self._seen.append({name: term.detach().clone() for name, term in {"loss": total, **terms}.items()})
         return total
 
     def take_means(self) -> dict[str, Tensor]:
