@@ -15,7 +15,9 @@ from hf_memopt.recipes.planned import PRECISION, Changes, RecipeWorkload, change
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.memory import MemoryTracker
-from hf_memopt.planning.workload import Settings
+from hf_memopt.planning.workload import Settings, divisors
+
+_MOST_PASSES = 8
 
 
 def workload(
@@ -51,6 +53,25 @@ class LatentTransferWorkload(RecipeWorkload):
         precision = ("bf16" if training.use_amp else "no") if precision is None else precision
         name = f"LGT with {training.ode_integration_steps} Euler steps"
         super().__init__(name, config, given if effective_batch is None else effective_batch, precision)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Accumulated batches have another SWD than one, so that a batch is divided with a gradient cache alone.
+
+        And into no more forward passes than are quickly simulated.
+
+        Raises:
+            ValueError: without one, an update is not made of whole batches.
+        """
+        training = self.options.training
+        if training.gradient_cache:
+            return [size for size in divisors(self.effective_batch) if self.effective_batch // size <= _MOST_PASSES]
+        if self.effective_batch % training.batch_size:
+            raise ValueError(
+                f"effective_batch={self.effective_batch} is no multiple of training.batch_size={training.batch_size}, "
+                "and another batch has another loss; use a multiple, or training.gradient_cache"
+            )
+        return [training.batch_size]
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Config:
         """With the precision, which this recipe's configuration holds."""

@@ -16,7 +16,7 @@ from hf_memopt.planning import Row, plan
 from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.cards import CARDS, Card
 from hf_memopt.planning.plan_report import explain, headline
-from hf_memopt.planning.workload import Lever, Settings, SimulatedStep
+from hf_memopt.planning.workload import Lever, Settings, SimulatedStep, divisors
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ class RecipeWorkload(ABC):
             *(Lever(lever, tuple(values)) for lever, values in self.LEVERS.items()),
             Lever(PRECISION, precisions),
         )
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """With each of which the update is the same."""
+        return divisors(self.effective_batch)
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         options = self.with_settings(settings, micro_batch)

@@ -40,6 +40,7 @@ class Toy:
 
     name = "toy"
     effective_batch = 16
+    micro_batches = (1, 2, 4, 8, 16)
 
     def __init__(self, *levers: Lever) -> None:
         self.levers = levers or (Lever("activations", ("kept", "checkpointed", "offloaded")),)

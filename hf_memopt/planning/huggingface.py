@@ -24,7 +24,7 @@ from transformers import (
 from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
-from hf_memopt.planning.workload import Lever, SimulatedStep
+from hf_memopt.planning.workload import Lever, SimulatedStep, divisors
 from hf_memopt.training.low_bit import low_bit_adamw
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -121,6 +121,10 @@ class HuggingFaceModel:
     @property
     def name(self) -> str:
         return self.model
+
+    @property
+    def micro_batches(self) -> list[int]:
+        return divisors(self.effective_batch)
 
     @cached_property
     def config(self) -> Any:

@@ -126,8 +126,7 @@ class _Search:
                 f"gpu={card.name!r}: {card.memory_bytes} bytes are less than the {sum(ALLOWANCES.values())} that are "
                 "kept for the device context and libraries; use a larger one"
             )
-        batch = workload.effective_batch
-        self._micro_batches = [size for size in range(1, batch + 1) if batch % size == 0]
+        self._micro_batches = workload.micro_batches
         self._rows: list[Row] = []
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:

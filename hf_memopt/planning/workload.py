@@ -39,6 +39,11 @@ class SimulatedStep:
     num_micro_batches: int = 1
 
 
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 class Workload(Protocol):
     """A recipe with its configuration, or a model with a batch.
 
@@ -46,6 +51,8 @@ class Workload(Protocol):
         name: for headings.
         levers: all but the micro-batch.
         effective_batch: samples per update.
+        micro_batches: sizes of a forward pass that may be chosen, ascending; divisors of `effective_batch` with which
+            the gradient is the same.
     """
 
     @property
@@ -56,6 +63,9 @@ class Workload(Protocol):
 
     @property
     def effective_batch(self) -> int: ...
+
+    @property
+    def micro_batches(self) -> Sequence[int]: ...
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         """The step with these settings; as many micro-batches as the update has, but no more than 2: a third finds
