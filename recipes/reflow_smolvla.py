@@ -16,11 +16,14 @@ What this adds to lerobot's own training loop:
   ignores the setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule
   included, go on counting batches, so `--steps` and `--save_freq` must be multiples of N.
 - `--policy.dtype=bfloat16`: autocast in bfloat16.
+- `--plan=auto`, or `--plan=8GiB` for another card: where the teacher lives (`--policy.teacher_offload`) is chosen by
+  simulation before the run, for the batch that the flags say. `hf-memopt plan` also varies batch and accumulation.
 - `--policy.couplings_path=<folder of hf-memopt precompute>`: the teacher's targets from disk, and no teacher.
 - memory by phase in each log line, and in the output folder for `hf-memopt report`: `prefix`, `teacher`, `forward`,
   `backward`, `optimizer`, as peak GiB on an accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -28,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from hf_memopt.recipes.planned import card_of
 from lerobot.common.train_utils import load_training_step
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
@@ -40,9 +44,14 @@ from torch import Tensor
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.memory.counters import Host
+from hf_memopt.planning import plan
+from hf_memopt.planning.plan_report import explain, headline
 from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
+PLAN_FLAG = "plan"
+
+logger = logging.getLogger(__name__)
 
 
 class AccumulatingAccelerator(Accelerator):
@@ -141,6 +150,31 @@ def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
     return int(value), parser.filter_arg(ACCUMULATION_FLAG, arguments)
 
 
+def take_plan_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split the card to plan for off the command line; None without the flag."""
+    return parser.parse_arg(PLAN_FLAG, arguments), parser.filter_arg(PLAN_FLAG, arguments)
+
+
+def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
+    """The `teacher_offload` with which the run is fastest of those that fit a card; each process finds the same.
+
+    Raises:
+        ValueError: nothing fits with this batch, `card` is unknown, or the training cannot be simulated.
+    """
+    from hf_memopt.recipes.reflow_smolvla_plan import SmolVLAReflow
+
+    workload = SmolVLAReflow(
+        cfg.policy,
+        Path(cfg.policy.pretrained_path),
+        effective_batch=cfg.batch_size * num_accumulation_steps,
+        micro_batch=cfg.batch_size,
+    )
+    found = plan(workload, gpu=card_of(PartialState().device) if card == "auto" else card)
+    logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
+    chosen: str = found.best.settings["teacher_offload"]
+    return chosen
+
+
 @parser.wrap()
 def read_config(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
     """The command line as lerobot reads it."""
@@ -151,6 +185,7 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
     num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
+    card, sys.argv[1:] = take_plan_flag(sys.argv[1:])
     cfg = read_config()
     cfg.validate()
     if not isinstance(cfg.policy, SmolVLAReflowConfig):
@@ -160,6 +195,8 @@ def main() -> None:
             "and pass it as --policy.path"
         )
     check_windows(cfg, num_accumulation_steps)
+    if card is not None:
+        cfg.policy.teacher_offload = planned_offload(cfg, num_accumulation_steps, card)
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -78,7 +78,7 @@ def workload(
 
 
 class SmolVLAReflow(RecipeWorkload):
-    """A SmolVLA student and its teacher, whose weights are never read.
+    """A SmolVLA student and its teacher, whose weights are never read; `micro_batch` allows no other.
 
     The VLMs are taken to be equal, as `prepare-student` makes them, so that they are shared wherever the student's
     configuration allows it. Images are taken to have the size that the configuration says, and every instruction to
@@ -97,12 +97,19 @@ class SmolVLAReflow(RecipeWorkload):
         *,
         precision: str | None = None,
         effective_batch: int | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         _check(config)
         given = "bf16" if config.dtype == "bfloat16" else "no"
         batch = TrainPipelineConfig.batch_size if effective_batch is None else effective_batch
         options = Options(config, folder, batch, 1)
         super().__init__(f"SmolVLA reflow of {folder.name}", options, batch, given if precision is None else precision)
+        self._micro_batch = micro_batch
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The one that is given, or all."""
+        return super().micro_batches if self._micro_batch is None else [self._micro_batch]
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         options = self.with_settings(settings, micro_batch)

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from hf_memopt.recipes.planned import RecipeWorkload
 from plan_toys import causal_lm, fluxflow, forget_accelerator, lgt, lgt_config, neural_operator, smolvla, write_student
 
 from hf_memopt.cli import main
-from hf_memopt.planning import estimate_peak_memory
+from hf_memopt.integrations.lerobot.checkpoints import load_config
+from hf_memopt.planning import NothingFitsError, estimate_peak_memory
 from hf_memopt.planning.virtual_device import DEVICE_TYPE
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
@@ -198,6 +200,31 @@ def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytes
     assert options.offload.offload == "off"
     assert f"wrote {output / 'accelerate.yaml'}" in printed
     assert f"-m hf_memopt.recipes.train_neural_operator @{output / 'neural_operator.args'}" in printed
+
+
+def test_the_reflow_recipe_takes_its_own_plan_flag(student: Path) -> None:
+    assert reflow_smolvla.take_plan_flag(["--plan=4GiB", "--steps=4"]) == ("4GiB", ["--steps=4"])
+    assert reflow_smolvla.take_plan_flag(["--steps=4"]) == (None, ["--steps=4"])
+    with pytest.raises(ValueError, match="plan='auto' needs an accelerator"):
+        reflow_smolvla.planned_offload(reflow_run(student), 3, "auto")
+
+
+@pytest.mark.slow
+def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
+    student: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="hf_memopt"):
+        assert reflow_smolvla.planned_offload(reflow_run(student), 3, "4GiB") in ("resident", "swap", "stream")
+    assert "micro-batch 2 x 3" in caplog.text
+    with pytest.raises(NothingFitsError, match="no settings of SmolVLA reflow of student fit"):
+        reflow_smolvla.planned_offload(reflow_run(student), 3, "642MiB")
+
+
+def reflow_run(student: Path) -> Any:
+    """What the recipe reads of lerobot's configuration for a plan: batches of 2."""
+    policy = load_config(student)
+    policy.pretrained_path = student
+    return SimpleNamespace(policy=policy, batch_size=2)
 
 
 @pytest.mark.slow
