@@ -32,6 +32,14 @@ def own_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> ToyRun:
     """A run of three steps with a checkpoint of each; the last two are kept."""

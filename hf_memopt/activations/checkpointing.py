@@ -188,6 +188,7 @@ class CheckpointedForward:
     def __init__(self, module: nn.Module, checkpointing: SelectiveCheckpoint) -> None:
         self._module = module
         self._checkpointing = checkpointing
+        self._names = _positional_names(type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -195,7 +196,7 @@ class CheckpointedForward:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         _refuse_gradient_checkpointing(module, type(module).__name__)
-        args, kwargs = _without_cache(forward, args, kwargs)
+        args, kwargs = _without_cache(self._names, args, kwargs)
         return self._checkpointing(forward, *args, **kwargs)
 
 
@@ -203,10 +204,9 @@ _CACHES: dict[str, Any] = {"use_cache": False, "past_key_value": None, "past_key
 
 
 def _without_cache(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments without caches, whether they were passed by name or by position, as GPT-2 passes its blocks'."""
-    names = _positional_names(getattr(forward, "__func__", forward), hasattr(forward, "__self__"))
     given = dict(zip(names, args, strict=False)) | kwargs
     caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
     if caches:
@@ -216,11 +216,9 @@ def _without_cache(
     return by_position + args[len(by_position) :], kwargs | by_name
 
 
-@cache
-def _positional_names(function: Callable[..., Any], is_bound: bool) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return tuple(positional[is_bound:])
+def _positional_names(method: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
 @cache
