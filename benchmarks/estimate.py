@@ -4,13 +4,15 @@
     python benchmarks/estimate.py --recipe train_causal_lm=flags.args --recipe train_neural_operator=darcy.args
 
 Every step is first estimated, without the device, and then really run on it from the same code: transformers models
-with random weights in three sizes, without and with activation checkpointing, and recipes with the configurations that
-are given. Without an accelerator toy models are estimated and nothing is measured.
+with random weights, without and with activation checkpointing, and recipes, in three sizes; and recipes with the
+configurations that are given, such as a student's folder for reflow_smolvla. Without an accelerator toy models are
+estimated and nothing is measured.
 """
 
 import argparse
 import gc
 import importlib
+import json
 import statistics
 import tempfile
 import time
@@ -43,6 +45,39 @@ MODELS = {
     "vit": {"image_size": 224, "patch_size": 16},
 }
 TOY_VOCABULARY = 512
+
+
+def _llama(hidden: int, layers: int, block: int, batch: int) -> list[str]:
+    shape = f"hidden_size={hidden},intermediate_size={4 * hidden},num_hidden_layers={layers}"
+    heads = f"num_attention_heads={hidden // 64},num_key_value_heads={hidden // 64},head_dim=64"
+    overrides = f"--config_overrides={shape},{heads},max_position_embeddings={block}"
+    return [overrides, f"--block_size={block}", f"--per_device_batch_size={batch}", "--offload=off"]
+
+
+def _darcy(resolution: int) -> list[str]:
+    return [f"--resolution={resolution}", f"--test_resolutions={resolution}", "--batch_size=8", "--offload=off"]
+
+
+def _images(resolution: int) -> list[str]:
+    return [f"--resolution={resolution}", "--batch_size=2", "--lpips_weights=random", "--offload=off"]
+
+
+def _latents(batch_size: int, num_steps: int) -> dict[str, Any]:
+    sizes = {"batch_size": batch_size, "accumulation_steps": 1, "ode_integration_steps": num_steps}
+    return {"training": {**sizes, "use_amp": True}}
+
+
+# What each recipe is started with: flags, or a configuration.
+RECIPES: dict[str, dict[str, Any]] = {
+    "causal_lm": {
+        "small": _llama(512, 8, 1024, 4),
+        "medium": _llama(1024, 16, 1024, 4),
+        "large": _llama(2048, 16, 2048, 2),
+    },
+    "neural_operator": {"small": _darcy(128), "medium": _darcy(256), "large": _darcy(512)},
+    "lgt": {"small": _latents(32, 5), "medium": _latents(32, 10), "large": _latents(96, 10)},
+    "fluxflow": {"small": _images(128), "medium": _images(256), "large": _images(512)},
+}
 TARGETS = {"worst_deviation": 0.05, "median_deviation": 0.03}
 
 
@@ -78,15 +113,30 @@ def model_cells(options: argparse.Namespace, folder: Path) -> Iterator[Cell]:
                     yield Cell(model_type, size, f"precision {precision}, checkpointing {checkpointing}", step)
 
 
-def recipe_cells(recipes: Sequence[str]) -> Iterator[Cell]:
-    """The recipe with its configuration, its levers at their first values."""
-    for given in recipes:
+def recipe_cells(options: argparse.Namespace, folder: Path) -> Iterator[Cell]:
+    """Recipes in the sizes that there are, and those that are given."""
+    for name, sizes in RECIPES.items():
+        for size in [size for size in options.sizes if size in sizes]:
+            yield recipe_cell(name, size, write_recipe(name, sizes[size], folder / f"{name}-{size}"))
+    for given in options.recipe:
         name, _, config = given.partition("=")
-        module = importlib.import_module(f"hf_memopt.recipes.{name.removeprefix('train_')}_plan")
-        workload = module.workload(Path(config))
-        settings = {lever.name: lever.values[0] for lever in workload.levers}
-        step = workload.simulated(settings, workload.effective_batch)
-        yield Cell(name, config, f"batch {workload.effective_batch}", step)
+        yield recipe_cell(name, config, Path(config))
+
+
+def write_recipe(name: str, content: Any, path: Path) -> Path:
+    """The file that the recipe is started with."""
+    text = json.dumps(content) if isinstance(content, dict) else "".join(f"{line}\n" for line in content)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def recipe_cell(name: str, size: str, config: Path) -> Cell:
+    """The recipe with its configuration, its levers at their first values."""
+    module = importlib.import_module(f"hf_memopt.recipes.{name.removeprefix('train_')}_plan")
+    workload = module.workload(config)
+    settings = {lever.name: lever.values[0] for lever in workload.levers}
+    step = workload.simulated(settings, workload.effective_batch)
+    return Cell(name, size, f"batch {workload.effective_batch}", step)
 
 
 def estimated(step: SimulatedStep) -> dict[str, Any]:
@@ -170,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     output = options.output or results_path("estimate", device)
     results = {**environment(device), "benchmark": "estimate", "targets": TARGETS, "rows": [], "complete": False}
     with tempfile.TemporaryDirectory() as folder:
-        for cell in (*model_cells(options, Path(folder)), *recipe_cells(options.recipe)):
+        for cell in (*model_cells(options, Path(folder)), *recipe_cells(options, Path(folder))):
             results["rows"].append(row(cell, device))
             write_results(results, output)
     results |= {**summarised(results["rows"]), "complete": True}

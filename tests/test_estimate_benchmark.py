@@ -34,6 +34,21 @@ def test_the_benchmark_estimates_toys_on_a_cpu(
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["neural_operator", "lgt", "fluxflow", pytest.param("causal_lm", marks=pytest.mark.slow)]
+)
+def test_recipes_come_in_three_sizes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "estimate", raising=False)
+    estimate = importlib.import_module("estimate")
+    sizes = estimate.RECIPES[name]
+    assert list(sizes) == ["small", "medium", "large"]
+    cells = [
+        estimate.recipe_cell(name, size, estimate.write_recipe(name, sizes[size], tmp_path / size)) for size in sizes
+    ]
+    assert all(cell.step.num_micro_batches == 1 for cell in cells)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_estimates_are_what_cuda_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
