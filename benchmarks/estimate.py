@@ -169,17 +169,24 @@ def measured(step: SimulatedStep, device: torch.device) -> dict[str, Any]:
     }
 
 
-def row(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """One cell; that it does not run is a result."""
+def estimated_row(cell: Cell) -> dict[str, Any]:
+    """One cell; that it cannot be estimated is a result."""
     found: dict[str, Any] = {"model": cell.name, "size": cell.size, "settings": cell.settings}
     try:
-        found |= estimated(cell.step)
-        if device.type != "cpu":
-            found |= measured(cell.step, device)
-            found["deviation"] = found["estimated_allocated_bytes"] / found["measured_allocated_bytes"] - 1
+        return found | estimated(cell.step)
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"[:500]
-    return found
+        return found | {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def measured_row(found: dict[str, Any], cell: Cell, device: torch.device) -> dict[str, Any]:
+    """An estimate and what the device says; that the step does not run there is a result."""
+    if "error" in found:
+        return found
+    try:
+        found = found | measured(cell.step, device)
+    except Exception as error:
+        return found | {"error": f"{type(error).__name__}: {error}"[:500]}
+    return found | {"deviation": found["estimated_allocated_bytes"] / found["measured_allocated_bytes"] - 1}
 
 
 def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -220,8 +227,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     output = options.output or results_path("estimate", device)
     results = {**environment(device), "benchmark": "estimate", "targets": TARGETS, "rows": [], "complete": False}
     with tempfile.TemporaryDirectory() as folder:
-        for cell in (*model_cells(options, Path(folder)), *recipe_cells(options, Path(folder))):
-            results["rows"].append(row(cell, device))
+        cells = [*model_cells(options, Path(folder)), *recipe_cells(options, Path(folder))]
+        # All estimates first: a simulation cannot be forked once backward has run on an accelerator.
+        rows = [estimated_row(cell) for cell in cells]
+        for cell, found in zip(cells, rows, strict=True):
+            results["rows"].append(found if device.type == "cpu" else measured_row(found, cell, device))
             write_results(results, output)
     results |= {**summarised(results["rows"]), "complete": True}
     write_results(results, output)

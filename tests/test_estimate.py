@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt.planning.cards import find_card
 from hf_memopt.planning.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.planning.isolation import IsolatedError
+from hf_memopt.planning.isolation import IsolatedError, run_isolated
 
 # Bytes. Both weights are of the same size, and every tensor but scalars is a multiple of 512 bytes.
 WEIGHTS = 2 * WIDTH * HIDDEN * 4
@@ -252,3 +252,11 @@ def test_this_process_stays_as_it_was() -> None:
         nn.Module._apply,
         torch.autocast.__init__,
     )
+
+
+def test_a_fork_that_comes_too_late_is_explained() -> None:
+    def engine() -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    with pytest.raises(ValueError, match="estimate and plan before the first backward, or in a process of their own"):
+        run_isolated(engine)

@@ -98,11 +98,12 @@ def estimate_peak_memory(
         card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
+    Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
     Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
 
     Raises:
         ValueError: `like` is unknown; an operation has no fake implementation (named, with its module); no trainable
-            parameter got a gradient; or `setup` or `step` raised it.
+            parameter got a gradient; backward has run on an accelerator before; or `setup` or `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, whatever the model's size.

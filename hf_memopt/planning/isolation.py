@@ -12,6 +12,9 @@ from typing import cast
 
 import torch
 
+# What torch's engine says in a child of a process whose threads for devices have started.
+_FORKED_TOO_LATE = "autograd's threading in combination with fork"
+
 
 class IsolatedError(RuntimeError):
     """A function failed in its process; the message ends with the traceback there."""
@@ -79,6 +82,11 @@ class _Isolated[Result]:
         if isinstance(error, ValueError):
             error.add_note(trace)
             raise error
+        if error is not None and _FORKED_TOO_LATE in str(error):
+            raise ValueError(
+                "backward has run on an accelerator in this process, after which torch's autograd does not survive a "
+                "fork; estimate and plan before the first backward, or in a process of their own"
+            )
         if error is not None:
             raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")
         return result  # type: ignore[no-any-return]
