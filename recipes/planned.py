@@ -16,12 +16,10 @@ from hf_memopt.planning import Row, plan
 from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.cards import CARDS, Card
 from hf_memopt.planning.plan_report import explain, headline
-from hf_memopt.planning.workload import Lever, Settings, SimulatedStep, divisors
+from hf_memopt.planning.workload import PASSES_OF_AUTO, Lever, Settings, SimulatedStep, divisors
 
 logger = logging.getLogger(__name__)
 
-# Passes until an offloader's plan has settled: two are recorded, the third is planned, the fourth repeats it.
-PASSES_OF_AUTO = 4
 PRECISION = "mixed_precision"
 PRECISIONS = ("no", "bf16")
 

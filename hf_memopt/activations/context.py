@@ -18,8 +18,9 @@ from hf_memopt.activations.recompute import Computation, RecomputedStorage, Reso
 from hf_memopt.activations.residency import in_backward
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.storages import KeptStorage, LiveStorage
-from hf_memopt.activations.tensors import PLAIN_TYPES, VersionGuard
+from hf_memopt.activations.tensors import VersionGuard
 from hf_memopt.activations.timeline import Action
+from hf_memopt.transfer.plain import PLAIN_TYPES
 
 logger = logging.getLogger(__name__)
 

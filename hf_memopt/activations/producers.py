@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.activations.residency import in_backward
-from hf_memopt.activations.tensors import PLAIN_TYPES, ViewMeta
+from hf_memopt.activations.tensors import ViewMeta
 from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.plain import PLAIN_TYPES
 
 _aten = torch.ops.aten
 

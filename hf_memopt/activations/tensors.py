@@ -3,9 +3,6 @@
 import torch
 from torch import Tensor
 
-# What can be taken apart: subclasses cannot in general. A simulation adds its fake tensors.
-PLAIN_TYPES: set[type[Tensor]] = {Tensor}
-
 _nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 

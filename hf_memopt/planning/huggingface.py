@@ -24,7 +24,7 @@ from transformers import (
 from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
-from hf_memopt.planning.workload import Lever, SimulatedStep, divisors
+from hf_memopt.planning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
 from hf_memopt.training.low_bit import low_bit_adamw
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -61,9 +61,6 @@ ACTIVATIONS = {
     "checkpointed, inputs offloaded": ("full", "inputs"),
     "all offloaded": ("none", "all"),
 }
-
-# Passes until an offloader's plan has settled: two are recorded, the third is planned, the fourth repeats it.
-_PASSES_OF_AUTO = 4
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class HuggingFaceModel:
         return SimulatedStep(
             setup=lambda device: _Update(self, checkpointing, offload, micro_batch, num_micro_batches),
             step=lambda update: update.run(),
-            num_steps=_PASSES_OF_AUTO if offload == "auto" else 2,
+            num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
             num_micro_batches=num_micro_batches,
         )
 

@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from hf_memopt.activations import context, tensors
-from hf_memopt.activations.tensors import PLAIN_TYPES
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
 from hf_memopt.transfer import StreamCopier
+from hf_memopt.transfer.plain import PLAIN_TYPES
 
 DEVICE_TYPE = "virtual_cuda"
 
@@ -199,9 +199,9 @@ def _accelerate_on(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _fakes_are_plain() -> Iterator[None]:
-    """Offloaders take fake tensors apart as they do real ones.
+    """Offloaders and teachers take fake tensors apart as they do real ones.
 
-    Their own operations, which they hide from all dispatch modes, are hidden from the one that they opened. Fake
+    Offloaders' own operations, which they hide from all dispatch modes, are hidden from the one that they opened. Fake
     aliases would keep memory alive, and are not needed where nothing is computed.
     """
     with (

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.teacher import offload, stream
-from hf_memopt.teacher.quantised import PLAIN_TYPES
 from hf_memopt.transfer import Copier, copier_for
 
 _storage_address = torch.UntypedStorage.data_ptr
@@ -32,11 +31,7 @@ def weights_come_and_go() -> Iterator[None]:
         patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage),
         patch.object(stream, "readable_in_place", _seen_from),
     ):
-        PLAIN_TYPES.add(FakeTensor)
-        try:
-            yield
-        finally:
-            PLAIN_TYPES.discard(FakeTensor)
+        yield
 
 
 @contextmanager

@@ -25,9 +25,9 @@ class StepWatch:
     def add_state(self, state: Any) -> None:
         """What setup returned: modules and their weights, optimizers, and tensors, which are inputs."""
         things = list(_things(state, ""))
-        for name, thing in things:
-            if isinstance(thing, nn.Module):
-                self.add_root(thing, name if len([t for _, t in things if isinstance(t, nn.Module)]) > 1 else "")
+        modules = [(name, thing) for name, thing in things if isinstance(thing, nn.Module)]
+        for name, module in modules:
+            self.add_root(module, name if len(modules) > 1 else "")
         self._ledger.label(
             (tensor for _, tensor in things if isinstance(tensor, Tensor) and self._is_unlabelled(tensor)), kinds.INPUT
         )

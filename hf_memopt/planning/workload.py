@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 Settings = Mapping[str, Any]
 
+# Passes until an offloader's plan has settled: two are recorded, the third is planned, the fourth repeats it.
+PASSES_OF_AUTO = 4
+
 
 @dataclass(frozen=True)
 class Lever:

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier
-
-# What a piece of memory and strides describe: subclasses need more in general. A simulation adds its fake tensors.
-PLAIN_TYPES: set[type[Tensor]] = {Tensor, nn.Parameter}
+from hf_memopt.transfer.plain import PLAIN_TYPES
 
 
 def is_quantised(tensor: Tensor) -> bool:
@@ -27,7 +25,7 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
     if is_quantised(tensor):
         for field in _fields(tensor)[0]:
             yield from inner_tensors(f"{name}.{field}", getattr(tensor, field))
-    elif type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta:
+    elif type(tensor) in (*PLAIN_TYPES, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor
     else:
         raise ValueError(
