@@ -1,6 +1,7 @@
 """Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,13 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from hf_memopt.integrations.lerobot.students import prepare_student
 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
+
+
+@pytest.fixture
+def own_accelerator() -> Iterator[None]:
+    """Accelerate's settings are this test's own."""
+    from accelerators import forget_accelerator
+
+    forget_accelerator()
+    yield
+    forget_accelerator()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerators import forget_accelerator
 from draccus.wrappers import docstring
 from hf_memopt.recipes.smolvla_toy import dataset_flags
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -117,12 +117,12 @@ def new_process(flags: tuple[str, ...]) -> Iterator[io.StringIO]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     benchmark, tf32 = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
     sys.argv = ["command", *flags]
-    _forget_accelerator()
+    forget_accelerator()
     try:
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(io.StringIO()) as log:
             yield log
     finally:
-        _forget_accelerator()
+        forget_accelerator()
         torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = benchmark, tf32
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -131,8 +131,3 @@ def new_process(flags: tuple[str, ...]) -> Iterator[io.StringIO]:
         os.environ.update(environment)
         root.handlers[:] = handlers
         root.setLevel(level)
-
-
-def _forget_accelerator() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from hf_memopt.recipes import (
     causal_lm_plan,
     fluxflow_plan,
@@ -39,11 +38,6 @@ FLUXFLOW = (
     "--lpips_weights=random",
 )
 NEURAL_OPERATOR = ("--modes=6", "--hidden_channels=8", "--batch_size=8")
-
-
-def forget_accelerator() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def causal_lm(folder: Path, *flags: str, **options: Any) -> RecipeWorkload:

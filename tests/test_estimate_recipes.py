@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import forget_accelerator
 from counted_allocator import CountedAllocator
 from hf_memopt.recipes.planned import RecipeWorkload
-from plan_toys import causal_lm, fluxflow, forget_accelerator, lgt, neural_operator, smolvla
+from plan_toys import causal_lm, fluxflow, lgt, neural_operator, smolvla
 
 from hf_memopt.planning import SimulatedStep, estimate_peak_memory
 from hf_memopt.planning.isolation import run_isolated

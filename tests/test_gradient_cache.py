@@ -1,14 +1,13 @@
 """GradientCache: the full batch's gradient for losses that do not add up, where accumulating gives another one."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,14 +20,7 @@ from hf_memopt.training import GradientCache
 NUM_SAMPLES = 24
 
 
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 
 class Encoder(nn.Module):

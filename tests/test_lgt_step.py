@@ -1,13 +1,11 @@
 """The LGT step: exact in micro-batches, bitwise under checkpointing, and flat in the number of Euler steps with it."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from counted_allocator import CountedAllocator
 from hf_memopt.recipes import lgt_model
 from hf_memopt.recipes.lgt_config import Config, ModelConfig
@@ -21,15 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.training import GradientCache, split_batch, train_step
 
-
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 
 def cut(batch: Batch, lengths: list[int]) -> list[Batch]:

@@ -4,13 +4,12 @@ import gc
 import logging
 import weakref
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,14 +20,7 @@ from hf_memopt.training.micro_batch import is_out_of_memory
 Pair = namedtuple("Pair", "first second")
 
 
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 
 class Fail(torch.autograd.Function):

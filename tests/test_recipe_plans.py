@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerators import forget_accelerator
 from hf_memopt.recipes import (
     causal_lm_options,
     causal_lm_plan,
@@ -23,7 +24,7 @@ from hf_memopt.recipes import (
     reflow_smolvla_plan,
 )
 from hf_memopt.recipes.planned import RecipeWorkload
-from plan_toys import causal_lm, fluxflow, forget_accelerator, lgt, lgt_config, neural_operator, smolvla, write_student
+from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator, smolvla, write_student
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.checkpoints import load_config

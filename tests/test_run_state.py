@@ -13,23 +13,19 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches, files
 
+pytestmark = pytest.mark.usefixtures("own_accelerator")
+
 
 @pytest.fixture(autouse=True)
-def own_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process. No waiting for the disk: nothing here outlives a reboot."""
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here outlives a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)

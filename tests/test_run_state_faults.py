@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,17 @@ import accelerate.utils.other
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from toy_run import ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
 
+pytestmark = pytest.mark.usefixtures("own_accelerator")
+
 
 @pytest.fixture(autouse=True)
-def own_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process. No waiting for the disk: nothing here outlives a reboot."""
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here outlives a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

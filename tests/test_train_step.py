@@ -1,14 +1,14 @@
 """train_step: the gradient of all micro-batches together, and nothing left behind when something goes wrong."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,14 +20,7 @@ from hf_memopt.training import NonFiniteGradientError, step, train_step
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
 
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 
 class Run:

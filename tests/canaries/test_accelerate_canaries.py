@@ -1,14 +1,12 @@
 """What the training step relies on in accelerate, and in torch's DDP and autocast. A failure names who relies on it."""
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.memory import should_reduce_batch_size
 from reliance import relied_on_by
 from torch import nn
@@ -18,17 +16,7 @@ STEP = "hf_memopt/training/step.py"
 MICRO_BATCH = "hf_memopt/training/micro_batch.py"
 GRADIENT_CACHE = "hf_memopt/training/gradient_cache.py"
 
-pytestmark = pytest.mark.canary
-
-
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = [pytest.mark.usefixtures("own_accelerator"), pytest.mark.canary]
 
 
 def prepared(**options: Any) -> tuple[Accelerator, nn.Module, Any]:

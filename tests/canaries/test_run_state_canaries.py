@@ -2,7 +2,6 @@
 
 import inspect
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import save_custom_state
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, save
 from reliance import relied_on_by
 from torch import nn
@@ -21,17 +19,7 @@ CHECKPOINTS = "hf_memopt/checkpoint/checkpoints.py"
 FILES = "hf_memopt/checkpoint/files.py"
 BATCHES = "hf_memopt/checkpoint/batches.py"
 
-pytestmark = pytest.mark.canary
-
-
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = [pytest.mark.usefixtures("own_accelerator"), pytest.mark.canary]
 
 
 @pytest.fixture

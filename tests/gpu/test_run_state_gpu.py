@@ -1,24 +1,16 @@
 """Resuming on a GPU: its random numbers and the loss scaler go on as well."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from toy_run import NUM_STEPS, ToyRun
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def own_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = [
+    pytest.mark.usefixtures("own_accelerator"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
