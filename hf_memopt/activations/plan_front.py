@@ -1,5 +1,6 @@
 """Plans that were simulated, and which of them are the fastest for what they hold."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,6 +9,8 @@ from hf_memopt.activations.timeline import Action, Link, Profile, Timeline, coun
 
 # A candidate that is faster than one that holds no more by less than this is not worth a search around it.
 _FRONT_STEP_TOLERANCE = 1e-3
+_OFFLOAD = int(Action.OFFLOAD)
+_UNKNOWN = Timeline(0, 0.0, 0.0, 0.0, (), 0)
 
 
 class Window(NamedTuple):
@@ -70,7 +73,7 @@ class Front:
 
     def add(self, candidate: Candidate) -> None:
         members = self.members
-        if self.beats(candidate.peak_bytes, candidate.step_s, _FRONT_STEP_TOLERANCE):
+        if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
         first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         while first and members[first - 1].peak_bytes == candidate.peak_bytes:
@@ -80,10 +83,10 @@ class Front:
             last += 1
         members[first:last] = [candidate]
 
-    def beats(self, peak_bytes: int, step_s: float, tolerance: float) -> bool:
-        """Whether a member holds no more than `peak_bytes` and is no slower, but for `tolerance` of its step."""
+    def step_within(self, peak_bytes: int) -> float:
+        """The step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
         place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
-        return place > 0 and self.members[place - 1].step_s <= step_s * (1 + tolerance)
+        return self.members[place - 1].step_s if place else math.inf
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The members next smaller and next larger than a member."""
@@ -111,23 +114,39 @@ class Trials:
         self.front = Front()
         self.candidates: list[Candidate] = []
         self._host_budget_bytes = host_budget_bytes
-        self._seen: set[tuple[bytes, int, int]] = set()
+        self._known: dict[tuple[bytes, int, int], Candidate] = {}
         self._only_sources = [index for index, count in enumerate(profile.num_uses) if count == 0]
 
-    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> None:
-        """Simulate a plan unless it is known, needs too much host memory, or nothing is left to spend."""
+    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
+        """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
         actions = self._without_idle(actions)
-        offloaded = [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == Action.OFFLOAD]
-        in_flight, prefetch = window_bytes(window, offloaded)
-        key = (actions, in_flight, prefetch)
-        if self.num_left == 0 or key in self._seen or self._exceeds_host(sum(offloaded)):
-            return
-        self._seen.add(key)
+        in_flight, prefetch = window_bytes(window, self._offloaded(actions))
+        return self._attempt(Candidate(actions, window, in_flight, prefetch, _UNKNOWN, thresholds))
+
+    def attempt_change(self, actions: bytes, like: Candidate, in_flight_bytes: int, prefetch_bytes: int) -> Candidate | None:
+        """A plan with windows of at most so many bytes, and like a candidate otherwise."""
+        actions = self._without_idle(actions)
+        offloaded = self._offloaded(actions)
+        total, largest = sum(offloaded), max(offloaded, default=0)
+        in_flight = min(in_flight_bytes, total)
+        prefetch = min(prefetch_bytes, total, like.window.prefetch_storages * largest)
+        return self._attempt(Candidate(actions, like.window, in_flight, prefetch, _UNKNOWN, None))
+
+    def _offloaded(self, actions: bytes) -> list[int]:
+        return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
+
+    def _attempt(self, candidate: Candidate) -> Candidate | None:
+        key = (candidate.actions, candidate.in_flight_bytes, candidate.prefetch_bytes)
+        if key in self._known:
+            return self._known[key]
+        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(candidate.actions))):
+            return None
         self.num_left -= 1
-        timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
-        candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
+        candidate.timeline = simulate(self.profile, candidate.actions, self.link, in_flight_bytes=candidate.in_flight_bytes, prefetch_bytes=candidate.prefetch_bytes)
+        self._known[key] = candidate
         self.candidates.append(candidate)
         self.front.add(candidate)
+        return candidate
 
     def _without_idle(self, actions: bytes) -> bytes:
         """What nothing is recomputed from costs nothing, whatever its action: plans that differ there are the same."""

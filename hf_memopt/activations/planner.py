@@ -14,7 +14,8 @@ them this takes any lifetimes and sources, decides for each storage, and models 
 
 from dataclasses import dataclass
 
-from hf_memopt.activations.plan_front import Candidate
+from hf_memopt.activations.plan_front import Candidate, Trials
+from hf_memopt.activations.plan_polish import Limits, end_of_class, moved_bytes, polish, time_class
 from hf_memopt.activations.plan_search import search_plans
 from hf_memopt.activations.timeline import Action, Link, Profile, count_needs
 
@@ -94,6 +95,7 @@ def make_plan(
     max_slowdown: float,
     prefetch_ahead: int,
     host_budget_bytes: int | None = None,
+    device_limit_bytes: int | None = None,
 ) -> Plan:
     """The fastest plan that fits a budget or, without one, the smallest that is fast enough.
 
@@ -115,23 +117,46 @@ def make_plan(
     for name, value in (("max_slowdown", max_slowdown), ("prefetch_ahead", prefetch_ahead)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    candidates = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
+    trials = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
     if budget_bytes is None:
-        return _plan(profile, _smallest(candidates, (1 + max_slowdown) * profile.step_s))
-    fitting = [candidate for candidate in candidates if candidate.peak_bytes <= budget_bytes]
+        smallest = _smallest(trials, (1 + max_slowdown) * profile.step_s)
+        if device_limit_bytes is None or smallest.peak_bytes <= device_limit_bytes:
+            return _plan(profile, smallest)
+        return _plan(profile, _fastest(trials, device_limit_bytes))
+    return _plan(profile, _fastest(trials, budget_bytes))
+
+
+def _fastest(trials: Trials, budget_bytes: int) -> Candidate:
+    """Of equally fast plans the one that copies least, and of those the one that recomputes least."""
+    profile = trials.profile
+    fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
-        raise InfeasibleBudgetError(budget_bytes, min(candidate.peak_bytes for candidate in candidates))
-    # Of equally fast plans the one that moves least: what a copy hides behind is never quite as predicted.
-    return _plan(profile, min(fitting, key=lambda c: (c.step_s, c.timeline.offloaded_bytes, c.peak_bytes)))
+        raise InfeasibleBudgetError(budget_bytes, min(candidate.peak_bytes for candidate in trials.candidates))
+    fastest = min(time_class(profile, candidate.step_s) for candidate in fitting)
+    # The smallest of the fastest: it leaves the most room, and a larger budget starts from the same.
+    lean = min(
+        (candidate for candidate in fitting if time_class(profile, candidate.step_s) == fastest),
+        key=lambda candidate: (candidate.peak_bytes, candidate.step_s),
+    )
+    polish(trials, lean, Limits(budget_bytes, end_of_class(profile, lean.step_s)))
+    fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
+    return min(
+        fitting, key=lambda c: (time_class(profile, c.step_s), *moved_bytes(profile, c), c.step_s, c.peak_bytes)
+    )
+
+
+def _smallest(trials: Trials, max_step_s: float) -> Candidate:
+    """Of equally small plans that are fast enough the one that copies least, and of those that recomputes least."""
+    fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
+    smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
+    limits = Limits(smallest.peak_bytes, max_step_s)
+    polish(trials, smallest, limits)
+    fitting = [candidate for candidate in trials.candidates if limits.allow(candidate)]
+    return min(fitting, key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.2f} MiB"
-
-
-def _smallest(candidates: list[Candidate], max_step_s: float) -> Candidate:
-    fast = [candidate for candidate in candidates if candidate.step_s <= max_step_s]
-    return min(fast, key=lambda c: (c.peak_bytes, c.step_s, c.timeline.offloaded_bytes))
 
 
 def _plan(profile: Profile, candidate: Candidate) -> Plan:
