@@ -55,8 +55,11 @@ def decoder(num_layers: int, kinds: int) -> Profile:
     return Profile(tuple(storages), 3.0)
 
 
-def language_model(num_layers: int, num_tokens: int, *, flops: float = 5e14, memory_bytes_per_s: float = 3.5e12) -> Profile:
+def language_model(
+    num_layers: int, num_tokens: int, *, flops: float = 5e14, memory_bytes_per_s: float = 3.5e12
+) -> Profile:
     """A decoder of 8 billion parameters on a large GPU, and the logits of 32,000 classes in float32, twice."""
+    flops, memory_bytes_per_s = 5e14, 3.5e12
     num_kinds = len(_DECODER_LAYER)
     layer_s = 2 * num_tokens * (193_000_000 + 4096 * num_tokens) / flops
     storages = []

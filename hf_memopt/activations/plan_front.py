@@ -10,7 +10,6 @@ from hf_memopt.activations.timeline import Action, Link, Profile, Timeline, coun
 # A candidate that is faster than one that holds no more by less than this is not worth a search around it.
 _FRONT_STEP_TOLERANCE = 1e-3
 _OFFLOAD = int(Action.OFFLOAD)
-_UNKNOWN = Timeline(0, 0.0, 0.0, 0.0, (), 0)
 
 
 class Window(NamedTuple):
@@ -43,6 +42,7 @@ class Thresholds(NamedTuple):
     recompute_early: float
     recompute_late: float
     offload: float
+    spread: bool = False  # offload evenly over the step instead of what lives longest
 
 
 @dataclass(eq=False)
@@ -63,6 +63,17 @@ class Candidate:
     @property
     def step_s(self) -> float:
         return self.timeline.step_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may hold, and how long it may take."""
+
+    peak_bytes: int
+    step_s: float
+
+    def allow(self, candidate: Candidate) -> bool:
+        return candidate.peak_bytes <= self.peak_bytes and candidate.step_s <= self.step_s
 
 
 class Front:
@@ -117,36 +128,43 @@ class Trials:
         self._known: dict[tuple[bytes, int, int], Candidate] = {}
         self._only_sources = [index for index, count in enumerate(profile.num_uses) if count == 0]
 
+    def within(self, limits: Limits) -> list[Candidate]:
+        """What was simulated and meets the limits."""
+        return [candidate for candidate in self.candidates if limits.allow(candidate)]
+
     def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
         """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
         actions = self._without_idle(actions)
         in_flight, prefetch = window_bytes(window, self._offloaded(actions))
-        return self._attempt(Candidate(actions, window, in_flight, prefetch, _UNKNOWN, thresholds))
+        return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
-    def attempt_change(self, actions: bytes, like: Candidate, in_flight_bytes: int, prefetch_bytes: int) -> Candidate | None:
-        """A plan with windows of at most so many bytes, and like a candidate otherwise."""
+    def attempt_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
+        """As `attempt`, with windows of at most so many bytes, and never wider ones than the candidate's."""
         actions = self._without_idle(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)
-        in_flight = min(in_flight_bytes, total)
-        prefetch = min(prefetch_bytes, total, like.window.prefetch_storages * largest)
-        return self._attempt(Candidate(actions, like.window, in_flight, prefetch, _UNKNOWN, None))
+        in_flight = min(in_flight, total)
+        prefetch = min(prefetch, total, candidate.window.prefetch_storages * largest)
+        return self._simulated(actions, candidate.window, in_flight, prefetch, None)
 
-    def _offloaded(self, actions: bytes) -> list[int]:
-        return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
-
-    def _attempt(self, candidate: Candidate) -> Candidate | None:
-        key = (candidate.actions, candidate.in_flight_bytes, candidate.prefetch_bytes)
+    def _simulated(
+        self, actions: bytes, window: Window, in_flight: int, prefetch: int, thresholds: Thresholds | None
+    ) -> Candidate | None:
+        key = (actions, in_flight, prefetch)
         if key in self._known:
             return self._known[key]
-        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(candidate.actions))):
+        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(actions))):
             return None
         self.num_left -= 1
-        candidate.timeline = simulate(self.profile, candidate.actions, self.link, in_flight_bytes=candidate.in_flight_bytes, prefetch_bytes=candidate.prefetch_bytes)
+        timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
+        candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
         self._known[key] = candidate
         self.candidates.append(candidate)
         self.front.add(candidate)
         return candidate
+
+    def _offloaded(self, actions: bytes) -> list[int]:
+        return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
 
     def _without_idle(self, actions: bytes) -> bytes:
         """What nothing is recomputed from costs nothing, whatever its action: plans that differ there are the same."""

@@ -1,9 +1,8 @@
 """What to do with memory and time that a plan leaves: keep what was copied or recomputed, and copy less."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from hf_memopt.activations.plan_front import Candidate, Trials
+from hf_memopt.activations.plan_front import Candidate, Limits, Trials
 from hf_memopt.activations.timeline import Action, Profile, count_needs
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
@@ -14,17 +13,7 @@ STEP_TOLERANCE = 1e-3
 _MAX_PLANS = 200
 _MIN_PLANS = 40
 _MAX_EVENTS = 100_000
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a plan may hold, and how long it may take."""
-
-    peak_bytes: int
-    step_s: float
-
-    def allow(self, candidate: Candidate) -> bool:
-        return candidate.peak_bytes <= self.peak_bytes and candidate.step_s <= self.step_s
+_MAX_HALVINGS = 4
 
 
 def time_class(profile: Profile, step_s: float) -> float:
@@ -33,7 +22,7 @@ def time_class(profile: Profile, step_s: float) -> float:
     return (step_s - profile.step_s) // width_s if width_s else step_s
 
 
-def end_of_class(profile: Profile, step_s: float) -> float:
+def end_of_time_class(profile: Profile, step_s: float) -> float:
     """The slowest step that counts as equally fast."""
     width_s = STEP_TOLERANCE * profile.step_s
     return profile.step_s + (time_class(profile, step_s) + 1) * width_s if width_s else step_s
@@ -64,7 +53,9 @@ class _Polish:
         profile = trials.profile
         self._sizes = profile.sizes
         indices = range(len(profile.storages))
-        lifetimes = [needed_s - s.saved_at_s for s, needed_s in zip(profile.storages, profile.first_needs_s, strict=True)]
+        lifetimes = [
+            needed_s - s.saved_at_s for s, needed_s in zip(profile.storages, profile.first_needs_s, strict=True)
+        ]
         # Latest first where lifetimes are equal.
         self._soonest_used = sorted(indices, key=lambda index: (lifetimes[index], -index))
         prices = {
@@ -88,9 +79,9 @@ class _Polish:
     def _narrow(self, candidate: Candidate) -> Candidate:
         """Copies that run less far ahead or behind leave room to keep more."""
         in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
-        for _ in range(4):
+        for _ in range(_MAX_HALVINGS):
             for narrower_windows in ((in_flight // 2, prefetch), (in_flight, prefetch // 2)):
-                narrower = self._trials.attempt_change(candidate.actions, candidate, *narrower_windows)
+                narrower = self._trials.attempt_like(candidate, candidate.actions, *narrower_windows)
                 if narrower is not None and self._limits.allow(narrower) and narrower.peak_bytes < candidate.peak_bytes:
                     candidate = self._keep_offloaded(narrower)
                     in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
@@ -117,8 +108,8 @@ class _Polish:
             changed = bytearray(candidate.actions)
             for index in indices[:middle]:
                 changed[index] = action
-            trial = self._trials.attempt_change(
-                bytes(changed), candidate, candidate.in_flight_bytes, candidate.prefetch_bytes
+            trial = self._trials.attempt_like(
+                candidate, bytes(changed), candidate.in_flight_bytes, candidate.prefetch_bytes
             )
             if trial is not None and self._limits.allow(trial):
                 best, count = trial, middle
