@@ -180,8 +180,8 @@ def _plan(profile: Profile, candidate: Candidate) -> Plan:
     timeline = candidate.timeline
     num_bytes = dict.fromkeys(Action, 0)
     needs = count_needs(profile, candidate.actions)
-    for size, action, count in zip(profile.sizes, candidate.actions, needs, strict=True):
-        num_bytes[Action(action)] += size if count else 0
+    for storage, action, count in zip(profile.storages, candidate.actions, needs, strict=True):
+        num_bytes[Action(action)] += storage.num_bytes if count or storage.freed_s is not None else 0
     return Plan(
         actions=tuple(Action(action) for action in candidate.actions),
         in_flight_bytes=candidate.in_flight_bytes,

@@ -218,7 +218,8 @@ class _Timing:
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
-        computable = noted._computable.get(index)
+        # What is never used is not worth keeping anything for.
+        computable = noted._computable.get(index) if uses else None
         return SavedStorage(
             noted._sizes[index],
             self._saved_at[index],
