@@ -151,9 +151,9 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
         raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
     fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
+    # Polishing must not make a plan faster, either: the one for a larger budget might not become so.
     limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == fastest)
-    # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster. Nor may
-    # polishing make it faster: the plan for a larger budget might not become so by chance.
+    # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
     polish(trials, min(trials.within(limits), key=lambda c: (c.peak_bytes, c.step_s)), limits)
     return min(trials.within(limits), key=lambda c: (*moved_bytes(profile, c), c.step_s, c.peak_bytes))
 
