@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,13 +68,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may hold, and how long it may take."""
+    """What a plan may hold, and which steps are fast enough."""
 
     peak_bytes: int
-    step_s: float
+    allow_step: Callable[[float], bool]
 
     def allow(self, candidate: Candidate) -> bool:
-        return candidate.peak_bytes <= self.peak_bytes and candidate.step_s <= self.step_s
+        return candidate.peak_bytes <= self.peak_bytes and self.allow_step(candidate.step_s)
 
 
 class Front:
