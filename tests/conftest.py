@@ -4,12 +4,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before torch and huggingface_hub are imported. Tests run side by side, so that more threads only get in each other's
 # way, and no test may depend on the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The same examples in each run, whatever earlier runs found, and no limits of time, since machines are slow or busy.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture

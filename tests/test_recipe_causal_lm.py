@@ -21,6 +21,7 @@ from datasets import Dataset
 from hf_memopt.recipes import causal_lm_data, causal_lm_report, train_causal_lm
 from hf_memopt.recipes.causal_lm_options import parse
 from hf_memopt.recipes.train_causal_lm import main
+from patience import HANG_S
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -196,7 +197,7 @@ def test_a_process_ends_with_the_status_of_its_signal(tmp_path: Path) -> None:
     while not latest.exists() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=HANG_S) == 143
     num_updates = int(latest.read_text().split()[0].removeprefix("step-"))
     results = train(
         tmp_path, *TINY, "--offload=off", f"--max_steps={num_updates + 1}", "--resume_from_checkpoint=latest"

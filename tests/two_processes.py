@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import HANG_S
+
 TESTS = Path(__file__).parent
 
 
@@ -16,7 +18,7 @@ def torchrun(script: Path, *arguments: str) -> str:
         [*launch, str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
     )
