@@ -1,6 +1,7 @@
 """Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,21 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep caches and settings of Hugging Face's libraries apart from those of whoever runs the tests."""
+    home = tempfile.TemporaryDirectory()
+    config.add_cleanup(home.cleanup)
+    os.environ["HF_HOME"] = home.name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run in an empty folder: what the demos have left in `outputs/` is out of reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        yield
 
 
 @pytest.fixture
@@ -63,8 +79,7 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def own_accelerator() -> Iterator[None]:
     """Accelerate's settings are this test's own."""
-    from accelerators import forget_accelerator
+    from accelerators import own_settings
 
-    forget_accelerator()
-    yield
-    forget_accelerator()
+    with own_settings():
+        yield

@@ -75,7 +75,7 @@ def test_swapped_teacher_gives_bitwise_the_resident_target_and_loss(dtype: str, 
 def test_shared_prefix_stays_within_rounding_of_the_resident_target(float32_run: dict[str, Any]) -> None:
     shared = by_mode(float32_run)["swap+shared"]
     assert shared["target_max_difference"] < 1e-5
-    assert shared["loss_difference"] < 1e-6
+    assert shared["loss_difference"] < 1e-5
 
 
 def test_comparison_notices_a_teacher_rounded_to_bfloat16(bfloat16_run: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def test_saved_bytes_compares_the_same_step(load: Load, tmp_path: Path) -> None:
     for case in cases.values():
         assert 0 < case["shared_bytes"] < case["joint_bytes"] / 2
         assert case["ratio"] == case["shared_bytes"] / case["joint_bytes"]
-        assert case["loss_difference"] < 1e-6
+        assert case["loss_difference"] < 1e-5
         assert case["max_relative_gradient_difference"] < 1e-5
     assert cases["frozen"]["shared_bytes"] < cases["trained"]["shared_bytes"]
 

@@ -30,10 +30,10 @@ def loss_of(discriminator: Callable[[Tensor], Tensor], images: Tensor) -> Tensor
 
 
 def test_of_a_linear_discriminator_it_is_the_squared_norm_of_its_weights() -> None:
-    weights = torch.randn(12, requires_grad=True)
-    images = torch.randn(5, 3, 2, 2, requires_grad=True)
+    weights = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    images = torch.randn(5, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     penalty = r1_penalty(images.flatten(1) @ weights, images)
-    assert penalty.item() == pytest.approx(weights.square().sum().item(), rel=1e-6)
+    assert penalty.item() == pytest.approx(weights.square().sum().item(), rel=1e-12)
     penalty.backward()
     torch.testing.assert_close(weights.grad, 2 * weights.detach())
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
-from accelerate.state import AcceleratorState, GradientState
 from alone import hide_what_is_alive
 from diffusers import AutoencoderKL
 from hf_memopt.recipes import fluxflow_levers, fluxflow_report, train_fluxflow
@@ -41,25 +41,18 @@ TINY = (
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also on a machine with a GPU, with nothing left over from other tests or for them, and without curves."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
-    reset()
-    yield
-    reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with accelerators.on_the_cpu():
+        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
-    reset()
+    accelerators.forget_accelerator()
     return main([*TINY, f"--output_dir={folder}", *flags])
 
 
 def prepared(folder: Path, *flags: str) -> Run:
-    reset()
+    accelerators.forget_accelerator()
     options = parse("", [*TINY, f"--output_dir={folder}", *flags])
     return prepare(make_accelerator(options), options)
 
@@ -76,8 +69,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps without an interruption, two epochs of three batches each."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
+    with accelerators.on_the_cpu():
         train(folder, "--max_steps=6", "--resolutions", "16", "8")
     return folder
 
