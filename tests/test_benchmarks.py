@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HANG_S
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTATION = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -44,8 +45,8 @@ def bfloat16_run(load: Load, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def run_toy(load: Load, folder: Path, *options: str) -> dict[str, Any]:
     output = folder / "results.json"
-    arguments = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", "--output", str(output), *options]
-    assert load("teacher_offload").main(arguments) == 0
+    arguments = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", f"--time-limit-s={HANG_S}"]
+    assert load("teacher_offload").main([*arguments, "--output", str(output), *options]) == 0
     return json.loads(output.read_text())
 
 

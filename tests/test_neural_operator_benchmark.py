@@ -19,6 +19,7 @@ def load() -> Iterator[Callable[[str], Any]]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which the benchmark sets, and here is taken back
         yield importlib.import_module
     torch.set_num_threads(threads)
 
