@@ -44,6 +44,15 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_search, "_MAX_EVENTS", 100_000)
 
 
+@pytest.fixture
+def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of policies that sample less often for the spread and the latency."""
+    from hf_memopt.integrations.lerobot import evaluation
+
+    monkeypatch.setattr(evaluation, "_NUM_SPREAD_SAMPLES", 2)
+    monkeypatch.setattr(evaluation, "_NUM_LATENCY_RUNS", 1)
+
+
 @pytest.fixture(scope="session")
 def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the toy VLM."""

@@ -11,7 +11,6 @@ from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
 from hf_memopt import __version__
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot import evaluation
 
 Capture = pytest.CaptureFixture[str]
 
@@ -72,11 +71,10 @@ def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Ca
     assert "Not measured" in (output / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("quick_evaluation")
 def test_export_measures_on_the_runs_held_out_episodes(
-    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(evaluation, "_NUM_SPREAD_SAMPLES", 2)
-    monkeypatch.setattr(evaluation, "_NUM_LATENCY_RUNS", 1)
     flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
     run(lerobot_train, PLUGIN, *flags, "--dataset.eval_split=0.25")
     output = tmp_path / "exported"

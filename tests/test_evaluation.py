@@ -14,6 +14,8 @@ from hf_memopt.integrations.lerobot.evaluation import evaluate_reflow, held_out_
 from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
 from hf_memopt.integrations.lerobot.prefix import observe
 
+pytestmark = pytest.mark.usefixtures("quick_evaluation")
+
 
 @pytest.fixture
 def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
