@@ -14,18 +14,10 @@ def forget_accelerator() -> None:
 
 
 @contextmanager
-def own_settings() -> Iterator[None]:
-    """Nothing comes from earlier tests and nothing is left for later ones."""
-    forget_accelerator()
-    try:
-        yield
-    finally:
-        forget_accelerator()
-
-
-@contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Also on a machine with a GPU."""
-    with pytest.MonkeyPatch.context() as patch, own_settings():
+    """Also on a machine with a GPU, and with settings of its own."""
+    forget_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         yield
+    forget_accelerator()

@@ -1,7 +1,9 @@
 """Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
 
 import gc
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,10 +97,17 @@ def small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture
-def own_accelerator() -> Iterator[None]:
-    """Accelerate's settings are this test's own."""
-    from accelerators import own_settings
+@pytest.fixture(autouse=True)
+def own_settings() -> Iterator[None]:
+    """Nothing that Accelerate or logging keeps for the process comes from earlier tests, or is left for later ones."""
+    forget_settings()
+    yield
+    forget_settings()
 
-    with own_settings():
-        yield
+
+def forget_settings() -> None:
+    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # the recipes set it
+    if "accelerate" in sys.modules:
+        from accelerators import forget_accelerator
+
+        forget_accelerator()

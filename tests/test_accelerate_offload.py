@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
 
 def perceptron() -> nn.Module:
     torch.manual_seed(0)

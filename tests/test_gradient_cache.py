@@ -20,9 +20,6 @@ from hf_memopt.training import GradientCache
 NUM_SAMPLES = 24
 
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
-
 class Encoder(nn.Module):
     def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()

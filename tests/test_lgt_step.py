@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.training import GradientCache, split_batch, train_step
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
 
 def cut(batch: Batch, lengths: list[int]) -> list[Batch]:
     parts = zip(*(tensor.split(lengths) for tensor in batch.values()), strict=True)

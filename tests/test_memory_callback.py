@@ -22,9 +22,6 @@ from hf_memopt.memory.metrics import high_memory_message, largest_of_ranks
 GIB = 2**30
 
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
-
 class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()

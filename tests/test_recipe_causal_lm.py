@@ -345,6 +345,7 @@ def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("mode", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     options = parse(None, [*TINY, f"--offload={mode}", "--cpu_copies", f"--output_dir={tmp_path}"])

@@ -1,6 +1,5 @@
 """The FluxFlow recipe through its own entry point: what it counts, what it leaves, and how it stops and goes on."""
 
-import gc
 import json
 import os
 import signal
@@ -225,12 +224,8 @@ def steps_of(run: Run) -> Any:
 
 
 @pytest.fixture
-def little_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def little_alive(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_what_is_alive(monkeypatch)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("little_alive")

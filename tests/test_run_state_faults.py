@@ -21,8 +21,6 @@ from toy_run import ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
