@@ -6,7 +6,7 @@ backward only, and skip the random numbers that a kept operation drew, so that d
 """
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -73,8 +73,8 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept: dict[_Position, _Kept] = {}
         self._policy = policy
         self._outputs: list[_Output] = []
-        self._aliases: defaultdict[int, list[Tensor]] = defaultdict(list)  # of each output's storage, by its key
-        self._written_at: dict[int, int] = {}
+        self._aliases: dict[int, list[Tensor]] = {}  # by the keys of the outputs' storages
+        self._written_at: dict[int, int] = {}  # by any storage's key: how many outputs there were
         self._counts: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,11 +84,13 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position = func, self._counts[func]
         self._counts[func] += 1
         keep = self._keeps(func, args, kwargs) and may_be_kept(func, args, kwargs)
-        for key in _storages_of(_written(func, args, kwargs)):  # before, because `set_` puts another in its place
-            self._written_at[key] = len(self._outputs)
+        if _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
+            written = _storages_of(_written(func, args, kwargs))
+            self._written_at |= dict.fromkeys(written, len(self._outputs))
         result = func(*args, **kwargs)
         if keep and not _storages_of(result) & _storages_of((args, kwargs)):
-            self._outputs.append(_Output(position, result, self._aliases))
+            self._outputs.append(_Output(position, result))
+            self._aliases |= {key: [] for key in self._outputs[-1].storages}
         elif self._outputs and not _is_view(func):
             self._note_aliases(result)
         return result
@@ -106,9 +108,10 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
     def _note_aliases(self, result: Any) -> None:
-        for tensor in tree_leaves(result):
-            if is_plain(tensor) and tensor.untyped_storage()._cdata in self._aliases:
-                self._aliases[tensor.untyped_storage()._cdata].append(tensor)
+        for tensor in _plain_tensors(result):
+            key = tensor.untyped_storage()._cdata
+            if key in self._aliases:
+                self._aliases[key].append(tensor)
 
 
 class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,12 +140,10 @@ class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Output:
     """What an operation returned that the policy keeps, as of now."""
 
-    def __init__(self, position: _Position, result: Any, aliases: defaultdict[int, list[Tensor]]) -> None:
+    def __init__(self, position: _Position, result: Any) -> None:
         self.position, self.result = position, result
         self.storages = _storages_of(result)
         self._versions = [(leaf, leaf._version) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for key in self.storages:
-            aliases[key] = []
 
     def has_its_versions(self) -> bool:
         return all(tensor._version == version for tensor, version in self._versions)
@@ -159,8 +160,7 @@ class _Kept:
     def __init__(self, result: Any, aliases: list[Tensor]) -> None:
         self._saved = tree_map(_Saved, result)
         with no_dispatch():
-            tensors = [*filter(is_plain, tree_leaves(result)), *aliases]
-            self._guards = [VersionGuard(tensor) for tensor in tensors]
+            self._guards = [VersionGuard(tensor) for tensor in (*_plain_tensors(result), *aliases)]
 
     def was_modified(self) -> bool:
         return any(guard.was_modified() for guard in self._guards)
@@ -191,13 +191,14 @@ class _SaveTensor(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with a storage of its own type's making."""
-    return type(value) in PLAIN_TYPES and value.layout is torch.strided and not value.is_nested
+def _plain_tensors(values: Any) -> list[Tensor]:
+    """The tensors that are a view of a storage and nothing else."""
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    return [x for x in leaves if type(x) in PLAIN_TYPES and x.layout is torch.strided and not x.is_nested]
 
 
 def _storages_of(values: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if is_plain(leaf)}
+    return {tensor.untyped_storage()._cdata for tensor in _plain_tensors(values)}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
