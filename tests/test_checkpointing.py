@@ -28,9 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing import SelectiveCheckpoint, apply_selective_checkpointing
 from hf_memopt.activations.kept_outputs import may_be_kept
 from hf_memopt.memory import SavedBytes
+from hf_memopt.transfer import SyncCopier
 
 # ------------------------------------------------------------------------------------------------ equality
 
@@ -84,6 +86,34 @@ def test_several_backwards_and_double_backward(policy: Any, offloaded: bool) -> 
     want = run(region, nullcontext())
     context = offloader().offload_context() if offloaded else nullcontext()
     assert equal(run(lambda x: SelectiveCheckpoint(policy)(region, x), context), want)
+
+
+def bilinear(run: Callable[..., Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Bilinear(3, 4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(layer, torch.randn(2, 3), torch.randn(2, 4))
+    return [y.detach(), *torch.autograd.grad(y.float().sum(), layer.parameters())]
+
+
+def complex_inverse(run: Callable[..., Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 5, dtype=torch.complex64, requires_grad=True)
+    y = run(lambda x: torch.linalg.pinv(x * 1), x)
+    return [y.detach(), *torch.autograd.grad((y * y.mH).abs().sum(), x)]
+
+
+@pytest.mark.parametrize("mode", [None, "all", "auto"])
+@pytest.mark.parametrize("policy", [*POLICIES, keep_everything])
+@pytest.mark.parametrize("compute", [bilinear, complex_inverse])
+def test_operations_that_call_others_see_autocast_and_lazy_bits(compute: Any, policy: Any, mode: str | None) -> None:
+    """Inside a dispatch mode torch computes these otherwise."""
+    want = compute(lambda function, *args: function(*args))
+    offloading = ActivationOffloader(mode=mode or "all", offload_threshold_mb=0, copier=SyncCopier())
+    for _ in range(3):
+        with offloading.offload_context() if mode else nullcontext():
+            got = compute(lambda function, *args: SelectiveCheckpoint(policy)(function, *args))
+        assert equal(got, want)
 
 
 def test_random_operations_are_recomputed() -> None:

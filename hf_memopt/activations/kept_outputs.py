@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from hf_memopt.activations.tensors import VersionGuard
+from hf_memopt.activations.plain_dispatch import call_as_plain
+from hf_memopt.activations.tensors import VersionGuard, is_plain
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
 Policy = Callable[..., CheckpointPolicy | bool]
@@ -87,7 +88,7 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
             written = _storages_of(_written(func, args, kwargs))
             self._written_at |= dict.fromkeys(written, len(self._outputs))
-        result = func(*args, **kwargs)
+        result = _call(func, types, args, kwargs)
         if keep and not _storages_of(result) & _storages_of((args, kwargs)):
             self._outputs.append(_Output(position, result))
             self._aliases |= {key: [] for key in self._outputs[-1].storages}
@@ -133,7 +134,7 @@ class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts[func] += 1
         kept = self._kept.get(position)
         if kept is None or kept.was_modified():
-            return func(*args, **(kwargs or {}))
+            return _call(func, types, args, kwargs or {})
         return kept.restore()
 
 
@@ -191,10 +192,29 @@ class _SaveTensor(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
+def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation; what it calls in turn sees what it would see outside of the mode."""
+    plainly = _calls_others(func) and PLAIN_TYPES.issuperset(types)
+    return call_as_plain(func, args, kwargs) if plainly else func(*args, **kwargs)
+
+
+@cache
+def _calls_others(func: Any) -> bool:
+    """Whether an operation's kernel calls other operations instead of having one for each device.
+
+    Only these: products inside of attention, for one, are computed in float32 under autocast, which a product that
+    sees autocast again would not be.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.is_view:
+        return False
+    name = func.name()  # type: ignore[no-untyped-call]
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, device) for device in ("CPU", "CUDA"))
+
+
 def _plain_tensors(values: Any) -> list[Tensor]:
     """The tensors that are a view of a storage and nothing else."""
     leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
-    return [x for x in leaves if type(x) in PLAIN_TYPES and x.layout is torch.strided and not x.is_nested]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf)]
 
 
 def _storages_of(values: Any) -> set[int]:
