@@ -207,7 +207,6 @@ class Resolver:
         tensor = operand.alive() if live is None else None
         return Source(operand, live, tensor) if live is not None or tensor is not None else None
 
-
     def _live(self, operand: Operand) -> LiveStorage | None:
         """The live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
@@ -234,6 +233,7 @@ class RecomputedStorage(LiveStorage):
         self._computation: Computation | None = computation
         self._device_type = tensor.device.type
         self._memory: Tensor | None = None
+        self._computed_in = 0
         sources = [source.live for source in computation.sources() if source.live is not None]
         self._sources = list(dict.fromkeys(sources))
         for source in self._sources:
@@ -242,7 +242,9 @@ class RecomputedStorage(LiveStorage):
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
             with self.label("recompute") if is_profiling() else NOTHING:
-                memory = {source: source.fetch(self, backward) for source in self._sources}
+                is_first = self._computed_in != backward
+                self._computed_in = backward
+                memory = {source: source.fetch(backward, is_first) for source in self._sources}
                 self._counted_bytes = self.num_bytes
                 self.forward.engine.residency.add(self.num_bytes)
                 assert self._computation is not None

@@ -17,7 +17,6 @@ from hf_memopt.activations.recompute import Computation, Source
 from hf_memopt.activations.residency import Residency, current_node
 from hf_memopt.transfer.clock import Clock
 
-
 Makers = set[weakref.ref[nn.Module] | None]
 
 
@@ -128,7 +127,7 @@ class Recorder:
             yield
 
     def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
-        """Note that autograd saved a storage, inside of `working`, and whether it is one that never goes to the host."""
+        """Note that autograd saved a storage, inside of `working`, and whether it never goes to the host."""
         key = storage._cdata
         self._pins.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._events[-1].saved = index
@@ -172,7 +171,7 @@ class Recorder:
         self._events.append(_Event(mark, mark, ends_backward=True))
         self._unsaved.clear()  # who saves these from now on does so too late
         if self._room is not None:
-            self._room.sample(self._residency.now_bytes)
+            self._room.end(self._residency.now_bytes)
 
     def finish(self) -> Recording:
         """The profile; waits for the device."""
@@ -219,13 +218,14 @@ class _Timing:
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
-        computable = noted._computable.get(index)
+        # What is never used is not worth keeping anything for.
+        computable = noted._computable.get(index) if uses else None
         return SavedStorage(
             noted._sizes[index],
             self._saved_at[index],
             uses,
             None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
-            () if computable is None else tuple(map(_index, computable.sources)),
+            () if computable is None else tuple(dict.fromkeys(map(_index, computable.sources))),
             self._freed_s(noted._freed.get(index), uses),
             can_offload=index not in noted._staying,
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_memopt.activations.calling import refuse_rrelu
 from hf_memopt.activations.residency import graph_is_retained
 from hf_memopt.activations.tensors import VersionGuard, bytes_of
 from hf_memopt.transfer import Transfer
@@ -24,11 +25,8 @@ NOTHING = nullcontext()
 is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class Reader(Protocol):
-    """What asks for a storage's bytes: a saved tensor, or a storage that is computed from it.
-
-    `read_in` is the number of the backward pass in which it asked last.
-    """
+class View(Protocol):
+    """A saved tensor; `read_in` is the number of the backward pass that unpacked it last."""
 
     read_in: int
 
@@ -64,28 +62,30 @@ class LiveStorage(ABC):
         # As long as this exists, no other storage is given the same key, however dead this one is.
         self.pin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def use(self, reader: Reader) -> Tensor:
+    def use(self, view: View) -> Tensor:
         """`fetch` for a saved tensor that autograd unpacks."""
         forward = self.forward
         backward = forward.note_backward()
+        is_first = view.read_in != backward
+        view.read_in = backward
         recorder = forward.recorder
-        if recorder is None or backward == 0 or reader.read_in == backward:
-            return self.fetch(reader, backward)
+        if recorder is None or backward == 0 or not is_first:
+            return self.fetch(backward, is_first)
         with recorder.using(self.index):
-            return self.fetch(reader, backward)
+            return self.fetch(backward, is_first)
 
-    def fetch(self, reader: Reader, backward: int) -> Tensor:
+    def fetch(self, backward: int, is_first: bool) -> Tensor:
         """The bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
 
         Args:
-            reader: who asks.
             backward: the number of the backward at work, 0 for none.
+            is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
         """
         self.guard.check()
         memory = self._bring(backward)
         if graph_is_retained():
-            self._count_read(reader, backward)
-        self.read_in = reader.read_in = backward
+            self._count_read(backward, is_first)
+        self.read_in = backward
         return memory
 
     def drop_view(self) -> None:
@@ -105,11 +105,10 @@ class LiveStorage(ABC):
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
 
-    def _count_read(self, reader: Reader, backward: int) -> None:
+    def _count_read(self, backward: int, is_first: bool) -> None:
         if self.read_in != backward:
             self._num_left = self.num_views + self.num_dependents
-        if reader.read_in != backward:
-            self._num_left -= 1
+        self._num_left -= is_first
         if self._num_left <= 0 or backward == 0:
             self._give_up()
 
@@ -130,13 +129,13 @@ class KeptStorage(LiveStorage):
         self._tensor = tensor.detach()
         forward.engine.residency.add(self.num_bytes)
 
-    def note_use(self, reader: Reader) -> None:
+    def note_use(self, view: View) -> None:
         """A saved tensor is unpacked, of which nothing has to be fetched."""
         backward = self.forward.note_backward()
         recorder = self.forward.recorder
-        if recorder is not None and reader.read_in != backward:
+        if recorder is not None and view.read_in != backward:
             with recorder.using(self.index):
-                reader.read_in = backward
+                view.read_in = backward
 
     def _bring(self, backward: int) -> Tensor:
         return bytes_of(self._tensor)
@@ -197,6 +196,8 @@ class OffloadedStorage(LiveStorage):
             self._give_up()
 
     def _bring(self, backward: int) -> Tensor:
+        if self._source is None:
+            refuse_rrelu()
         if self._source is None and self._memory is None:
             self.prefetch()  # before those that follow, if nobody has asked for it yet
         elif self.is_leaving:
