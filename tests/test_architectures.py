@@ -1,4 +1,4 @@
-"""Gradients are bitwise the plain run's on every architecture of `architectures.py`, and weights never travel."""
+"""Gradients are bitwise the plain run's on every architecture, and weights never travel."""
 
 import copy
 import itertools
@@ -11,18 +11,24 @@ import pytest
 import torch
 from adversarial_copier import AdversarialCopier
 from architectures import ARCHITECTURES, Workload
-from torch import Tensor, nn
+from own_architectures import OWN_ARCHITECTURES
+from random_plans import RandomPlanner
+from torch import Tensor
+from weights_at_home import forbid_weights
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations.planner import Plan
-from hf_memopt.activations.timeline import Action, Link, Profile, SavedStorage, simulate
 from hf_memopt.memory import SavedBytes
 from hf_memopt.transfer import Copier
 
-pytestmark = pytest.mark.usefixtures("quick_plans")
+pytestmark = [
+    pytest.mark.usefixtures("quick_plans"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+]
 
-NAMES = list(ARCHITECTURES)
-CHECKPOINTED = [name for name in NAMES if ARCHITECTURES[name].can_checkpoint]
+ALL = ARCHITECTURES | OWN_ARCHITECTURES
+NAMES = list(ALL)
+CHECKPOINTED = [name for name in NAMES if ALL[name].can_checkpoint]
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
 # The search for a plan takes longer than everything else, so that the others are slow tests.
 PLANNED = ["gpt_neox", "opt", "bert", "mixtral", "resnet", "convnext", "hubert"]
@@ -44,7 +50,7 @@ class Settings:
 
 def settings_of(index: int) -> Iterator[Settings]:
     """Four runs of an architecture; over all architectures, every two values of different settings meet."""
-    can_checkpoint = ARCHITECTURES[NAMES[index]].can_checkpoint
+    can_checkpoint = ALL[NAMES[index]].can_checkpoint
     for row, (copier, autocast) in enumerate(itertools.product(COPIERS, (False, True))):
         yield Settings(
             copier,
@@ -63,7 +69,7 @@ def identify(value: str | Settings) -> str:
 
 
 def build(name: str, checkpointing: bool = False) -> Workload:
-    workload = ARCHITECTURES[name].build()
+    workload = ALL[name].build()
     if checkpointing:
         workload.checkpoint()
     return workload
@@ -89,27 +95,6 @@ def equal(first: Gradients, second: Gradients) -> bool:
     return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-def forbid_weights(copier: Copier, module: nn.Module) -> Copier:
-    """Let `copier` fail when it is to send a parameter or buffer, as it is or as autocast rounds it."""
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if tensor.numel() > 1]
-    rounded = [tensor.to(torch.bfloat16) for tensor in tensors if tensor.is_floating_point()]
-    forbidden = {content(tensor) for tensor in (*tensors, *rounded)}
-    sizes = set(map(len, forbidden))
-    send = copier.to_host
-
-    def to_host(source: Tensor, destination: Tensor) -> object:
-        is_weight = source.nbytes in sizes and content(source) in forbidden
-        assert not is_weight, "a weight was sent to the host"
-        return send(source, destination)
-
-    copier.to_host = to_host
-    return copier
-
-
-def content(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 def make_offloader(workload: Workload, settings: Settings) -> ActivationOffloader:
     return ActivationOffloader(
         mode="all",
@@ -131,39 +116,9 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> 
     assert stats.host_bytes_live == 0
 
 
-@dataclass
-class Planner:
-    """Stands in for `make_plan`: every storage is kept, offloaded or recomputed at random, whatever that costs."""
-
-    random: random.Random
-    num_recomputed: int = 0
-
-    def __call__(self, profile: Profile, link: Link, **limits: object) -> Plan:
-        actions = [self._action(storage) for storage in profile.storages]
-        windows = {name: self.random.choice([0, 2**14, 2**20]) for name in ("in_flight_bytes", "prefetch_bytes")}
-        timeline = simulate(profile, actions, link, **windows)
-        self.num_recomputed += actions.count(Action.RECOMPUTE)
-        return Plan(
-            actions=tuple(actions),
-            **windows,
-            reload_order=timeline.reload_order,
-            predicted_peak_bytes=timeline.peak_bytes,
-            predicted_step_s=timeline.step_s,
-            plain_step_s=profile.step_s,
-            stall_s=timeline.stall_s,
-            recompute_s=timeline.recompute_s,
-            kept_bytes=0,  # for the log line alone, like the last one
-            offloaded_bytes=timeline.offloaded_bytes,
-            recomputed_bytes=0,
-        )
-
-    def _action(self, storage: SavedStorage) -> Action:
-        return self.random.choice(list(Action) if storage.recompute_s is not None else [Action.KEEP, Action.OFFLOAD])
-
-
 @pytest.mark.parametrize(("index", "name"), list(enumerate(NAMES)))
 def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner(random.Random(index))
+    planner = RandomPlanner(random.Random(index))
     monkeypatch.setattr("hf_memopt.activations.auto.make_plan", planner)
     autocast, make_copier = index % 2 == 0, list(COPIERS.values())[index // 2 % 2]
     workload = build(name)
@@ -191,7 +146,7 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
         assert equal(gradients(workload, offloader=offloader), want)
     stats = offloader.stats
     assert stats.measured_peak_gib <= stats.predicted_peak_gib <= budget_gib
-    if ARCHITECTURES[name].family != "moe":
+    if ALL[name].family != "moe":
         assert stats.measured_peak_gib == stats.predicted_peak_gib
     assert stats.host_bytes_live == 0
 
@@ -232,9 +187,10 @@ def test_every_two_values_of_different_settings_meet() -> None:
 
 def test_there_are_architectures_of_every_family() -> None:
     assert len(NAMES) >= 25
-    families = {architecture.family for architecture in ARCHITECTURES.values()}
+    families = {architecture.family for architecture in ALL.values()}
     text = {"decoder", "encoder", "encoder-decoder", "moe", "state-space"}
-    assert families == text | {"vision", "audio", "diffusion", "operator"}
+    own = {"recurrent", "graph", "reinforcement", "adversarial"}
+    assert families == text | {"vision", "audio", "diffusion", "operator"} | own
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,12 +36,12 @@ class SelectiveCheckpoint:
             second of them, from the first; "all" recomputes everything. Or a function as torch's
             `create_selective_checkpoint_contexts` takes it, `(context, operation, *args, **kwargs)` to a
             `CheckpointPolicy` or bool; it is asked in the forward pass only. Recomputed in any case: views,
-            operations that write in place or draw random numbers, and outputs that the region goes on to modify.
+            operations that write in place or draw random numbers, and outputs that are modified in place, in the region
+            or after it (the latter is not noticed of `.data`, NumPy and other writes that autograd does not count).
 
     Raises:
         ValueError: unknown policy; or, when called, a module whose forward writes a buffer, which would be written once
             more in backward. Of functions only bound methods of a module can be checked.
-        RuntimeError: in backward, if a kept output was modified in place after the region.
 
     Cost: one Python dispatch per operation, in the forward pass and in recomputation. Under `torch.compile` the region
     runs eagerly.

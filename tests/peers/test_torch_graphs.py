@@ -1,0 +1,405 @@
+"""After PyTorch's tests of saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
+
+The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
+times with one offloader; where PyTorch looks at its own hooks we look at gradients and at what the host still holds.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bodies import FREED, NUM_STEPS, Body, Cube, DoubleInPlace, check, check_raises, gradients, leaf
+from gradients import equal, take_gradients
+from torch import Tensor, nn
+from torch.autograd import Function, gradcheck, gradgradcheck
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hf_memopt import ActivationOffloader
+
+# ---------------------------------------------------------------------------- custom functions
+
+
+class SaveResult(Function):
+    """Saves an output, an input, nothing and a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        result = (x * scale).exp()
+        ctx.scale = scale
+        ctx.save_for_backward(result, None, x, torch.full_like(x, scale))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        result, nothing, x, scales = ctx.saved_tensors
+        assert nothing is None
+        assert scales.eq(ctx.scale).all()
+        return gradient * result * scales + 0 * x, None
+
+
+class SaveInSetup(Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * y, x + y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, unused: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, product = ctx.saved_tensors
+        return gradient * y + 0 * product, gradient * x
+
+
+class BackwardInBackward(Function):
+    """Runs a graph of its own in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inside = x.detach().requires_grad_()
+            ctx.result = (ctx.inside * ctx.inside.exp()).sin()
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.result.backward(gradient, retain_graph=True)
+        return ctx.inside.grad
+
+
+def a_function_twice() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = Cube.apply(x)
+    (slope,) = gradients(y, x, create_graph=True)
+    return [slope, *gradients(slope.square(), x)]
+
+
+def results_of_a_function() -> list[Tensor]:
+    x = leaf(5, 5)
+    return gradients(SaveResult.apply(SaveResult.apply(x * 1, 0.5), 0.1), x)
+
+
+def a_function_with_setup() -> list[Tensor]:
+    x, y = leaf(5, 5), leaf(5, 5)
+    product, total = SaveInSetup.apply(x * 1, y.t())
+    return gradients(product * total, x, y)
+
+
+def a_dirty_function() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = x * 1
+    z = DoubleInPlace.apply(y[1:])
+    return gradients(z.sin() * y.sum(), x)
+
+
+def a_graph_in_a_node() -> list[Tensor]:
+    x = leaf(5, 5)
+    return gradients(BackwardInBackward.apply(x * 2).tanh(), x)
+
+
+@pytest.mark.parametrize(
+    "body", [a_function_twice, results_of_a_function, a_function_with_setup, a_dirty_function, a_graph_in_a_node]
+)
+def test_custom_functions(offloader: ActivationOffloader, body: Body) -> None:
+    check(offloader, body)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.exp(), lambda x: x.square(), Cube.apply])
+def test_a_freed_graph_is_said_to_be_freed(
+    offloader: ActivationOffloader, function: Callable[[Tensor], Tensor]
+) -> None:
+    def twice() -> None:
+        y = function(leaf(5, 5) * 1).sum()
+        y.backward()
+        y.backward()
+
+    check_raises(offloader, twice, FREED)
+
+
+def test_saved_tensors_can_be_looked_at(offloader: ActivationOffloader) -> None:
+    for _ in range(NUM_STEPS):
+        x = leaf(5, 5)
+        with offloader.offload_context():
+            y = x * 1
+            z = y.square()
+            cube = Cube.apply(y)
+        for _ in range(2):
+            assert torch.equal(z.grad_fn._saved_self, y)
+            assert torch.equal(cube.grad_fn.saved_tensors[0], y)
+        (slope,) = torch.autograd.grad((z + cube).sum(), y, retain_graph=True)
+        assert torch.equal(slope, 2 * y + 3 * y**2)
+        (z + cube).sum().backward()
+        with pytest.raises(RuntimeError, match="after they have already been freed"):
+            _ = z.grad_fn._saved_self
+        assert torch.equal(x.grad, slope)
+
+
+def test_what_a_step_leaves_unread_is_freed_with_it(offloader: ActivationOffloader) -> None:
+    model = nn.Linear(5, 5)
+    for _ in range(NUM_STEPS):
+        with offloader.offload_context(model):
+            nested = model(leaf(5, 5)).tanh()
+            for _ in range(3):
+                nested = nested.exp().sin()
+        del nested
+        assert offloader.stats.host_bytes_live == 0
+
+
+# ---------------------------------------------------------------------------- several backwards
+
+
+def a_retained_graph() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = (x @ w).tanh() * x
+    found = []
+    for _ in range(3):
+        found += gradients(y, x, w, retain_graph=True)
+    return found + gradients(y, w)
+
+
+def parts_of_a_graph() -> list[Tensor]:
+    """Each backward frees its own part; what they share is freed by the last."""
+    x = leaf(5, 5)
+    shared = (x * 2).exp()
+    heads = [shared.sin(), shared.square(), shared.tanh()]
+    found = [gradients(head, shared, retain_graph=True)[0] for head in heads]
+    return found + [gradients(head, x, retain_graph=index < 2)[0] for index, head in enumerate(heads)]
+
+
+def one_row_after_the_other() -> list[Tensor]:
+    x, w = leaf(4), leaf(4, 4)
+    y = (w @ x).exp()
+    return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in y]
+
+
+def all_rows_at_once() -> list[Tensor]:
+    x = leaf(4)
+    y = x.exp() * x
+    return list(torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True))
+
+
+def a_hessian() -> list[Tensor]:
+    x = leaf(4)
+    (slope,) = torch.autograd.grad((x.sin() * x**2).sum(), x, create_graph=True)
+    return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in slope]
+
+
+def third_order() -> list[Tensor]:
+    x = leaf(5)
+    y = x.sin() * x.exp()
+    found = []
+    for _ in range(3):
+        (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found.append(y.detach().clone())
+    return found
+
+
+def a_step_of_descent_inside() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    (step,) = torch.autograd.grad((x @ w).square().mean(), w, create_graph=True)
+    return gradients((x @ (w - 0.1 * step)).tanh(), x, w)
+
+
+def only_some_inputs() -> list[Tensor]:
+    x, w, unused = leaf(5, 5), leaf(5, 5), leaf(5)
+    y = (x @ w).exp()
+    y.sum().backward(inputs=[w], retain_graph=True)
+    (nothing,) = torch.autograd.grad(y.sum(), unused, allow_unused=True, retain_graph=True)
+    assert nothing is None
+    assert x.grad is None
+    return [w.grad, *gradients(y, x)]
+
+
+def hooks_that_change_gradients() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = x * 2
+    y.retain_grad()
+    y.register_hook(lambda gradient: gradient * y.detach())
+    y.exp().sum().backward()
+    return [x.grad, y.grad]
+
+
+def one_of_several_outputs() -> list[Tensor]:
+    x = leaf(5, 5)
+    largest, where = x.max(dim=0)
+    left, right = torch.linalg.qr(x)
+    values = (x * 1).sort().values
+    return gradients(largest * left.sum() + values.cumsum(0).diagonal() + where + 0 * right, x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        a_retained_graph, parts_of_a_graph, one_row_after_the_other, all_rows_at_once, a_hessian, third_order,
+        a_step_of_descent_inside, only_some_inputs, hooks_that_change_gradients, one_of_several_outputs,
+    ],
+)  # fmt: skip
+def test_several_backwards(offloader: ActivationOffloader, body: Body) -> None:
+    check(offloader, body)
+
+
+def test_backward_in_other_threads(offloader: ActivationOffloader) -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    layer(x).exp().sum().backward()
+    want = take_gradients(layer)
+    for _ in range(NUM_STEPS):
+        with offloader.offload_context(layer):
+            losses = [layer(x).exp().sum() for _ in range(3)]
+        for loss in losses:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            assert equal(take_gradients(layer), want)
+
+
+@pytest.mark.parametrize("check_of", [gradcheck, gradgradcheck])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.tanh() * x, lambda x: x**2 / (x.exp() + 1), lambda x: (x @ x.T).softmax(-1),
+        lambda x: torch.fft.rfft(x).abs(), lambda x: Cube.apply(x).sum(0), lambda x: x.clone().mul_(2).sin_(),
+    ],
+)  # fmt: skip
+def test_gradcheck(offloader: ActivationOffloader, check_of: Callable[..., bool], function: Any) -> None:
+    """Writes its input where no version counter sees it, between forward passes whose graphs are alive."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(NUM_STEPS):
+        with offloader.offload_context():
+            assert check_of(function, x)
+
+
+# ---------------------------------------------------------------------------- checkpoints and other hooks
+
+
+def region(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.dropout((x @ w).tanh(), 0.3) * x.exp()
+
+
+def a_checkpoint() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = checkpoint(region, x * 2, w, use_reentrant=False)
+    return gradients(y.sin(), x, w, retain_graph=True) + gradients(y, x)
+
+
+def a_reentrant_checkpoint() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    checkpoint(region, x * 2, w, use_reentrant=True).sin().sum().backward()
+    return [x.grad, w.grad]
+
+
+def nested_checkpoints() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(region, x.sin(), w, use_reentrant=False) + x.square()
+
+    y = checkpoint(outer, checkpoint(outer, x * 2, use_reentrant=False), use_reentrant=False)
+    return gradients(y.sin(), x, w)
+
+
+def a_checkpoint_to_the_end() -> list[Tensor]:
+    with set_checkpoint_early_stop(False):
+        return a_checkpoint()
+
+
+def a_checkpoint_with_double_backward() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = checkpoint(region, x * 2, w, use_reentrant=False)
+    (slope,) = gradients(y, x, create_graph=True)
+    return [slope, *gradients(slope.square(), x, w)]
+
+
+def hooks_inside() -> list[Tensor]:
+    """The innermost hooks are the ones that run."""
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = region(x, w).sin()
+    with saved_tensors_hooks(lambda tensor: (tensor.clone(),), lambda packed: packed[0]):
+        y = y.exp() * x
+    with save_on_cpu():
+        y = y.tanh() * w
+    return gradients(y.cos(), x, w)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        a_checkpoint, a_reentrant_checkpoint, nested_checkpoints, a_checkpoint_to_the_end,
+        a_checkpoint_with_double_backward, hooks_inside,
+    ],
+)  # fmt: skip
+def test_checkpoints_and_hooks(offloader: ActivationOffloader, body: Body) -> None:
+    check(offloader, body)
+
+
+# ---------------------------------------------------------------------------- layouts
+
+
+def sparse_products() -> list[Tensor]:
+    x, w = leaf(5, 5), leaf(5, 5)
+    adjacency = (torch.eye(5) + torch.eye(5).roll(1, 0)).to_sparse()
+    return gradients(torch.sparse.mm(adjacency, x * 2).sin() * (adjacency @ w), x, w)
+
+
+def sparse_gradients() -> list[Tensor]:
+    table = leaf(10, 4)
+    rows = nn.functional.embedding(torch.tensor([1, 3, 3]), table, sparse=True)
+    (gradient,) = torch.autograd.grad(rows.square().sum(), table)
+    assert gradient.is_sparse
+    return [gradient.to_dense()]
+
+
+def a_sparse_leaf() -> list[Tensor]:
+    x = leaf(5, 5)
+    adjacency = torch.eye(5).to_sparse().requires_grad_()
+    (gradient, of_x) = torch.autograd.grad(torch.sparse.mm(adjacency, x * 2).sin().sum(), [adjacency, x])
+    return [gradient.to_dense(), of_x]
+
+
+def jagged_rows() -> list[Tensor]:
+    x = leaf(5, 4)
+    rows = torch.nested.as_nested_tensor([x[:2] * 1, x[2:] * 1], layout=torch.jagged)
+    return gradients((rows.sin() * rows).to_padded_tensor(0.0), x)
+
+
+def nested_rows() -> list[Tensor]:
+    x = leaf(5, 4)
+    rows = torch.nested.as_nested_tensor([x[:2] * 1, x[2:] * 1])
+    return gradients((rows.clone() * rows.clone()).to_padded_tensor(0.0), x)
+
+
+def other_strides() -> list[Tensor]:
+    x = leaf(2, 3, 4, 4)
+    y = (x * 2).to(memory_format=torch.channels_last).flip(0).expand(3, -1, -1, -1, -1)
+    return gradients(y.sin() * y.mT, x)
+
+
+def lazy_bits() -> list[Tensor]:
+    x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
+    y = (x * 2).conj()
+    return gradients((y * y.imag * (x.mH @ y)).abs(), x)
+
+
+def empty_and_scalar() -> list[Tensor]:
+    x = leaf(4)
+    return gradients((x[:0] * 2).exp().sum() + (x.sum() * x[0]).sin() * x.prod(), x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize(
+    "body",
+    [
+        sparse_products, sparse_gradients, a_sparse_leaf, jagged_rows, nested_rows, other_strides, lazy_bits,
+        empty_and_scalar,
+    ],
+)  # fmt: skip
+def test_layouts(offloader: ActivationOffloader, body: Body) -> None:
+    check(offloader, body)

@@ -1,0 +1,218 @@
+"""After PyTorch's tests of in-place modification and version counters (test/test_autograd.py).
+
+The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
+times with one offloader; where PyTorch looks at its own hooks we look at gradients and at what the host still holds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bodies import MODIFIED, NUM_STEPS, Body, Cube, DoubleInPlace, check, check_raises, gradients, leaf
+from torch import Tensor
+
+from hf_memopt import ActivationOffloader
+
+# ---------------------------------------------------------------------------- modification that autograd refuses
+
+
+def saved_result() -> None:
+    x = leaf(5, 5)
+    y = x.exp()
+    y.mul_(2)
+    y.sum().backward()
+
+
+def saved_operand() -> None:
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = x * 2
+    z = y * w
+    y.add_(1)
+    z.sum().backward()
+
+
+def saved_leaf() -> None:
+    x = leaf(5, 5)
+    y = x * x
+    with torch.no_grad():
+        x.add_(1)
+    y.sum().backward()
+
+
+def through_a_view() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    z = y.sin()
+    y[0].zero_()
+    z.sum().backward()
+
+
+def a_saved_view_through_its_base() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    z = y[1:].t().sin()
+    y.mul_(2)
+    z.sum().backward()
+
+
+def through_a_detached_alias() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    z = y.sin()
+    y.detach().zero_()
+    z.sum().backward()
+
+
+def between_two_uses() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    first = y.sin()
+    y.mul_(3)
+    second = y.sin()
+    (first + second).sum().backward()
+
+
+def what_a_function_saved() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    z = Cube.apply(y)
+    y.zero_()
+    z.sum().backward()
+
+
+def marked_dirty() -> None:
+    x = leaf(5, 5)
+    y = x * 2
+    z = y.sin()
+    DoubleInPlace.apply(y)
+    z.sum().backward()
+
+
+def between_two_backwards() -> None:
+    x, w = leaf(5, 5), leaf(5, 5)
+    y = x * 2
+    z = (y * w).sum()
+    z.backward(retain_graph=True)
+    with torch.no_grad():
+        w.add_(1)
+    z.backward()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        saved_result, saved_operand, saved_leaf, through_a_view, a_saved_view_through_its_base,
+        through_a_detached_alias, between_two_uses, what_a_function_saved, marked_dirty, between_two_backwards,
+    ],
+)  # fmt: skip
+def test_modification_is_refused_in_autograds_words(offloader: ActivationOffloader, body: Callable[[], None]) -> None:
+    check_raises(offloader, body)
+
+
+def test_double_backward_does_not_read_what_was_modified(offloader: ActivationOffloader) -> None:
+    """Backward may have got a copy; then it is right to go on, and else autograd's error is due."""
+    x = leaf(5, 5)
+    for _ in range(NUM_STEPS):
+        with offloader.offload_context():
+            y = x * 1
+            cube = (y**3).sum()
+        (slope,) = torch.autograd.grad(cube, y, create_graph=True)
+        with torch.no_grad():
+            y.add_(1)
+        try:
+            (curvature,) = gradients(slope, x)
+        except RuntimeError as error:
+            if MODIFIED not in str(error):
+                raise
+        else:
+            assert torch.equal(curvature, 6 * x.detach())
+
+
+# ---------------------------------------------------------------------------- modification that autograd allows
+
+
+def what_nobody_saved() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = x + 1
+    y.mul_(2).sub_(1)
+    return gradients(y.sin(), x)
+
+
+def after_backward() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = x * 2
+    first = gradients(y.sin(), x, retain_graph=True)
+    y.zero_()
+    return first + gradients(y.cos(), x)
+
+
+def in_place_and_saved_after_it() -> list[Tensor]:
+    x = leaf(5, 5)
+    y = x * 2
+    y.mul_(3).sigmoid_()
+    return gradients(y.sin() * y, x)
+
+
+def rows_of_a_buffer() -> list[Tensor]:
+    x, buffer = leaf(6, 4), torch.zeros(6, 4)
+    for index, row in enumerate(x):
+        buffer[index] = row * 2
+    return gradients(buffer.sin() * buffer, x)
+
+
+def a_view_of_a_view() -> list[Tensor]:
+    x = leaf(4, 6)
+    y = x * 2
+    part = y[1:].view(3, 2, 3)[:, 1]
+    part.mul_(5)
+    z = y.exp()
+    part.detach().add_(0)  # counts, but what was saved is the result
+    return gradients(z, x)
+
+
+def a_base_with_two_views() -> list[Tensor]:
+    x = leaf(4, 6)
+    y = x * 1
+    first, second = y[:2], y[2:]
+    first.add_(second)
+    return gradients((y * first.sum()).sin(), x)
+
+
+def the_same_memory_in_turn() -> list[Tensor]:
+    x, memory = leaf(5), torch.zeros(5)
+    total: Any = 0
+    for value in range(3):
+        memory = memory.fill_(value) if value == 0 else memory + 1
+        total = total + x * memory
+    return gradients(total, x)
+
+
+def saved_once_and_again_after_a_write() -> list[Tensor]:
+    """The first graph is dropped, and with it its objection."""
+    x, y = leaf(5, 5), torch.ones(5, 5)
+    unused = (x * y).sum()
+    y.mul_(3)
+    del unused
+    return gradients(x * y, x)
+
+
+def hidden_writes() -> list[Tensor]:
+    """Through `.data`: the newer graph reads the newer bytes, and nobody uses the older one."""
+    x = leaf(32, 32)
+    unused = (x * x).sum()
+    for _ in range(4):  # pushes what was saved out of the window of copies under way
+        (leaf(64, 64) * 2).exp()
+    x.data.add_(1)
+    return [*gradients(x * x, x), unused.detach()]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        what_nobody_saved, after_backward, in_place_and_saved_after_it, rows_of_a_buffer, a_view_of_a_view,
+        a_base_with_two_views, the_same_memory_in_turn, saved_once_and_again_after_a_write, hidden_writes,
+    ],
+)  # fmt: skip
+def test_allowed_modification(offloader: ActivationOffloader, body: Body) -> None:
+    check(offloader, body)

@@ -1,0 +1,41 @@
+"""Plans that are drawn by lot, whatever they cost: what a plan decides must never show in a gradient."""
+
+import random
+from dataclasses import dataclass
+
+from hf_memopt.activations.planner import Plan
+from hf_memopt.activations.timeline import Action, Link, Profile, SavedStorage, simulate
+
+
+@dataclass
+class RandomPlanner:
+    """Stands in for `auto.make_plan`: every storage is kept, offloaded or recomputed at random, in windows as random.
+
+    Attributes:
+        num_recomputed: how many storages all plans so far recompute.
+    """
+
+    random: random.Random
+    num_recomputed: int = 0
+
+    def __call__(self, profile: Profile, link: Link, **limits: object) -> Plan:
+        actions = [self._action(storage) for storage in profile.storages]
+        windows = {name: self.random.choice([0, 2**14, 2**20]) for name in ("in_flight_bytes", "prefetch_bytes")}
+        timeline = simulate(profile, actions, link, **windows)
+        self.num_recomputed += actions.count(Action.RECOMPUTE)
+        return Plan(
+            actions=tuple(actions),
+            **windows,
+            reload_order=timeline.reload_order,
+            predicted_peak_bytes=timeline.peak_bytes,
+            predicted_step_s=timeline.step_s,
+            plain_step_s=profile.step_s,
+            stall_s=timeline.stall_s,
+            recompute_s=timeline.recompute_s,
+            kept_bytes=0,  # for the log line alone, like the last one
+            offloaded_bytes=timeline.offloaded_bytes,
+            recomputed_bytes=0,
+        )
+
+    def _action(self, storage: SavedStorage) -> Action:
+        return self.random.choice(list(Action) if storage.recompute_s is not None else [Action.KEEP, Action.OFFLOAD])
