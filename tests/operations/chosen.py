@@ -15,11 +15,20 @@ OPERATORS = (_FOLDER / "operators.txt").read_text().split()
 MODULES = (_FOLDER / "modules.txt").read_text().split()
 
 # Those that were once wrong.
-ALWAYS_OPERATORS = (
-    "nn.functional.rrelu nn.functional.bilinear linalg.pinv pinverse linalg.lstsq linalg.lstsq.grad_oriented quantile "
-    "nanquantile cov corrcoef istft to_sparse unsafe_chunk unsafe_split"
-).split()
-ALWAYS_MODULES = "nn.GRU nn.GRUCell nn.LSTM nn.LSTMCell nn.Bilinear".split()
+ALWAYS_OPERATORS = [
+    *(
+        "corrcoef",
+        "cov",
+        "istft",
+        "linalg.lstsq",
+        "linalg.lstsq.grad_oriented",
+        "linalg.pinv",
+        "nanquantile",
+        "pinverse",
+    ),
+    *("nn.functional.bilinear", "nn.functional.rrelu", "quantile", "to_sparse", "unsafe_chunk", "unsafe_split"),
+]
+ALWAYS_MODULES = ["nn.GRU", "nn.GRUCell", "nn.LSTM", "nn.LSTMCell", "nn.Bilinear"]
 
 
 def chosen(names: Sequence[str], always: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ LAYOUT_OBSTACLES: dict[str, tuple[str, ...]] = {
 
 
 def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: bool) -> list[str]:
-    """What went wrong: failures, obstacles that are not known and, where all samples ran, known ones no longer there."""
+    """What went wrong: failures, obstacles that are not known and, if all samples ran, known ones that are gone."""
     outcomes = list(outcomes)
     faults = [failure for outcome in outcomes for failure in outcome.failures]
     found = [text for outcome in outcomes for text in outcome.obstacles.items()]

@@ -1,12 +1,12 @@
-"""Tensors that are no plain strided memory: sparse, nested, oneDNN's. They stay where they are; the rest is offloaded."""
+"""Tensors that are no plain strided memory: sparse, nested, oneDNN's. They stay where they are; the rest moves."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from cases import Case
-from torch import Tensor, nn
 from obstacles import LAYOUT_OBSTACLES, faults_of
+from torch import Tensor, nn
 from variants import try_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its layouts
@@ -94,5 +94,5 @@ def case_of(name: str) -> Case:
 @pytest.mark.parametrize("threshold_mb", [0, 10])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODELS])
 def test_a_layout(name: str, threshold_mb: float) -> None:
-    outcome = try_everything(case_of(name), all_copiers=True, threshold_mb=threshold_mb)
+    outcome = try_everything(case_of(name), threshold_mb=threshold_mb)
     assert not faults_of([outcome], LAYOUT_OBSTACLES.get(name, ()), is_whole=True)

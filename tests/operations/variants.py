@@ -3,15 +3,15 @@
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from adversarial_copier import AdversarialCopier
 from cases import Case
-from runs import PLAIN, SETTINGS, Call, Setting, run, same
-from torch.autograd.graph import saved_tensors_hooks
+from runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
 from hf_memopt.activations import auto
@@ -112,19 +112,21 @@ class Variant:
         assert has_moved or self.strategy == "inputs" or self.threshold_mb, "nothing was moved"
 
 
-def variants_of(case: Case, *, all_copiers: bool, threshold_mb: float = 0) -> Iterator[Variant]:
-    """Every strategy plainly, with all copiers or with one of them; "all", "inputs" and one plan in each other setting.
+def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -> Iterator[Variant]:
+    """Every strategy plainly, with every copier, and "all", "inputs" and one plan in each other setting.
 
-    Which one depends on the case.
+    One copier by lot, which depends on the case, in other settings and on dtypes other than float32: what is saved, and
+    when, is as it was. If not `thorough` one copier everywhere and two of the other settings.
     """
     lots = random.Random(zlib.crc32(case.label.encode()))
-    inputs = Setting(checkpointed=True)
-    for strategy, setting in [(strategy, PLAIN) for strategy in STRATEGIES] + [("inputs", inputs)]:
-        for copier in COPIERS if all_copiers else (lots.choice(list(COPIERS)),):
+    every_copier = thorough and all(leaf.dtype is torch.float32 for leaf in case.leaves)
+    for strategy, setting in [(strategy, PLAIN) for strategy in STRATEGIES] + [("inputs", CHECKPOINTED)]:
+        for copier in COPIERS if every_copier else (lots.choice(list(COPIERS)),):
             yield Variant(strategy, copier, setting, lots.randrange(1000), threshold_mb)
-    for setting in SETTINGS[1:]:
+    others = SETTINGS[1:]
+    for setting in others if thorough else lots.sample(others, 2):
         strategies = ["all", lots.choice(list(PLANS))]
-        if setting.checkpointed and setting != inputs:
+        if setting.checkpointed and setting != CHECKPOINTED:
             strategies.append("inputs")
         for strategy in strategies:
             yield Variant(strategy, lots.choice(list(COPIERS)), setting, lots.randrange(1000), threshold_mb)
@@ -167,14 +169,11 @@ def selective_runs(case: Case) -> dict[str, Callable[[], list[Any]]]:
     """Selective checkpointing, alone and offloaded."""
 
     def selective(policy: str, offloaded: bool) -> list[Any]:
-        context: AbstractContextManager[Any] = nullcontext()
-        if offloaded:
-            offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())
-            context = offloader.offload_context(case.model)
-        return run(case, PLAIN, context, SelectiveCheckpoint(policy))
+        offloader = ActivationOffloader(enabled=offloaded, mode="all", offload_threshold_mb=0, copier=SyncCopier())
+        return run(case, PLAIN, offloader.offload_context(case.model), SelectiveCheckpoint(policy))
 
     return {
-        f"SelectiveCheckpoint({policy!r}){' and all' * offloaded}": lambda p=policy, o=offloaded: selective(p, o)
+        f"SelectiveCheckpoint({policy!r}){' and all' * offloaded}": partial(selective, policy, offloaded)
         for policy in ("heavy_ops", "all")
         for offloaded in (False, True)
     }
@@ -191,18 +190,23 @@ class Outcome:
     failures: list[str]
 
 
-def try_everything(case: Case, *, all_copiers: bool, threshold_mb: float = 0) -> Outcome:
-    """Run a case in all variants that torch alone can do."""
+def try_everything(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -> Outcome:
+    """Run a case in the variants that torch alone can do."""
     controls = Controls(case)
-    obstacles = {str(setting): controls.obstacle(setting) for setting in SETTINGS if controls.obstacle(setting)}
-    failures = []
-    for variant in variants_of(case, all_copiers=all_copiers, threshold_mb=threshold_mb):
-        if not controls.obstacle(variant.setting):
-            failures += _failures(f"{variant}", lambda v=variant: v.passes(case), controls.expected(variant.setting))
-    if not controls.obstacle(PLAIN) and not controls.obstacle(Setting(checkpointed=True)):
+    outcome = Outcome({}, [])
+    for variant in variants_of(case, thorough=thorough, threshold_mb=threshold_mb):
+        obstacle = controls.obstacle(variant.setting)
+        if obstacle:
+            outcome.obstacles[str(variant.setting)] = f"{case.label}: {obstacle}"
+        else:
+            outcome.failures += _failures(
+                str(variant), lambda v=variant: v.passes(case), controls.expected(variant.setting)
+            )
+    if not controls.obstacle(CHECKPOINTED):
         for name, selective in selective_runs(case).items():
-            failures += _failures(name, lambda s=selective: [s()], controls.expected(PLAIN))
-    return Outcome(obstacles, [f"{case.label}: {failure}" for failure in failures])
+            outcome.failures += _failures(name, lambda s=selective: [s()], controls.expected(CHECKPOINTED))
+    outcome.failures = [f"{case.label}: {failure}" for failure in outcome.failures]
+    return outcome
 
 
 def _failures(name: str, passes: Callable[[], Any], expected: list[Any]) -> list[str]:
