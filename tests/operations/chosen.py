@@ -16,17 +16,9 @@ MODULES = (_FOLDER / "modules.txt").read_text().split()
 
 # Those that were once wrong.
 ALWAYS_OPERATORS = [
-    *(
-        "corrcoef",
-        "cov",
-        "istft",
-        "linalg.lstsq",
-        "linalg.lstsq.grad_oriented",
-        "linalg.pinv",
-        "nanquantile",
-        "pinverse",
-    ),
-    *("nn.functional.bilinear", "nn.functional.rrelu", "quantile", "to_sparse", "unsafe_chunk", "unsafe_split"),
+    *("corrcoef", "cov", "istft", "linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.pinv", "nanquantile"),
+    *("nn.functional.bilinear", "nn.functional.rrelu", "pinverse", "quantile", "to_sparse"),
+    *("unsafe_chunk", "unsafe_split"),
 ]
 ALWAYS_MODULES = ["nn.GRU", "nn.GRUCell", "nn.LSTM", "nn.LSTMCell", "nn.Bilinear"]
 

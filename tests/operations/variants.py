@@ -116,15 +116,15 @@ def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -
     """Every strategy plainly, with every copier, and "all", "inputs" and one plan in each other setting.
 
     One copier by lot, which depends on the case, in other settings and on dtypes other than float32: what is saved, and
-    when, is as it was. If not `thorough` one copier everywhere and two of the other settings.
+    when, is as it was. If not `thorough` one copier everywhere, and of the other settings autocast and one by lot.
     """
     lots = random.Random(zlib.crc32(case.label.encode()))
     every_copier = thorough and all(leaf.dtype is torch.float32 for leaf in case.leaves)
     for strategy, setting in [(strategy, PLAIN) for strategy in STRATEGIES] + [("inputs", CHECKPOINTED)]:
         for copier in COPIERS if every_copier else (lots.choice(list(COPIERS)),):
             yield Variant(strategy, copier, setting, lots.randrange(1000), threshold_mb)
-    others = SETTINGS[1:]
-    for setting in others if thorough else lots.sample(others, 2):
+    autocast, *others = SETTINGS[1:]
+    for setting in (autocast, *(others if thorough else lots.sample(others, 1))):
         strategies = ["all", lots.choice(list(PLANS))]
         if setting.checkpointed and setting != CHECKPOINTED:
             strategies.append("inputs")
