@@ -165,7 +165,7 @@ def test_a_modification_that_was_not_there_when_recorded_raises(monkeypatch: pyt
 
     for _ in range(3):
         forward(modify=False).backward()
-    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         forward(modify=True).backward()
 
 

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from hf_memopt.activations.bandwidth import measure_link
+from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.engine import Engine
 from hf_memopt.activations.planner import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.recording import Recorder, Recording
+from hf_memopt.activations.profile import Profile
+from hf_memopt.activations.recording import Makers, Recorder, Recording
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.timeline import Action, Link
 from hf_memopt.transfer.clock import HostClock
@@ -24,6 +26,8 @@ _MAX_CORRECTIONS = 3
 # Stalls beyond the predicted ones that are put down to noise, as a share of the step.
 _TOLERATED_STALL = 0.02
 _SLOWER_LINK = 0.8
+# What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
+_SMALLER = 0.7
 
 
 @dataclass(frozen=True)
@@ -43,22 +47,33 @@ class AutoMode:
         engine: of the device.
         limits: what the user asked for.
         model: names the owners of what is saved.
-        on_end: called with every pass whose backward is over.
+        on_end: called at the end of each backward.
+        room: what the device has left, None where that is not known.
     """
 
     def __init__(
-        self, engine: Engine, limits: Limits, model: nn.Module | None, on_end: Callable[[ForwardPass], None]
+        self,
+        engine: Engine,
+        limits: Limits,
+        model: nn.Module | None,
+        on_end: Callable[[ForwardPass], None],
+        room: DeviceRoom | None = None,
     ) -> None:
         self.plan: Plan | None = None
         self.recording: Recording | None = None
-        self._engine, self._limits = engine, limits
+        self._engine, self._limits, self._room = engine, limits, room
         # Weak: offloaders know plans by model, and must not keep the models.
         self._model = None if model is None else weakref.ref(model)
         self._on_end = on_end
         self._link: Link | None = None
+        # What the plan that is in force was made to hold at most, and what a plan has been seen not to get.
+        self._limit_bytes: int | None = None
+        self._out_of_reach_bytes: int | None = None
         self._num_recorded = 0
         self._num_corrections = 0
+        self._begun: weakref.ref[ForwardPass] | None = None
         self._ended: ForwardPass | None = None
+        self._ran_out = False
         self._stalled_ms = 0.0
         # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
         self._trims_left = 2
@@ -68,51 +83,92 @@ class AutoMode:
         """Whether the next pass is to be recorded."""
         return self._num_recorded < _RECORDED_PASSES
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the plan computes storages again."""
-        return self.plan is not None and Action.RECOMPUTE in self.plan.actions
+    def makers(self) -> Makers:
+        """The modules that perform what the plan computes again; None among them stands for outside of modules."""
+        if self.plan is None or self.recording is None:
+            return set()
+        makers = self.recording.makers
+        recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
+        return set().union(*(makers.get(index, set()) for index in recomputed))
 
     def begin_pass(self) -> ForwardPass:
         """The next pass, planned as far as earlier ones allow."""
         model = self._model() if self._model is not None else None
-        recorder = Recorder(self._engine.clock, model) if self.is_recording else None
-        return ForwardPass(
+        recorder = None
+        if self._room is not None:
+            self._room.watch()
+        if self.is_recording:
+            recorder = Recorder(self._engine.clock, model, self._engine.residency, self._room)
+        forward = ForwardPass(
             self._engine,
             self._limits.prefetch_ahead,
             plan=self.plan,
             recorder=recorder,
             recording=self.recording,
-            budget_bytes=self._limits.budget_bytes,
+            budget_bytes=self._limit_bytes,
             on_end=self._end,
         )
+        self._begun = weakref.ref(forward)
+        return forward
 
     def review(self) -> None:
-        """Learn from the last pass whose backward is over.
+        """Learn from the passes since the last one, before another one begins.
 
         Raises:
             InfeasibleBudgetError: the first plan shows that the budget cannot be met.
         """
         forward, self._ended = self._ended, None
+        if self._has_run_out():
+            self._plan_smaller()
         if forward is None or not forward.sizes:
             return
         if forward.recorder is not None:
-            self.recording = forward.recorder.finish(forward.ended)
+            self.recording = forward.recorder.finish()
             self._num_recorded += 1
             self._replan()
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
+        elif self._has_less_room():
+            self._replan()
         elif self.plan is not None and self._engine.clock.reached(forward.ended):
             self._correct(self.plan)
         if not self.is_recording and self._trims_left:
             self._trims_left -= 1
             self._engine.arena.trim()
 
+    def out_of_memory(self) -> None:
+        """The device ran out of memory while a pass was under way: give up what can be had again, and hold less."""
+        self._ran_out = True
+        forward = self._begun() if self._begun is not None else None
+        if forward is not None:
+            forward.release()
+
     def _end(self, forward: ForwardPass) -> None:
-        if forward.recorder:
-            forward.recorder.end()
         self._ended = forward
+        self._ran_out = self._ran_out or (self._room is not None and self._room.ran_short())
         self._on_end(forward)
+
+    def _has_run_out(self) -> bool:
+        ran_out, self._ran_out = self._ran_out, False
+        return self.plan is not None and (ran_out or (self._room is not None and self._room.ran_out()))
+
+    def _plan_smaller(self) -> None:
+        assert self.plan is not None
+        before = self.plan.predicted_peak_bytes
+        self._out_of_reach_bytes = int(_SMALLER * before)
+        logger.warning(
+            "activation offloading: the device ran out of memory, or nearly did, with %.2f GiB of saved activations on "
+            "it; they are to hold at most %.2f GiB from now on",
+            before / 2**30,
+            self._out_of_reach_bytes / 2**30,
+        )
+        self._replan()
+
+    def _has_less_room(self) -> bool:
+        """Whether the plan holds more than the device now has left: optimizer states are there, or other processes."""
+        if self.plan is None or self._room is None or self._limits.budget_bytes is not None:
+            return False
+        return self.plan.predicted_peak_bytes > self._room.limit_bytes()
 
     def _adapt(self, sizes: list[int]) -> None:
         """Make room for larger shapes; a plan for the largest fits the smaller ones too."""
@@ -142,19 +198,52 @@ class AutoMode:
             self._replan()
 
     def _replan(self) -> None:
-        assert self.recording is not None
         if self._link is None:
             self._link = measure_link(self._engine.copier, self._engine.clock)
         is_first = self.plan is None
+        self._limit_bytes = self._limit()
+        if self._limits.budget_bytes is None:
+            self.plan = self._plan_for_the_device()
+        else:
+            self.plan = self._plan_for_the_budget(is_first)
+        self._stalled_ms = self._engine.copier.stall_ms()
+        if self.plan is not None:
+            logger.info("activation offloading: %s", self.plan.summary())
+
+    def _limit(self) -> int | None:
+        limit_bytes = self._limits.budget_bytes
+        if limit_bytes is None and self._room is not None:
+            limit_bytes = max(0, self._room.limit_bytes())
+        limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
+        return min(limits, default=None)
+
+    def _plan_for_the_budget(self, is_first: bool) -> Plan:
         try:
-            self.plan = self._make_plan(self._limits.budget_bytes)
+            return self._make_plan(self._limit_bytes)
         except InfeasibleBudgetError as error:
             if is_first:
                 raise
             logger.warning("%s; going on with the smallest", error)
-            self.plan = self._make_plan(error.smallest_bytes)
-        self._stalled_ms = self._engine.copier.stall_ms()
-        logger.info("activation offloading: %s", self.plan.summary())
+            return self._make_plan(error.smallest_bytes)
+
+    def _plan_for_the_device(self) -> Plan | None:
+        """The plan that the accepted slowdown allows if it fits, else the fastest that does, else none.
+
+        Without one everything is offloaded, as while recording, which was seen to fit.
+        """
+        plan = self._make_plan(None)
+        limit_bytes = self._limit_bytes
+        if limit_bytes is None or plan.predicted_peak_bytes <= limit_bytes:
+            return plan
+        try:
+            return self._make_plan(limit_bytes)
+        except InfeasibleBudgetError:
+            logger.info(
+                "activation offloading: the device has %.2f GiB for saved activations, too little for any plan; "
+                "everything is offloaded",
+                limit_bytes / 2**30,
+            )
+            return None
 
     def _make_plan(self, budget_bytes: int | None) -> Plan:
         limits: dict[str, Any] = {**vars(self._limits), "budget_bytes": budget_bytes}
@@ -174,8 +263,10 @@ def _grown(recording: Recording, sizes: list[int]) -> Recording:
             saved_at_s=ratio * storage.saved_at_s,
             uses_s=tuple(ratio * used_at for used_at in storage.uses_s),
             recompute_s=None if storage.recompute_s is None else ratio * storage.recompute_s,
+            freed_s=None if storage.freed_s is None else ratio * storage.freed_s,
         )
         for index, storage in enumerate(recording.profile.storages)
     ]
-    profile = replace(recording.profile, storages=tuple(storages), step_s=ratio * recording.profile.step_s)
-    return Recording(profile, largest, recording.owners)
+    ends_s = tuple(ratio * end_s for end_s in recording.profile.backward_ends_s)
+    profile = Profile(tuple(storages), ratio * recording.profile.step_s, ends_s)
+    return replace(recording, profile=profile, sizes=largest)

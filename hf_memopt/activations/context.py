@@ -5,13 +5,12 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 
+from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
 from hf_memopt.activations.payload import Kept, KeptView, Restored
 from hf_memopt.activations.producers import Operand, Producers
 from hf_memopt.activations.recompute import Computation, RecomputedStorage, Resolver, Source
@@ -29,9 +28,11 @@ Payload = Kept | Restored
 
 @dataclass
 class Counters:
-    """What all contexts of an offloader count."""
+    """What all contexts of an offloader count, in bytes of saved tensors; see `OffloadStats`."""
 
     bytes_kept: int = 0
+    bytes_weights: int = 0
+    bytes_recomputed: int = 0
     bytes_deduplicated: int = 0
     subclasses: set[str] = field(default_factory=set)
 
@@ -72,28 +73,31 @@ class OffloadContext:
         """The payload that autograd keeps instead of `tensor`."""
         if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
-        if tensor.layout is not torch.strided:
-            return self._keep(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested:  # memory of another kind, which is not counted
+            return Kept(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._threshold_bytes:
             return self._keep(tensor)
-        if storage._cdata in self._fixed or is_weight(tensor):
+        key = storage._cdata
+        if key in self._fixed or is_weight(tensor):
+            self._counters.bytes_weights += tensor.nbytes
             return Kept(tensor)
         # What backward itself saves (recomputation, double backward) is used at once.
-        if in_backward() or (self._inputs_only and not _called_from_checkpoint()):
+        if in_backward() or (self._inputs_only and not called_from_checkpoint(sys._getframe(1))):
+            return self._keep(tensor)
+        if called_from_rrelu(sys._getframe(1)):
             return self._keep(tensor)
         forward = self._pass_on(tensor.device)
         if forward is None:
             return self._keep(tensor)
         if forward.recorder is None and self._producers is None:
-            return self._save(tensor, forward)
+            return self._save(tensor, key, forward)
         # Our own operations are no part of the model's: neither timed nor noted.
         with forward.recorder.working() if forward.recorder else nullcontext(), no_dispatch():
-            return self._save(tensor, forward)
+            return self._save(tensor, key, forward)
 
-    def _save(self, tensor: Tensor, forward: ForwardPass) -> Payload:
-        key, version = tensor.untyped_storage()._cdata, tensor._version
-        live = forward.engine.find(key, version)
+    def _save(self, tensor: Tensor, key: int, forward: ForwardPass) -> Payload:
+        live = forward.engine.find(tensor, key)
         if live is None or live.saved_by is not forward:
             live = self._place(tensor, key, live, forward)
             live.saved_by = forward
@@ -101,7 +105,10 @@ class OffloadContext:
             self._counters.bytes_deduplicated += tensor.nbytes
         if not isinstance(live, KeptStorage):
             return Restored(live, tensor)
-        self._counters.bytes_kept += tensor.nbytes
+        if live.is_weight:
+            self._counters.bytes_weights += tensor.nbytes
+        else:
+            self._counters.bytes_kept += tensor.nbytes
         return KeptView(live, tensor)
 
     def _place(self, tensor: Tensor, key: int, live: LiveStorage | None, forward: ForwardPass) -> LiveStorage:
@@ -110,45 +117,60 @@ class OffloadContext:
         index = forward.next_index(num_bytes)
         action = forward.action(index, num_bytes)
         computation = None
-        if forward.recorder is not None:
-            forward.recorder.saved(key, index, num_bytes)
         if self._producers is not None and (forward.recorder is not None or action is Action.RECOMPUTE):
             computation = self._resolve(tensor, forward)
-            if computation is not None and forward.recorder is not None:
+        stays = tensor.grad_fn is None and may_be_cast_of_frozen_weight(tensor)
+        stays = stays or (computation is not None and computation.reads_weights_alone())
+        if forward.recorder is not None:
+            forward.recorder.saved(tensor.untyped_storage(), index, stays)
+            if computation is not None:
                 forward.recorder.computable(index, computation)
-        if live is not None:
-            return live
-        if action is Action.RECOMPUTE:
-            return self._recompute(tensor, forward, index, computation)
-        return _put(action, tensor, VersionGuard(tensor), forward, index)
+        if live is None:
+            if stays and (action is Action.OFFLOAD or computation is None):
+                action = Action.KEEP
+            live = self._put(action, tensor, forward, index, computation)
+            live.is_weight = stays
+            live.num_writes = self._producers.num_writes(key) if self._producers is not None else None
+        return live
+
+    def _put(
+        self, action: Action, tensor: Tensor, forward: ForwardPass, index: int, computation: Computation | None
+    ) -> LiveStorage:
+        guard = VersionGuard(tensor)
+        if action is Action.RECOMPUTE and computation is not None:
+            return self._recompute(tensor, guard, forward, index, computation)
+        if action is Action.KEEP:
+            return forward.engine.keep(tensor, guard, forward, index)
+        # Also what was to be computed again, but has come about otherwise than when it was recorded.
+        return forward.engine.offload(tensor, guard, forward, index)
 
     def _resolve(self, tensor: Tensor, forward: ForwardPass) -> Computation | None:
         assert self._producers is not None
-        find = forward.engine.find
-        resolver = Resolver(self._producers, lambda operand: find(operand.key, operand.version))
-        return resolver.resolve(Operand(tensor, self._fixed))
+        return Resolver(self._producers, forward.engine.get).resolve(self._producers.operand(tensor))
 
     def _recompute(
-        self, tensor: Tensor, forward: ForwardPass, index: int, computation: Computation | None
+        self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int, computation: Computation
     ) -> LiveStorage:
-        if computation is None:  # other than it was when recorded
-            return forward.engine.offload(tensor, VersionGuard(tensor), forward, index)
         places: dict[int, int] = {}
         for source in computation.sources():
             place = places.setdefault(source.key, len(places))
             if source.live is None:
                 self._save_source(source, forward, forward.source(index, place))
-        live = RecomputedStorage(tensor, VersionGuard(tensor), forward, index, computation)
-        forward.engine.register(tensor, live)
+        live = RecomputedStorage(tensor, guard, forward, index, computation)
+        forward.engine.register(tensor.untyped_storage()._cdata, live)
+        forward.watch(live)
+        self._counters.bytes_recomputed += live.num_bytes
         return live
 
     def _save_source(self, source: Source, forward: ForwardPass, index: int) -> None:
         """Keep or offload, for a storage's sake that is computed from it, what autograd has not saved."""
         assert source.tensor is not None
-        source.live = forward.engine.find(source.key, source.guard.version)
+        source.live = forward.engine.find(source.tensor, source.key)
         if source.live is None:
-            action = forward.action(index, source.num_bytes)
-            source.live = _put(action, source.tensor, source.guard, forward, index)
+            put = forward.engine.keep if forward.action(index, source.num_bytes) is Action.KEEP else forward.engine.offload
+            source.live = put(source.tensor, source.guard, forward, index)
+            assert self._producers is not None
+            source.live.num_writes = self._producers.num_writes(source.key)
         source.tensor = None
 
     def _pass_on(self, device: torch.device) -> ForwardPass | None:
@@ -182,11 +204,16 @@ def storages_of(model: nn.Module | None) -> frozenset[int]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a plain tensor is a view or an autocast copy of a parameter, reached without arithmetic."""
+    """Whether a plain tensor is a leaf that requires grad, or a view or cast of one, reached without arithmetic.
+
+    Its gradient's accumulator holds such a leaf in memory as long as the graph is alive, parameter or not.
+    """
     if tensor._base is not None and isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn
-    name = "" if node is None else node.name()
+    if node is None:
+        return tensor.requires_grad
+    name = node.name()
     while node is not None and name in _RESHAPING and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
         name = "" if node is None else node.name()
@@ -194,16 +221,3 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 _RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")
-
-
-def _put(action: Action, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> LiveStorage:
-    put = forward.engine.keep if action is Action.KEEP else forward.engine.offload
-    return put(tensor, guard, forward, index)
-
-
-def _called_from_checkpoint() -> bool:
-    """Whether torch's checkpointing is saving the inputs of a region: it is what called autograd."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__

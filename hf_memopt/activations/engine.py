@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from hf_memopt.activations.residency import Residency
@@ -32,32 +33,37 @@ class Engine:
         self.bytes_moved = 0
         self._storages: weakref.WeakValueDictionary[int, LiveStorage] = weakref.WeakValueDictionary()
         # Weak: a graph that is dropped takes its storages along, copies under way included.
-        self._leaving: deque[tuple[weakref.ref[OffloadedStorage], int]] = deque()
+        self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
         self._leaving_bytes = 0
 
-    def find(self, key: int, version: int) -> LiveStorage | None:
-        """What is there already for the storage of this key, if it has the bytes of that version."""
-        found = self._storages.get(key)
-        return found if found is not None and found.holds(version) else None
+    def get(self, key: int) -> LiveStorage | None:
+        """What was saved last of the storage of this key, whatever has become of its bytes."""
+        return self._storages.get(key)
 
-    def register(self, tensor: Tensor, storage: LiveStorage) -> None:
+    def find(self, tensor: Tensor, key: int) -> LiveStorage | None:
+        """What is there already for a tensor's storage, if it has the tensor's bytes."""
+        found = self._storages.get(key)
+        return found if found is not None and found.guard.covers(tensor) else None
+
+    def register(self, key: int, storage: LiveStorage) -> None:
         """Have `find` find it."""
-        self._storages[tensor.untyped_storage()._cdata] = storage
+        self._storages[key] = storage
 
     def keep(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> KeptStorage:
         """Leave a storage where it is."""
         storage = KeptStorage(tensor, guard, forward, index)
-        self.register(tensor, storage)
+        self.register(tensor.untyped_storage()._cdata, storage)
         return storage
 
     def offload(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> LiveStorage:
         """Start copying a storage to the host, or keep it where the host has no room."""
-        block = self.arena.acquire(tensor.untyped_storage().nbytes())
+        memory = tensor.untyped_storage()
+        block = self.arena.acquire(memory.nbytes())
         if block is None:
             return self.keep(tensor, guard, forward, index)
         storage = OffloadedStorage(tensor, guard, forward, index, block)
         self.bytes_moved += storage.num_bytes
-        self.register(tensor, storage)
+        self.register(memory._cdata, storage)
         forward.add(storage)
         return storage
 
@@ -67,18 +73,38 @@ class Engine:
         In this order and at this moment only, however far the device has come: then each step allocates and frees in
         the same order as the last one.
         """
-        self._leaving.append((weakref.ref(storage), storage.num_bytes))
+        storage.is_leaving = True
+        self._leaving.append(weakref.ref(storage))
         self._leaving_bytes += storage.num_bytes
         while self._leaving_bytes > in_flight_bytes:
-            oldest, num_bytes = self._leaving.popleft()
-            self._leaving_bytes -= num_bytes
-            alive = oldest()
-            if alive is not None:
-                alive.let_go()
+            oldest = self._leaving.popleft()()
+            if oldest is not None and oldest.is_leaving:
+                oldest.let_go()
+
+    def stay(self, storage: OffloadedStorage) -> None:
+        """Take a storage out of those that wait to give up their memory: it has, or backward has claimed it."""
+        if storage.is_leaving:
+            storage.is_leaving = False
+            self._leaving_bytes -= storage.num_bytes
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        """Device memory for what comes back. Where there is none, all that waits to give up its memory does so first."""
+        try:
+            return self.copier.empty_device(num_bytes)
+        except torch.OutOfMemoryError:
+            if not self.let_all_go():
+                raise
+        return self.copier.empty_device(num_bytes)
+
+    def let_all_go(self) -> bool:
+        """Wait for all copies to the host and give up the memory; whether there was any."""
+        leaving = [storage for storage in (entry() for entry in self._leaving) if storage and storage.is_leaving]
+        for storage in leaving:
+            storage.let_go()
+        return bool(leaving)
 
     def begin_pass(self) -> None:
-        """Forget the copies of graphs that are gone, and count the peak anew."""
-        self._leaving = deque(entry for entry in self._leaving if entry[0]() is not None)
-        self._leaving_bytes = sum(num_bytes for _, num_bytes in self._leaving)
+        """Forget the copies that are over, and count the peak anew."""
+        self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.residency.settle()
         self.residency.peak_bytes = self.residency.now_bytes

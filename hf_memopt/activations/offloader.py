@@ -1,9 +1,10 @@
 """Saved activations go to host memory after the forward pass has used them and come back in time for backward."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.auto import AutoMode, Limits
 from hf_memopt.activations.context import Counters, OffloadContext, Payload, storages_of, unpack
+from hf_memopt.activations.coverage import active_in
+from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.engine import Engine
 from hf_memopt.activations.payload import Restored
+from hf_memopt.activations.planner import InfeasibleBudgetError
 from hf_memopt.activations.producers import Producers
+from hf_memopt.activations.ranks import raise_on_all_ranks
 from hf_memopt.activations.report import plan_report
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.stats import OffloadStats
@@ -29,6 +34,10 @@ MODES = ("auto", "all", "inputs")
 _GIB = 2**30
 _HOST_SHARE = 0.9
 _HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
+_NOTHING_TO_MOVE = (
+    "nothing is moved: on a CPU saved activations are in host memory already. ActivationOffloader(copier=SyncCopier()), "
+    "from hf_memopt.transfer, performs every copy on a CPU too, to try it"
+)
 
 
 class ActivationOffloader:
@@ -108,6 +117,8 @@ class ActivationOffloader:
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Models whose ranks have found out together whether the budget can be met.
+        self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = Counters()
         self._ended: ForwardPass | None = None
 
@@ -124,8 +135,7 @@ class ActivationOffloader:
         if not self.enabled or not torch.is_grad_enabled():
             yield self
             return
-        for plan in self._plans_of(model).values():
-            plan.review()
+        self._review(model)
         fixed = storages_of(model)
         producers = self._producers(model, fixed)
         context = OffloadContext(
@@ -136,8 +146,13 @@ class ActivationOffloader:
             inputs_only=self.mode == "inputs",
             producers=producers,
         )
-        with saved_tensors_hooks(context.pack, unpack), producers or nullcontext():
-            yield self
+        try:
+            with saved_tensors_hooks(context.pack, unpack), self._noting(producers, model):
+                yield self
+        except torch.OutOfMemoryError:
+            for plan in self._plans_of(model).values():
+                plan.out_of_memory()
+            raise
         if producers is not None and not context.has_begun:
             self._note_idle(model)
 
@@ -173,6 +188,8 @@ class ActivationOffloader:
         return OffloadStats(
             bytes_kept=self._counters.bytes_kept,
             bytes_moved=sum(engine.bytes_moved for engine in engines),
+            bytes_recomputed=self._counters.bytes_recomputed,
+            bytes_weights=self._counters.bytes_weights,
             bytes_deduplicated=self._counters.bytes_deduplicated,
             host_bytes_live=sum(engine.arena.bytes_live for engine in engines),
             host_bytes_pinned=sum(engine.arena.bytes_held for engine in engines),
@@ -188,6 +205,8 @@ class ActivationOffloader:
         """What the newest plan does with what each kind of module saves, as a table; says so where there is none."""
         modes = [mode for plans in self._plans.values() for mode in plans.values() if mode.plan and mode.recording]
         tables = [plan_report(mode.plan, mode.recording) for mode in modes if mode.plan and mode.recording]
+        if self._engines and not any(self._engines.values()):
+            return _NOTHING_TO_MOVE
         return "\n\n".join(tables) or f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
 
     def __reduce__(self) -> Any:
@@ -200,7 +219,7 @@ class ActivationOffloader:
             return self._new_pass(device)
         plans = self._plans_of(model)
         if device not in plans:
-            plans[device] = AutoMode(engine, self._limits, model, self._note_end)
+            plans[device] = AutoMode(engine, self._limits, model, self._note_end, room_on(device))
         return plans[device].begin_pass()
 
     def _new_pass(self, device: torch.device) -> ForwardPass | None:
@@ -216,6 +235,33 @@ class ActivationOffloader:
     def _plans_of(self, model: nn.Module | None) -> dict[torch.device, AutoMode]:
         return self._plans.setdefault(self._key(model), {})
 
+    def _review(self, model: nn.Module | None) -> None:
+        plans = self._plans_of(model)
+        error = None
+        try:
+            for plan in plans.values():
+                plan.review()
+        except InfeasibleBudgetError as found:
+            error = found
+        budget_bytes = self._limits.budget_bytes
+        if budget_bytes is not None and self._key(model) not in self._agreed:
+            if raise_on_all_ranks(error, budget_bytes, any(plan.plan is not None for plan in plans.values())):
+                self._agreed.add(self._key(model))
+        elif error is not None:
+            raise error
+
+    def _noting(self, producers: Producers | None, model: nn.Module | None) -> AbstractContextManager[object]:
+        """Where operations are noted: everywhere while recording, then in the modules whose results come again."""
+        plans = self._plans_of(model).values()
+        if producers is None:
+            return nullcontext()
+        if producers.is_timing:
+            return producers
+        makers = set().union(*(plan.makers() for plan in plans))
+        modules = [maker() if maker is not None else None for maker in makers]
+        everywhere = any(module is None or module is model for module in modules)
+        return active_in(producers, [module for module in modules if module is not None], everywhere)
+
     def _producers(self, model: nn.Module | None, fixed: frozenset[int]) -> Producers | None:
         device = _device_of(model, self._given_copier)
         if self.mode != "auto" or self._engine(device) is None:
@@ -223,7 +269,7 @@ class ActivationOffloader:
         plans = self._plans_of(model).values()
         if any(plan.is_recording for plan in plans) or (not plans and self._key(model) not in self._idle):
             return Producers(fixed, clock_for(device))
-        return Producers(fixed, None) if any(plan.recomputes for plan in plans) else None
+        return Producers(fixed, None) if any(plan.makers() for plan in plans) else None
 
     def _note_idle(self, model: nn.Module | None) -> None:
         """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
@@ -241,14 +287,16 @@ class ActivationOffloader:
             copier = self._given_copier
             if copier is None and device.type not in _HOST_MEMORY:
                 copier = copier_for(device, pin_memory=self._pin_memory)
-            if copier is None and device.type != "cpu":
+            if copier is None and device.type == "cpu":
+                logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
+            elif copier is None:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
             self._engines[device] = None if copier is None else Engine(copier, clock_for(device), self._host_bytes())
         return self._engines[device]
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function that runs `forward` in an `offload_context` of its own offloader.
+    """A function that runs `forward` in an `offload_context` of its own offloader, with its name and signature.
 
     Args:
         forward: a function or a module's bound `forward`; a bound method's module tells which weights must not move.
@@ -257,6 +305,7 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
     offloader = ActivationOffloader(**options)
     owner = getattr(forward, "__self__", None)
 
+    @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with offloader.offload_context(owner if isinstance(owner, nn.Module) else None):
             return forward(*args, **kwargs)

@@ -4,6 +4,8 @@ The graph owns its payloads, and the payloads own the storages, on the device or
 twice, dropped, or lost to an exception therefore frees what it holds by itself; nothing has to be tracked or reset.
 """
 
+import sys
+
 from torch import Tensor
 
 from hf_memopt.activations.storages import KeptStorage, LiveStorage, OffloadedStorage
@@ -25,46 +27,53 @@ class Kept:
 
     def restore(self) -> Tensor:
         if self._tensor._version != self._version:
-            raise modified_in_place(self._tensor.shape)
+            raise modified_in_place(self._tensor, self._tensor.shape, self._version)
         return self._tensor
 
 
 class KeptView(Kept):
     """The same for a storage that is counted."""
 
-    __slots__ = ("_storage", "_unpacked")
+    __slots__ = ("_storage", "read_in")
 
     def __init__(self, storage: KeptStorage, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._storage = storage
-        self._unpacked = False
-        storage.num_needs += 1
+        self.read_in = 0
+        storage.num_views += 1
 
     def restore(self) -> Tensor:
-        first = not self._unpacked
-        self._unpacked = True
-        self._storage.use(counted=first)
+        self._storage.note_use(self)
         return super().restore()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._storage.drop_view()
 
 
 class Restored:
-    """A saved tensor as a view of a storage that comes back from the host or is computed again."""
+    """A saved tensor as a view of a storage that comes back from the host or is computed again.
 
-    __slots__ = ("_meta", "_storage", "_unpacked")
+    Attributes:
+        read_in: the number of the backward pass that unpacked it last.
+    """
+
+    __slots__ = ("_meta", "_storage", "read_in")
 
     def __init__(self, storage: LiveStorage, tensor: Tensor) -> None:
         self._storage = storage
         self._meta = ViewMeta(tensor)
-        self._unpacked = False
-        storage.num_needs += 1
+        self.read_in = 0
+        storage.num_views += 1
 
     def restore(self) -> Tensor:
-        # A view that is unpacked again (retain_graph) no longer counts, so the storage may have left in between.
-        first = not self._unpacked
-        self._unpacked = True
-        return self._meta.of(self._storage.use(counted=first))
+        return self._meta.of(self._storage.use(self))
 
     def let_go(self) -> None:
         """Give up the device memory of what has been offloaded."""
         if isinstance(self._storage, OffloadedStorage):
             self._storage.let_go()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._storage.drop_view()

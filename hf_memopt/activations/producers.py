@@ -5,15 +5,18 @@ Notes hold no tensors except weights, so they keep no memory alive.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memopt.activations.calling import calling_module
+from hf_memopt.activations.plain_dispatch import call_as_plain
 from hf_memopt.activations.residency import in_backward
-from hf_memopt.activations.tensors import ViewMeta
+from hf_memopt.activations.tensors import ViewMeta, is_plain
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
@@ -53,13 +56,14 @@ _HEAVY = {
 class Operand:
     """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not."""
 
-    __slots__ = ("_storage", "_tensor", "key", "meta", "version", "weight")
+    __slots__ = ("_storage", "_tensor", "key", "meta", "num_writes", "version", "weight")
 
-    def __init__(self, tensor: Tensor, weights: frozenset[int]) -> None:
+    def __init__(self, tensor: Tensor, weights: frozenset[int], num_writes: int) -> None:
         storage = tensor.untyped_storage()
         self.key = storage._cdata
         self.meta = ViewMeta(tensor)
         self.version = tensor._version
+        self.num_writes = num_writes
         # As long as this exists, no other storage is given the same key.
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._tensor = weakref.ref(tensor)
@@ -72,15 +76,21 @@ class Operand:
 
 
 class Recipe:
-    """One operation that was performed and can be again: same function, same operands, same bits."""
+    """One operation that was performed and can be again: same function, same operands, same bits.
 
-    __slots__ = ("args", "func", "kwargs", "light", "marks", "output", "storage", "version")
+    Attributes:
+        module: the innermost module that performed it, where that is noted; None outside of modules.
+        num_writes: how many writes to the result's storage had been seen.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "light", "marks", "module", "num_writes", "output", "storage", "version")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, marks: tuple[Any, Any] | None) -> None:
         self.func, self.args, self.kwargs, self.marks = func, args, kwargs, marks
         self.light = func not in _HEAVY
+        self.module: weakref.ref[nn.Module] | None = None
         self.output: int | None = None
-        self.version = 0
+        self.version = self.num_writes = 0
         self.storage: StorageWeakRef | None = None
 
 
@@ -90,9 +100,12 @@ class Producers(TorchDispatchMode):
     Only functional, deterministic operations count: what draws random numbers or writes into its operands cannot be
     repeated. Costs about 15 us per operation on the host, while it is active.
 
+    Versions do not tell whether a storage still has the bytes that an operation read or left: `.data` and the parts of
+    `unsafe_chunk` are counted apart. So writes are counted by storage, as far as they are seen.
+
     Args:
         weights: keys of storages that stay where they are until backward is over.
-        clock: times each operation; None does not.
+        clock: times each operation, and has the module noted that performed it; None does not.
     """
 
     def __init__(self, weights: frozenset[int], clock: Clock | None) -> None:
@@ -100,6 +113,12 @@ class Producers(TorchDispatchMode):
         self._weights = weights
         self._clock = clock
         self._recipes: dict[int, Recipe] = {}
+        self._num_writes: dict[int, int] = {}
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether operations are timed, for a plan."""
+        return self._clock is not None
 
     # Compiled regions run as they are; what they compute has no recipe.
     @classmethod
@@ -108,8 +127,13 @@ class Producers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not PLAIN_TYPES.issuperset(types) or not _repeatable(func) or in_backward():
+        kind = _kind(func)
+        if kind.writes:
+            self._count_writes(kind, args, kwargs)
+        if not PLAIN_TYPES.issuperset(types) or kind.is_view:
             return func(*args, **kwargs)
+        if not kind.is_repeatable or in_backward():
+            return call_as_plain(func, args, kwargs)
         start = self._clock.mark() if self._clock else None
         result = func(*args, **kwargs)
         marks = (start, self._clock.mark()) if self._clock else None
@@ -119,41 +143,76 @@ class Producers(TorchDispatchMode):
     def recipe(self, operand: Operand) -> Recipe | None:
         """How the bytes of an operand came about, if they are still those that the operation left."""
         recipe = self._recipes.get(operand.key)
-        return recipe if recipe is not None and recipe.version == operand.version else None
+        if recipe is None or recipe.version != operand.version or recipe.num_writes != operand.num_writes:
+            return None
+        return recipe
+
+    def operand(self, tensor: Tensor) -> Operand:
+        """A tensor as it is now."""
+        return Operand(tensor, self._weights, self.num_writes(tensor.untyped_storage()._cdata))
+
+    def num_writes(self, key: int) -> int:
+        """How many writes to a storage have been seen."""
+        return self._num_writes.get(key, 0)
+
+    def _count_writes(self, kind: "_Kind", args: Any, kwargs: Any) -> None:
+        written: list[Tensor] = []
+        map_tensors(written.append, [args[place] for place in kind.written_places if place < len(args)])
+        map_tensors(written.append, [kwargs[name] for name in kind.written_names if name in kwargs])
+        for tensor in written:
+            if is_plain(tensor):
+                key = tensor.untyped_storage()._cdata
+                self._num_writes[key] = self.num_writes(key) + 1
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, marks: tuple[Any, Any] | None) -> None:
-        operands: list[Operand] = []
-        args = map_tensors(lambda tensor: self._operand(tensor, operands), args)
-        kwargs = {name: map_tensors(lambda tensor: self._operand(tensor, operands), x) for name, x in kwargs.items()}
-        read = {operand.key for operand in operands}
-        single = isinstance(result, Tensor)
-        for position, output in enumerate((result,) if single else result):
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, [args, *kwargs.values()])
+        outputs = [result] if isinstance(result, Tensor) else result
+        if not isinstance(outputs, list | tuple) or not all(is_plain(tensor) for tensor in tensors):
+            return
+        args = map_tensors(self.operand, args)
+        kwargs = {name: map_tensors(self.operand, value) for name, value in kwargs.items()}
+        read = {tensor.untyped_storage()._cdata for tensor in tensors}
+        module = calling_module() if marks is not None else None
+        for position, output in enumerate(outputs):
             # An output that is a view of an operand (_unsafe_view) was not made here.
-            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in read:
-                recipe = Recipe(func, args, kwargs, marks)
-                recipe.output = None if single else position
-                recipe.version = output._version
-                recipe.storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
-                self._recipes[output.untyped_storage()._cdata] = recipe
-
-    def _operand(self, tensor: Tensor, operands: list[Operand]) -> Operand:
-        operands.append(Operand(tensor, self._weights))
-        return operands[-1]
-
-
-_known: dict[Any, bool] = {}
+            if not isinstance(output, Tensor) or not is_plain(output) or output.untyped_storage()._cdata in read:
+                continue
+            recipe = Recipe(func, args, kwargs, marks)
+            recipe.module = None if module is None else weakref.ref(module)
+            recipe.output = None if outputs is not result else position
+            recipe.version = output._version
+            recipe.num_writes = self.num_writes(output.untyped_storage()._cdata)
+            recipe.storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
+            self._recipes[output.untyped_storage()._cdata] = recipe
 
 
-def _repeatable(func: Any) -> bool:
-    known = _known.get(func)
-    if known is None:
-        known = _known[func] = _is_repeatable(func)
-    return known
+class _Kind(NamedTuple):
+    """What an operation does, by its schema."""
+
+    is_view: bool
+    is_repeatable: bool
+    written_places: tuple[int, ...] = ()
+    written_names: tuple[str, ...] = ()
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.written_names)
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Kind(is_view=False, is_repeatable=False)
+    if func._schema.is_mutable:
+        arguments = list(enumerate(func._schema.arguments))
+        written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        places, names = zip(*written, strict=True) if written else ((), ())
+        return _Kind(False, False, places, names)
+    return _Kind(func.is_view, not func.is_view and _is_repeatable(func))
 
 
 def _is_repeatable(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func.is_view:
-        return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags

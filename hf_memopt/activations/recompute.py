@@ -6,14 +6,17 @@ bytes, so the result is the same bits. Nothing that draws random numbers is ever
 """
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.producers import Operand, Producers, Recipe, map_tensors
+from hf_memopt.activations.residency import graph_is_retained
 from hf_memopt.activations.storages import NOTHING, LiveStorage, is_profiling
 from hf_memopt.activations.tensors import VersionGuard, ViewMeta, bytes_of
 
@@ -40,6 +43,13 @@ class Source:
         else:
             assert tensor is not None
             self.guard, self.num_bytes = VersionGuard(tensor), tensor.untyped_storage().nbytes()
+
+    def pin(self) -> StorageWeakRef:
+        """Something that keeps the storage's key from being given to another one."""
+        if self.live is not None:
+            return self.live.pin
+        assert self.tensor is not None
+        return StorageWeakRef(self.tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class Weight:
@@ -91,12 +101,20 @@ class Computation:
                 found.update(dict.fromkeys(operand.computation.steps()))
         return list(found)
 
+    def modules(self) -> "set[weakref.ref[nn.Module] | None]":
+        """The innermost modules that performed the operations, where that was noted; None stands for none."""
+        return {step.recipe.module for step in self.steps()}
+
+    def reads_weights_alone(self) -> bool:
+        """Whether the result is as lasting as the weights that it is made of."""
+        return bool(self.steps()) and not self.sources()
+
     def sources(self) -> list[Source]:
         """What the whole computation reads; a storage that is read through several views is there several times."""
         return [operand for step in self.steps() for operand in step._operands if isinstance(operand, Source)]
 
     def checks(self) -> list[Callable[[], bool]]:
-        """One for each operand that has to stay as it is until the computation is over: whether it is no longer."""
+        """One for each operand that has to stay as it is until the computation is over: whether it no longer is."""
         operands = [operand for step in self.steps() for operand in step._operands]
         modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, Intermediate)]
         return modified + [operand.was_freed for operand in operands if isinstance(operand, Weight)]
@@ -143,10 +161,10 @@ class Resolver:
 
     Args:
         producers: the notes on the pass.
-        find_live: the live storage of an operand, if there is one.
+        find_live: what was saved last of the storage of a key.
     """
 
-    def __init__(self, producers: Producers, find_live: Callable[[Operand], LiveStorage | None]) -> None:
+    def __init__(self, producers: Producers, find_live: Callable[[int], LiveStorage | None]) -> None:
         self._producers, self._find_live = producers, find_live
         self._computations: dict[Recipe, Computation] = {}
 
@@ -176,7 +194,7 @@ class Resolver:
     def _find(self, operand: Operand, depth: int, pure: bool) -> Source | Weight | Intermediate | None:
         if operand.weight is not None:
             return Weight(operand.weight) if operand.weight._version == operand.version else None
-        live = self._find_live(operand)
+        live = self._live(operand)
         if live is not None and live.saved_by is not None:
             return Source(operand, live, None)
         recipe = self._producers.recipe(operand) if depth else None
@@ -190,44 +208,66 @@ class Resolver:
         return Source(operand, live, tensor) if live is not None or tensor is not None else None
 
 
+    def _live(self, operand: Operand) -> LiveStorage | None:
+        """The live storage with the bytes that the operation read."""
+        live = self._find_live(operand.key)
+        if live is None or live.guard.version != operand.version or live.guard.was_modified():
+            return None
+        tensor = operand.alive()
+        is_same = live.num_writes == operand.num_writes if tensor is None else live.guard.covers(tensor)
+        return live if is_same else None
+
+
 class RecomputedStorage(LiveStorage):
     """Computed again when it is needed, and kept until its last need.
 
     Args:
-        computation: with the live storage of every source in place; this object keeps them.
+        computation: with the live storage of every source in place; this object keeps them until it has been computed.
     """
 
     def __init__(
         self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int, computation: Computation
     ) -> None:
         self._counted_bytes = 0
+        self._sources: list[LiveStorage] = []
         super().__init__(tensor, guard, forward, index)
-        self._computation = computation
+        self._computation: Computation | None = computation
         self._device_type = tensor.device.type
-        self._sources = list(dict.fromkeys(source.live for source in computation.sources() if source.live is not None))
         self._memory: Tensor | None = None
-        self._was_computed = False
+        sources = [source.live for source in computation.sources() if source.live is not None]
+        self._sources = list(dict.fromkeys(sources))
         for source in self._sources:
-            source.num_needs += 1
+            source.num_dependents += 1
 
-    def _bring(self) -> Tensor:
+    def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
             with self.label("recompute") if is_profiling() else NOTHING:
-                memory = {source: source.fetch(counted=not self._was_computed) for source in self._sources}
-                self._was_computed = True
+                memory = {source: source.fetch(self, backward) for source in self._sources}
                 self._counted_bytes = self.num_bytes
                 self.forward.engine.residency.add(self.num_bytes)
+                assert self._computation is not None
                 # Operations were noted below autograd and autocast, with their casts made.
                 with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
                     self._memory = self._computation.run(memory)
             assert self._memory.nbytes == self.num_bytes
+            if not graph_is_retained():  # then the result stays for as long as anybody can ask for it
+                self._drop_sources()
         return self._memory
 
     def _give_up(self) -> None:
+        if self._computation is None:  # it could not be made a second time
+            return
         self._memory = None
         self.forward.engine.residency.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 
+    def _drop_sources(self) -> None:
+        for source in self._sources:
+            source.num_dependents -= 1
+        self._sources = []
+        self._computation = None
+
     def __del__(self) -> None:
         if not sys.is_finalizing():
+            self._drop_sources()
             self.forward.engine.residency.remove(self._counted_bytes)

@@ -1,18 +1,24 @@
 """What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
 
-import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_memopt.activations.calling import calling_module
+from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.profile import Profile, SavedStorage
-from hf_memopt.activations.recompute import Computation
-from hf_memopt.activations.residency import current_node
+from hf_memopt.activations.recompute import Computation, Source
+from hf_memopt.activations.residency import Residency, current_node
 from hf_memopt.transfer.clock import Clock
+
+
+Makers = set[weakref.ref[nn.Module] | None]
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,14 @@ class Recording:
         profile: the storages that autograd saved, by index, and after them those that only recomputing would save.
         sizes: bytes of the former.
         owners: names of the modules that saved them.
+        makers: by index, the modules that performed what a storage could be computed again by, None for outside of
+            modules.
     """
 
     profile: Profile
     sizes: tuple[int, ...]
     owners: tuple[str, ...]
+    makers: Mapping[int, Makers] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,26 +48,62 @@ class _Event:
     saved: int | None = None
     used: int | None = None
     node: int | None = None
+    ends_backward: bool = False
+
+
+@dataclass(eq=False)
+class _Unsaved:
+    """A storage that nobody has saved when another one could be computed from it, `dependent`; maybe somebody does."""
+
+    num_bytes: int
+    dependent: int
+    index: int | None = None
+
+
+@dataclass
+class _Computable:
+    """How a storage could be computed again: the time of each operation, and what they read.
+
+    `checks` say whether that is no longer so. They are made at the end of each backward up to the one that used the
+    storage: what becomes of the operands later does not matter.
+    """
+
+    marks: list[Any]
+    sources: list[int | _Unsaved]
+    makers: Makers
+    checks: list[Callable[[], bool]] | None
 
 
 class Recorder:
-    """Notes one forward pass and its backward.
+    """Notes everything that one context saved, and the backward passes through it.
 
     Args:
         clock: of the compute stream.
         model: gives the storages' owners their names.
+        residency: what saved activations hold.
+        room: measures what everything else needs; None does not.
     """
 
-    def __init__(self, clock: Clock, model: nn.Module | None) -> None:
+    def __init__(
+        self, clock: Clock, model: nn.Module | None, residency: Residency, room: DeviceRoom | None = None
+    ) -> None:
         self._clock = clock
+        self._residency, self._room = residency, room
+        if room is not None:
+            room.begin()
         self._names = {id(module): name for name, module in (model.named_modules() if model else ())}
         self._events: list[_Event] = []
         self._sizes: dict[int, int] = {}
         self._owners: dict[int, str] = {}
         self._indices: dict[int, int] = {}
-        # Storages that nobody has saved, by key: bytes, and the first storage that could be computed from them.
-        self._unsaved: dict[int, tuple[int, int]] = {}
-        self._computations: dict[int, tuple[list[Any], list[int], list[Callable[[], bool]]]] = {}
+        self._staying: set[int] = set()
+        # How many events had been noted when the last saved tensor of a storage went.
+        self._freed: dict[int, int] = {}
+        self._unsaved: dict[int, _Unsaved] = {}
+        self._all_unsaved: list[_Unsaved] = []
+        self._computable: dict[int, _Computable] = {}
+        # As long as these exist, no other storage is given the key of one that was noted.
+        self._pins: list[StorageWeakRef] = []
         self._begun = clock.mark()
 
     @contextmanager
@@ -66,9 +111,13 @@ class Recorder:
         """Take the time inside for the offloader's, not the model's."""
         event = _Event(self._clock.mark())
         self._events.append(event)
+        if self._room is not None:
+            self._room.sample(self._residency.now_bytes)
         try:
             yield
         finally:
+            if self._room is not None:
+                self._room.restart()
             event.ended = self._clock.mark()
 
     @contextmanager
@@ -78,81 +127,121 @@ class Recorder:
             self._events[-1].used, self._events[-1].node = index, current_node()
             yield
 
-    def saved(self, key: int, index: int, num_bytes: int) -> None:
-        """Note that autograd saved a storage, inside of `working`."""
+    def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
+        """Note that autograd saved a storage, inside of `working`, and whether it is one that never goes to the host."""
+        key = storage._cdata
+        self._pins.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._events[-1].saved = index
         self._indices[key] = index
-        self._sizes[index] = num_bytes
-        self._owners[index] = _calling_module(self._names)
+        self._sizes[index] = storage.nbytes()
+        self._owners[index] = _owner(self._names)
+        if key in self._unsaved:
+            self._unsaved.pop(key).index = index
+        if stays:
+            self._staying.add(index)
 
     def computable(self, index: int, computation: Computation) -> None:
         """Note how a storage could be computed again; keeps nothing of it but times and keys."""
-        keys = []
-        for source in computation.sources():
-            keys.append(source.key)
-            if keys[-1] not in self._indices and keys[-1] not in self._unsaved:
-                self._unsaved[keys[-1]] = source.num_bytes, index
+        sources = [self._source(source, index) for source in computation.sources()]
         marks = [step.recipe.marks for step in computation.steps()]
-        self._computations[index] = marks, list(dict.fromkeys(keys)), computation.checks()
+        self._computable[index] = _Computable(
+            marks, list(dict.fromkeys(sources)), computation.modules(), computation.checks()
+        )
 
-    def end(self) -> None:
-        """Backward is over: what was modified or freed by now, as eager mode may allow, cannot be computed from."""
-        self._computations = {
-            index: noted
-            for index, noted in self._computations.items()
-            if not any(has_changed() for has_changed in noted[2])
-        }
+    def _source(self, source: Source, dependent: int) -> "int | _Unsaved":
+        if source.live is not None and source.key in self._indices:
+            return self._indices[source.key]
+        if source.key not in self._unsaved:
+            self._pins.append(source.pin())
+            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent)
+            self._all_unsaved.append(self._unsaved[source.key])
+        return self._unsaved[source.key]
 
-    def finish(self, ended: Any) -> Recording:
-        """The profile, once backward is over; waits for the device."""
-        saved_at, uses, step_s = self._times(ended)
-        extra = [key for key in self._unsaved if key not in self._indices]
-        indices = {**self._indices, **{key: len(self._sizes) + place for place, key in enumerate(extra)}}
-        storages = [self._storage(index, saved_at, uses.get(index, [step_s]), indices) for index in self._sizes]
-        for key in extra:
-            num_bytes, dependent = self._unsaved[key]
-            storages.append(SavedStorage(num_bytes, saved_at[dependent], ()))
-        sizes = tuple(self._sizes.values())
-        return Recording(Profile(tuple(storages), step_s), sizes, tuple(self._owners.values()))
+    def freed(self, index: int) -> None:
+        """Note that the last saved tensor of a storage is gone."""
+        self._freed[index] = len(self._events)
 
-    def _storage(
-        self, index: int, saved_at: dict[int, float], uses: list[float], indices: dict[int, int]
-    ) -> SavedStorage:
-        if index not in self._computations:
-            return SavedStorage(self._sizes[index], saved_at[index], tuple(uses))
-        marks, keys, _ = self._computations[index]
-        seconds = sum(self._clock.elapsed_s(*span) for span in marks)
-        sources = tuple(indices[key] for key in keys)
-        return SavedStorage(self._sizes[index], saved_at[index], tuple(uses), seconds, sources)
+    def end_backward(self, mark: Any) -> None:
+        """What was modified or freed by now, as eager mode may allow, cannot be computed from."""
+        used = {event.used for event in self._events}
+        for index, noted in list(self._computable.items()):
+            if noted.checks is not None and any(has_changed() for has_changed in noted.checks):
+                del self._computable[index]
+            elif index in used:
+                noted.checks = None
+        self._events.append(_Event(mark, mark, ends_backward=True))
+        self._unsaved.clear()  # who saves these from now on does so too late
+        if self._room is not None:
+            self._room.sample(self._residency.now_bytes)
 
-    def _times(self, ended: Any) -> tuple[dict[int, float], dict[int, list[float]], float]:
-        """Compute seconds at each save and at the uses of each storage, and of the whole step."""
-        saved_at: dict[int, float] = {}
-        uses: dict[int, list[float]] = {}
-        now, before, node, node_time = 0.0, self._begun, None, 0.0
-        for event in self._events:
-            now += self._clock.elapsed_s(before, event.begun)
+    def finish(self) -> Recording:
+        """The profile; waits for the device."""
+        return _Timing(self._clock, self._begun, self._events).recording(self)
+
+
+class _Timing:
+    """Events turned into seconds of compute."""
+
+    def __init__(self, clock: Clock, begun: Any, events: list[_Event]) -> None:
+        self._clock = clock
+        self._saved_at: dict[int, float] = {}
+        self._uses: dict[int, list[float]] = {}
+        self._ends: list[float] = []
+        # The time of each event; at the end that of the last one, for what is never freed.
+        self._times: list[float] = []
+        now, before, node, node_time = 0.0, begun, None, 0.0
+        for event in events:
+            now += clock.elapsed_s(before, event.begun)
             before = event.ended
+            time = now
             if event.saved is not None:
-                saved_at[event.saved] = now
+                self._saved_at[event.saved] = now
             if event.used is not None:
                 # What one node unpacks is needed together.
-                node_time = node_time if event.node is not None and event.node == node else now
+                time = node_time = node_time if event.node is not None and event.node == node else now
                 node = event.node
-                uses.setdefault(event.used, []).append(node_time)
-        return saved_at, uses, now + self._clock.elapsed_s(before, ended)
+                self._uses.setdefault(event.used, []).append(node_time)
+            if event.ends_backward:
+                self._ends.append(now)
+                node = None
+            self._times.append(time)
+        self._step_s = now
+
+    def recording(self, noted: Recorder) -> Recording:
+        unsaved = [source for source in noted._all_unsaved if source.index is None]
+        for place, source in enumerate(unsaved):
+            source.index = len(noted._sizes) + place
+        storages = [self._storage(noted, index) for index in noted._sizes]
+        storages += [SavedStorage(source.num_bytes, self._saved_at[source.dependent], ()) for source in unsaved]
+        profile = Profile(tuple(storages), self._step_s, tuple(self._ends[:-1]))
+        makers = {index: computable.makers for index, computable in noted._computable.items()}
+        return Recording(profile, tuple(noted._sizes.values()), tuple(noted._owners.values()), makers)
+
+    def _storage(self, noted: Recorder, index: int) -> SavedStorage:
+        uses = tuple(self._uses.get(index, ()))
+        computable = noted._computable.get(index)
+        return SavedStorage(
+            noted._sizes[index],
+            self._saved_at[index],
+            uses,
+            None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
+            () if computable is None else tuple(map(_index, computable.sources)),
+            self._freed_s(noted._freed.get(index), uses),
+            can_offload=index not in noted._staying,
+        )
+
+    def _freed_s(self, num_events: int | None, uses: tuple[float, ...]) -> float | None:
+        """When memory went that did not go with its last use."""
+        freed_s = self._step_s if num_events is None else self._times[num_events - 1]
+        return freed_s if not uses or freed_s > uses[-1] else None
 
 
-_CALL = nn.Module._call_impl.__code__
+def _index(source: int | _Unsaved) -> int:
+    index = source.index if isinstance(source, _Unsaved) else source
+    assert index is not None
+    return index
 
 
-def _calling_module(names: dict[int, str]) -> str:
-    """The innermost module being called. Found on the stack: hooks would make compiled modules compile again."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        # No other frame is looked into: reading `f_locals` makes a frame keep what is in it, for as long as it runs.
-        if frame.f_code is _CALL:
-            module = frame.f_locals["self"]
-            return names.get(id(module), type(module).__name__)
-        frame = frame.f_back
-    return ""
+def _owner(names: dict[int, str]) -> str:
+    module = calling_module()
+    return "" if module is None else names.get(id(module), type(module).__name__)

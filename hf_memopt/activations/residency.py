@@ -5,6 +5,8 @@ That is the order in which a caching allocator counts too, so the figure does no
 
 import torch
 
+NO_BACKWARD = -1  # what torch calls the backward pass of a thread that is in none
+
 
 class Residency:
     """Bytes now and at most, of the storages above the offloader's threshold.
@@ -48,6 +50,16 @@ def current_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def current_backward() -> int:
+    """The number of the backward pass that this thread is in, `NO_BACKWARD` outside."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != NO_BACKWARD
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward pass that this thread is in leaves its graph to another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]

@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_memopt.activations.planner import Plan
-from hf_memopt.activations.residency import in_backward
-from hf_memopt.activations.storages import OffloadedStorage
+from hf_memopt.activations.residency import NO_BACKWARD, current_backward
+from hf_memopt.activations.storages import LiveStorage, OffloadedStorage
 from hf_memopt.activations.timeline import Action
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class ReloadOrders:
 
 
 class ForwardPass:
-    """The storages of one device that one forward pass saved, and how far backward has come through them.
+    """The storages of one device that one context saved, and how far backward has come through them.
+
+    Mostly that is one forward and one backward pass, but there may be any number of either, in any order.
 
     Args:
         engine: copies from and to the device.
@@ -49,7 +52,7 @@ class ForwardPass:
         recording: what the plan was made from.
         budget_bytes: what the plan was made for.
         recorder: notes what happens when, for the planner.
-        on_end: called once, at the end of the first backward through this pass.
+        on_end: called at the end of each backward through this pass.
     """
 
     def __init__(
@@ -75,16 +78,25 @@ class ForwardPass:
         self._recording = recording
         self._budget_bytes = budget_bytes
         self._on_end = on_end
-        self._backward_begun = False
+        # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
+        self._backwards: list[int] = []
+        self._movable: list[weakref.ref[LiveStorage]] = []
         self._offloaded: dict[int, weakref.ref[OffloadedStorage]] = {}
         self._offloaded_sizes: dict[int, int] = {}
         self._largest_bytes = 0
         self._used: dict[int, None] = {}
+        self._used_now: set[int] = set()
         self._order: Sequence[int] = ()
         self._positions: dict[int, int] | None = None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and has not ended, or was broken off."""
+        return bool(self._backwards)
+
     def next_index(self, num_bytes: int) -> int:
         """The place of the next storage that autograd saves."""
+        self._backwards.clear()  # what has not ended by now was broken off by an exception
         self.sizes.append(num_bytes)
         return len(self.sizes) - 1
 
@@ -109,6 +121,7 @@ class ForwardPass:
 
     def add(self, storage: OffloadedStorage) -> None:
         """Register an offloaded storage, and give up older ones where too many bytes are under way."""
+        self.watch(storage)
         self._offloaded[storage.index] = weakref.ref(storage)
         self._offloaded_sizes[storage.index] = storage.num_bytes
         self._largest_bytes = max(self._largest_bytes, storage.num_bytes)
@@ -116,29 +129,60 @@ class ForwardPass:
         in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
         self.engine.leave(storage, in_flight_bytes)
 
+    def watch(self, storage: LiveStorage) -> None:
+        """Have a storage give up its device memory at the end of a backward that has read it."""
+        self._movable.append(weakref.ref(storage))
+
+    def release(self) -> None:
+        """Give up all device memory of which the host has a copy."""
+        self.engine.let_all_go()
+        for entry in self._movable:
+            storage = entry()
+            if isinstance(storage, OffloadedStorage):
+                storage.release()
+
     def about_to_use(self, storage: OffloadedStorage) -> None:
         """Note the use and start the copies of what follows."""
         self._used[storage.index] = None
+        self._used_now.add(storage.index)
         if self.plan is None and len(self._used) == len(self._offloaded):
             self.engine.orders.learn(self._offloaded_sizes, list(self._used))
         room = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._largest_bytes
         if room:
             self._prefetch_after(storage.index, room)
 
-    def note_backward(self) -> None:
-        """Have the end of the backward pass noted that has begun."""
-        if not self._backward_begun and in_backward():
-            self._backward_begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+    def note_backward(self) -> int:
+        """The number of the backward at work, 0 for none; has its end noted."""
+        task = current_backward()
+        if task == NO_BACKWARD:
+            return 0
+        if task not in self._backwards:
+            self._backwards.append(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        return self._backwards[0] + 1
 
     def elapsed_s(self) -> float:
-        """Seconds from the first save to the end of backward; waits for the device."""
+        """Seconds from the first save to the end of the last backward; waits for the device."""
         return self.engine.clock.elapsed_s(self.begun, self.ended)
 
-    def _end(self) -> None:
+    def _end(self, task: int) -> None:
+        if task not in self._backwards:
+            return
+        outermost = self._backwards[0]
+        del self._backwards[self._backwards.index(task) :]
+        if self._backwards:
+            return
         self.ended = self.engine.clock.mark()
+        self._used_now.clear()
+        for entry in self._movable:
+            storage = entry()
+            if storage is not None:
+                storage.end_backward(outermost + 1)
+        self._movable = [entry for entry in self._movable if entry() is not None]
         self.engine.residency.settle()
         self.peak_bytes = self.engine.residency.peak_bytes
+        if self.recorder is not None:
+            self.recorder.end_backward(self.ended)
         if self._on_end:
             self._on_end(self)
 
@@ -154,7 +198,14 @@ class ForwardPass:
             room -= self._offloaded_sizes.get(following, 0)
             if room < 0:
                 return
-            if following not in self._used and following in self._offloaded:
+            if following not in self._used_now and following in self._offloaded:
                 storage = self._offloaded[following]()
-                if storage is not None:
-                    storage.prefetch()
+                if storage is not None and not self._prefetch(storage):
+                    return
+
+    def _prefetch(self, storage: OffloadedStorage) -> bool:
+        try:
+            storage.prefetch()
+        except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
+            return False
+        return True

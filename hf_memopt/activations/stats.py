@@ -9,7 +9,10 @@ class OffloadStats:
 
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
-        bytes_moved: copied to the host.
+        bytes_moved: copied to the host, by storage.
+        bytes_recomputed: left to be computed again, by storage.
+        bytes_weights: saved weights, buffers and other leaves that require grad, and autocast's copies of them, by
+            view: left where they are.
         bytes_deduplicated: saved views whose storage had been copied already.
         host_bytes_live: host memory that graphs hold now; 0 once none is alive.
         host_bytes_pinned: host memory in use or kept for the next step.
@@ -23,6 +26,8 @@ class OffloadStats:
 
     bytes_kept: int
     bytes_moved: int
+    bytes_recomputed: int
+    bytes_weights: int
     bytes_deduplicated: int
     host_bytes_live: int
     host_bytes_pinned: int

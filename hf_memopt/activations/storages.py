@@ -6,12 +6,13 @@ The third way, computing it again, is in `recompute.py`.
 import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_memopt.activations.residency import graph_is_retained
 from hf_memopt.activations.tensors import VersionGuard, bytes_of
 from hf_memopt.transfer import Transfer
 
@@ -23,55 +24,80 @@ NOTHING = nullcontext()
 is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
+class Reader(Protocol):
+    """What asks for a storage's bytes: a saved tensor, or a storage that is computed from it.
+
+    `read_in` is the number of the backward pass in which it asked last.
+    """
+
+    read_in: int
+
+
 class LiveStorage(ABC):
     """One device storage that a forward pass saved.
+
+    A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
+    this object and all that it holds. Only where the graph is retained is there anything to count: then what a backward
+    brought back goes after its last use in that backward.
 
     Args:
         tensor: any view of the storage.
         guard: of a tensor that shares the storage's version counter.
         forward: the pass that saved it, which knows what will be needed next.
         index: its place in the pass.
-
-    `num_needs` counts what will still ask for it: views that have not been unpacked, and storages computed from it.
     """
 
     def __init__(self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int) -> None:
-        self.forward = forward
-        self.index = index
-        self.num_bytes = tensor.untyped_storage().nbytes()
-        self.num_needs = 0
+        storage = tensor.untyped_storage()
+        self.forward, self.index, self.guard = forward, index, guard
+        self.num_bytes = storage.nbytes()
+        # Those that are alive: saved tensors, and storages that are still to be computed from this one.
+        self.num_views = self.num_dependents = 0
         # The pass that autograd last saved it in; None while it is only there to compute others from.
         self.saved_by: ForwardPass | None = None
-        self.guard = guard
+        # Whether it is a copy of a weight that its module keeps for good.
+        self.is_weight = False
+        # How many writes to its memory had been seen when it was saved, where they are watched.
+        self.num_writes: int | None = None
+        # The backward that read it last, and, if that retains its graph, how many have not read it there yet.
+        self.read_in, self._num_left = 0, 0
         # As long as this exists, no other storage is given the same key, however dead this one is.
-        self._weak_source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.pin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def holds(self, version: int) -> bool:
-        """Whether the bytes are still those that were saved, and those of `version`."""
-        return self.guard.version == version and not self.guard.was_modified()
-
-    def use(self, counted: bool) -> Tensor:
+    def use(self, reader: Reader) -> Tensor:
         """`fetch` for a saved tensor that autograd unpacks."""
-        self.forward.note_backward()
-        recorder = self.forward.recorder
-        if recorder is None or not counted:
-            return self.fetch(counted)
+        forward = self.forward
+        backward = forward.note_backward()
+        recorder = forward.recorder
+        if recorder is None or backward == 0 or reader.read_in == backward:
+            return self.fetch(reader, backward)
         with recorder.using(self.index):
-            return self.fetch(counted)
+            return self.fetch(reader, backward)
 
-    def fetch(self, counted: bool) -> Tensor:
+    def fetch(self, reader: Reader, backward: int) -> Tensor:
         """The bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
 
         Args:
-            counted: whether this serves one of `num_needs`. With the last of them the device memory goes, once the
-                caller lets go of the result.
+            reader: who asks.
+            backward: the number of the backward at work, 0 for none.
         """
         self.guard.check()
-        memory = self._bring()
-        self.num_needs -= counted
-        if self.num_needs == 0:
-            self._give_up()
+        memory = self._bring(backward)
+        if graph_is_retained():
+            self._count_read(reader, backward)
+        self.read_in = reader.read_in = backward
         return memory
+
+    def drop_view(self) -> None:
+        """A saved tensor is gone."""
+        self.num_views -= 1
+        if self.num_views == 0 and self.forward.recorder is not None:
+            self.forward.recorder.freed(self.index)
+
+    def end_backward(self, backward: int) -> None:
+        """What a backward has read is not kept for another one."""
+        if self.read_in == backward:
+            self._give_up()
 
     def label(self, what: str) -> AbstractContextManager[object]:
         """A range in the trace of a running torch.profiler."""
@@ -79,13 +105,21 @@ class LiveStorage(ABC):
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
 
+    def _count_read(self, reader: Reader, backward: int) -> None:
+        if self.read_in != backward:
+            self._num_left = self.num_views + self.num_dependents
+        if reader.read_in != backward:
+            self._num_left -= 1
+        if self._num_left <= 0 or backward == 0:
+            self._give_up()
+
     @abstractmethod
-    def _bring(self) -> Tensor:
+    def _bring(self, backward: int) -> Tensor:
         """The bytes on the device, wherever they are now."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Nobody asks for them any more."""
+        """Nobody asks for them any more, for now. The caller may still be at work on them."""
 
 
 class KeptStorage(LiveStorage):
@@ -94,19 +128,24 @@ class KeptStorage(LiveStorage):
     def __init__(self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int) -> None:
         super().__init__(tensor, guard, forward, index)
         self._tensor = tensor.detach()
-        self._counted = True
         forward.engine.residency.add(self.num_bytes)
 
-    def _bring(self) -> Tensor:
+    def note_use(self, reader: Reader) -> None:
+        """A saved tensor is unpacked, of which nothing has to be fetched."""
+        backward = self.forward.note_backward()
+        recorder = self.forward.recorder
+        if recorder is not None and reader.read_in != backward:
+            with recorder.using(self.index):
+                reader.read_in = backward
+
+    def _bring(self, backward: int) -> Tensor:
         return bytes_of(self._tensor)
 
     def _give_up(self) -> None:
-        if self._counted:
-            self._counted = False
-            self.forward.engine.residency.remove_after_node(self.num_bytes)
+        """Kept memory goes with the graph."""
 
     def __del__(self) -> None:
-        if self._counted and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self.forward.engine.residency.remove(self.num_bytes)
 
 
@@ -124,6 +163,9 @@ class OffloadedStorage(LiveStorage):
         self._engine = forward.engine
         self._source: Tensor | None = None
         self._memory: Tensor | None = None
+        self._counted_bytes = 0
+        # Whether it waits, among others, for its device memory to be given up.
+        self.is_leaving = False
         super().__init__(tensor, guard, forward, index)
         source = bytes_of(tensor)
         with self.label("offload") if is_profiling() else NOTHING:
@@ -135,24 +177,30 @@ class OffloadedStorage(LiveStorage):
     def let_go(self) -> None:
         """Give up the device memory; compute that reuses it is ordered after the copy."""
         if self._source is not None:
-            assert self._outgoing is not None
-            with self.label("wait for offload") if is_profiling() else NOTHING:
-                self._outgoing.wait()
-            self._source = None
-            self._discount()
+            self._release_source()
+            self._engine.residency.remove(self._counted_bytes)
+            self._counted_bytes = 0
 
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is None and self._memory is None:
             with self.label("prefetch") if is_profiling() else NOTHING:
-                memory = self._engine.copier.empty_device(self.num_bytes)
+                memory = self._engine.empty_device(self.num_bytes)
                 self._incoming = self._engine.copier.to_device(self._block, memory)
             self._memory = memory
             self._counted_bytes = self.num_bytes
             self._engine.residency.add(self.num_bytes)
 
-    def _bring(self) -> Tensor:
-        self.prefetch()  # before those that follow, if nobody has asked for it yet
+    def release(self) -> None:
+        """Give up the device memory, wherever backward is."""
+        if self._source is not None or self._memory is not None:
+            self._give_up()
+
+    def _bring(self, backward: int) -> Tensor:
+        if self._source is None and self._memory is None:
+            self.prefetch()  # before those that follow, if nobody has asked for it yet
+        elif self.is_leaving:
+            self._engine.stay(self)
         self.forward.about_to_use(self)
         return self._source if self._source is not None else self._arrive()
 
@@ -166,13 +214,20 @@ class OffloadedStorage(LiveStorage):
 
     def _give_up(self) -> None:
         # The view in use keeps the memory alive; it returns to the allocator in the order of the compute stream.
-        self._memory = None
+        if self._source is not None:
+            self._release_source()
+        elif self._memory is not None:
+            self._arrive()
+            self._memory = None
         self._engine.residency.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 
-    def _discount(self) -> None:
-        self._engine.residency.remove(self._counted_bytes)
-        self._counted_bytes = 0
+    def _release_source(self) -> None:
+        assert self._outgoing is not None
+        self._engine.stay(self)
+        with self.label("wait for offload") if is_profiling() else NOTHING:
+            self._outgoing.wait()
+        self._source = None
 
     def __del__(self) -> None:
         if sys.is_finalizing():
@@ -181,6 +236,6 @@ class OffloadedStorage(LiveStorage):
         for transfer in (self._outgoing, self._incoming):
             if transfer is not None:
                 transfer.wait()
-        if self._outgoing is not None:
-            self._discount()
+        self._engine.stay(self)
+        self._engine.residency.remove(self._counted_bytes)
         self._engine.arena.release(self._block)

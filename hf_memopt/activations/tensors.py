@@ -1,7 +1,10 @@
 """Tensors taken apart: memory, the view of it, and the count of in-place modifications."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._autograd import _unsafe_set_version_counter
+
+from hf_memopt.transfer.plain import PLAIN_TYPES
 
 _nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -28,6 +31,9 @@ class VersionGuard:
     """Notices in-place modification of a tensor without keeping its memory.
 
     A detached alias shares the version counter; giving it other data does not change that (canary-tested).
+
+    Attributes:
+        version: of the bytes that it guards.
     """
 
     __slots__ = ("_alias", "_shape", "version")
@@ -40,10 +46,18 @@ class VersionGuard:
     def was_modified(self) -> bool:
         return self._alias._version != self.version
 
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the same storage still has the bytes that are guarded.
+
+        Equal version numbers alone say nothing: what `unsafe_chunk` returns lies in one storage, and each part counts
+        its own modifications.
+        """
+        return tensor._version == self.version and same_counter(tensor, self._alias)
+
     def check(self) -> None:
         """Raise the error of autograd's own check, which saved-tensor hooks switch off."""
         if self._alias._version != self.version:
-            raise modified_in_place(self._shape)
+            raise modified_in_place(self._alias, self._shape, self.version)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -51,11 +65,29 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def modified_in_place(shape: torch.Size) -> RuntimeError:
-    """What autograd itself would raise."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor or parameter is nothing but a strided view of a storage."""
+    is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) is nn.Parameter
+    return is_of_type and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def same_counter(first: Tensor, second: Tensor) -> bool:
+    """Whether in-place modifications of two tensors of equal version are counted together: tried, and taken back."""
+    version = first._version
+    _unsafe_set_version_counter((first,), (version + 1,))
+    try:
+        return second._version == version + 1
+    finally:
+        _unsafe_set_version_counter((first,), (version,))
+
+
+def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
+    """What autograd itself would raise, in its words."""
     return RuntimeError(
-        f"a tensor of shape {tuple(shape)} that autograd saved for backward has been modified by an in-place "
-        "operation; clone it before the modification, or modify a copy"
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. Hint: "
+        "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 
-from hf_memopt.activations.profile import Profile, SavedStorage
+from hf_memopt.activations.profile import EventKind, Profile, SavedStorage
 
 __all__ = ["Action", "Link", "Profile", "SavedStorage", "Timeline", "count_needs", "simulate"]
 
@@ -25,7 +25,8 @@ class Action(IntEnum):
     RECOMPUTE = 2
 
 
-_OFFLOAD, _RECOMPUTE = int(Action.OFFLOAD), int(Action.RECOMPUTE)
+_KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
+_SAVE, _USE, _FREE, _END_OF_BACKWARD = (int(kind) for kind in EventKind)
 _UNSAVED, _ABSENT, _UNDER_WAY, _LEAVING, _RESIDENT, _OVER = range(6)
 
 
@@ -90,7 +91,15 @@ class _Step:
         self.profile, self.actions, self.link = profile, actions, link
         self.sizes, self.storages = profile.sizes, profile.storages
         self.in_flight_bytes, self.prefetch_bytes = in_flight, prefetch
-        self.needs = count_needs(profile, actions)
+        self.needs_by_backward = _needs_by_backward(profile, actions)
+        self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
+        self.backward = 0
+        # Those that are still to come: of what moves, in the backward at work, since what a backward brought back goes
+        # at its end; of what is kept, altogether.
+        self.needs = self.needs_by_backward[0].copy()
+        for index, storage in enumerate(profile.storages):
+            if actions[index] == _KEEP:
+                self.needs[index] = self.total_needs[index] + (storage.freed_s is not None)
         self.reload_order = _reload_order(profile, actions)
         self.positions = {index: position for position, index in enumerate(self.reload_order)}
         self.bytes_before = list(accumulate((profile.sizes[index] for index in self.reload_order), initial=0))
@@ -101,26 +110,31 @@ class _Step:
         self.leaving: deque[int] = deque()
         self.ending: list[int] = []
         self.leaving_bytes = self.resident_bytes = self.peak_bytes = self.offloaded_bytes = 0
+        self.time = -math.inf
         self.now_s = self.delay_s = self.recompute_s = self.to_host_free_s = self.to_device_free_s = 0.0
 
     def run(self) -> Timeline:
         actions, needs, states, ending = self.actions, self.needs, self.states, self.ending
-        last_time = -math.inf
-        for time, is_use, index in self.profile.events:
-            if time != last_time:
+        for time, kind, index in self.profile.events:
+            if time != self.time:
                 self.now_s = time + self.delay_s
-                last_time = time
+                self.time = time
                 if ending:
                     self._free_ending()
-            if not is_use:
-                if needs[index] and actions[index] != _RECOMPUTE:
+            if kind == _USE:
+                if states[index] == _RESIDENT and actions[index] != _OFFLOAD:
+                    needs[index] -= 1
+                    if not needs[index]:
+                        ending.append(index)
+                else:
+                    self._need(index)
+            elif kind == _SAVE:
+                if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
                     self._save(index)
-            elif states[index] == _RESIDENT and actions[index] != _OFFLOAD:
-                needs[index] -= 1
-                if not needs[index]:
-                    ending.append(index)
+            elif kind == _FREE:
+                self._free(index)
             else:
-                self._need(index)
+                self._end_backward()
         self.now_s = self.profile.step_s + self.delay_s
         self._free_ending()
         return Timeline(
@@ -131,6 +145,28 @@ class _Step:
             reload_order=tuple(self.reload_order),
             offloaded_bytes=self.offloaded_bytes,
         )
+
+    def _is_needed(self, index: int) -> bool:
+        """Whether what is to be offloaded has anybody to save it for."""
+        return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
+
+    def _free(self, index: int) -> None:
+        """The graph that held a storage is gone."""
+        if self.actions[index] == _KEEP:
+            self._count_need(index)
+        elif self.actions[index] == _OFFLOAD and self.states[index] == _LEAVING:
+            self.leaving_bytes -= self.sizes[index]
+            self.states[index] = _RESIDENT
+            self.ending.append(index)
+
+    def _end_backward(self) -> None:
+        """What moves is needed anew by the next one, or no more."""
+        self._free_ending()
+        self.backward += 1
+        self.fetched_to = 0
+        for index, action in enumerate(self.actions):
+            if action != _KEEP:
+                self.needs[index] = self.needs_by_backward[self.backward][index]
 
     def _save(self, index: int) -> None:
         num_bytes = self.sizes[index]
@@ -179,6 +215,7 @@ class _Step:
             else:
                 stack.pop()
                 self._recompute(index)
+                self._free_sources(index)
                 if stack:
                     self._count_need(index)
 
@@ -194,6 +231,16 @@ class _Step:
         self.recompute_s += seconds
         self.delay_s += seconds
         self.now_s += seconds
+
+    def _free_sources(self, index: int) -> None:
+        """What was there for a storage only goes as soon as that has been computed, unless its graph is retained."""
+        if self.storages[index].freed_s is not None:
+            return
+        for source in self.storages[index].sources:
+            uses_s = self.storages[source].uses_s
+            if source in self.ending and not (uses_s and uses_s[-1] == self.time):
+                self.ending.remove(source)
+                self._free_now(source)
 
     def _fetch(self, index: int) -> None:
         if self.states[index] == _LEAVING:
@@ -237,17 +284,34 @@ class _Step:
 
     def _free_ending(self) -> None:
         for index in self.ending:
-            # What was claimed on its way to the host goes when its copy is over: until then that is read from.
-            if index in self.copied_s:
-                self._wait_until(self.copied_s[index])
-            self.states[index] = _OVER
-            self.resident_bytes -= self.sizes[index]
+            self._free_now(index)
         self.ending.clear()
+
+    def _free_now(self, index: int) -> None:
+        # What was claimed on its way to the host goes when its copy is over: until then that is read from.
+        if index in self.copied_s:
+            self._wait_until(self.copied_s[index])
+        self.states[index] = _ABSENT if self._comes_again(index) else _OVER
+        self.resident_bytes -= self.sizes[index]
+
+    def _comes_again(self, index: int) -> bool:
+        """Whether the graph was retained for a later backward."""
+        later = self.needs_by_backward[self.backward + 1 :]
+        return self.actions[index] != _KEEP and any(needs[index] for needs in later)
 
 
 def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
     """How often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
-    needs, storages = profile.num_uses.copy(), profile.storages
+    return [sum(counts) for counts in zip(*_needs_by_backward(profile, actions), strict=True)]
+
+
+def _needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
+    """The same for each backward pass: each computes again what it needs."""
+    return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
+
+
+def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) -> list[int]:
+    storages = profile.storages
     for index in profile.dependents_first:
         if actions[index] == _RECOMPUTE:
             if storages[index].recompute_s is None:

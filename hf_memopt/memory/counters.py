@@ -20,6 +20,7 @@ class DeviceMemory:
         reserved_bytes: taken from the device; what is not allocated is kept for the next tensors.
         inactive_split_bytes: reserved, not allocated, and not returnable: the rest of its block is in use.
         num_alloc_retries: how often the allocator ran out and had to return its cache to the device.
+        num_ooms: how often that did not help.
     """
 
     allocated_bytes: int
@@ -27,6 +28,7 @@ class DeviceMemory:
     reserved_bytes: int
     inactive_split_bytes: int = 0
     num_alloc_retries: int = 0
+    num_ooms: int = 0
 
 
 class Counters(Protocol):
@@ -67,6 +69,7 @@ class AcceleratorCounters:
             reserved_bytes=stats["reserved_bytes"]["all"]["current"],
             inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
             num_alloc_retries=stats["num_alloc_retries"],
+            num_ooms=stats["num_ooms"],
         )
 
     def reset_peaks(self) -> None:

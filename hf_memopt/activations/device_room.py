@@ -1,0 +1,82 @@
+"""How much of a device saved activations may hold beside everything else, measured while passes are recorded."""
+
+import os
+
+import torch
+
+from hf_memopt.memory.counters import Counters, counters_for
+
+# What a plan may count on, of what the process can have: fragmentation and steps that need a little more take the rest.
+USABLE = 0.95
+
+
+class DeviceRoom:
+    """What a device has left for saved activations.
+
+    While a pass is recorded, the process's peak memory counters are reset each time that something is saved or used:
+    the peak of each stretch in between, less what saved activations held in it, is what everything else needed there.
+
+    Args:
+        counters: the device's memory.
+        device: an accelerator.
+    """
+
+    def __init__(self, counters: Counters, device: torch.device) -> None:
+        self._counters, self._device = counters, device
+        self._begun_bytes = self._other_bytes = 0
+        self._num_retries = self._num_ooms = 0
+
+    def begin(self) -> None:
+        """A pass that is recorded begins."""
+        self._begun_bytes = self._other_bytes = self._counters.read().allocated_bytes
+        self._counters.reset_peaks()
+
+    def sample(self, saved_bytes: int) -> None:
+        """A stretch of compute is over, in which saved activations held `saved_bytes`."""
+        self._other_bytes = max(self._other_bytes, self._counters.read().peak_allocated_bytes - saved_bytes)
+
+    def restart(self) -> None:
+        """Another stretch begins."""
+        self._counters.reset_peaks()
+
+    def limit_bytes(self) -> int:
+        """What saved activations may hold in the pass that is about to begin.
+
+        What this process has and what is free of the device, this rank's part, less `1 - USABLE` of it and what all
+        else needed when it was recorded; grown by what has been allocated for good since, such as optimizer states.
+        """
+        memory = self._counters.read()
+        free_bytes, total_bytes = self._counters.free_and_total()
+        capacity = min(memory.reserved_bytes + free_bytes // _ranks_per_device(), self._share(total_bytes))
+        return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
+
+    def watch(self) -> None:
+        """A planned pass begins."""
+        memory = self._counters.read()
+        self._num_retries, self._num_ooms = memory.num_alloc_retries, memory.num_ooms
+
+    def ran_short(self) -> bool:
+        """Whether the allocator has had to return its cache to the device since then: there was nothing left."""
+        return self._counters.read().num_alloc_retries > self._num_retries
+
+    def ran_out(self) -> bool:
+        """Whether an allocation has failed since then."""
+        return self._counters.read().num_ooms > self._num_ooms
+
+    def _share(self, total_bytes: int) -> int:
+        """What torch's own limit for the process leaves of a device."""
+        if self._device.type != "cuda":
+            return total_bytes
+        return int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
+
+
+def room_on(device: torch.device) -> DeviceRoom | None:
+    """The room on an accelerator, None where torch keeps no counters."""
+    counters = None if device.type == "cpu" else counters_for(device)
+    return None if counters is None else DeviceRoom(counters, device)
+
+
+def _ranks_per_device() -> int:
+    """Processes of this machine that share one device."""
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    return max(1, -(-ranks // max(1, devices)))
