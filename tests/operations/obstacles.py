@@ -65,7 +65,7 @@ def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: 
     faults = [failure for outcome in outcomes for failure in outcome.failures]
     found = [text for outcome in outcomes for text in outcome.obstacles.items()]
     for setting, text in found:
-        if text != NO_SECOND and not any(part in text for part in known):
+        if not any(part in text for part in (NO_SECOND, *known)):
             faults.append(f"the plain run cannot do this, {setting}: {text}")
     if is_whole:
         gone = [part for part in known if not any(part in text for _, text in found)]
