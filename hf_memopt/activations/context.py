@@ -12,7 +12,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
 from hf_memopt.activations.payload import Kept, KeptView, Restored
-from hf_memopt.activations.producers import Operand, Producers
+from hf_memopt.activations.producers import Producers
 from hf_memopt.activations.recompute import Computation, RecomputedStorage, Resolver, Source
 from hf_memopt.activations.residency import in_backward
 from hf_memopt.activations.schedule import ForwardPass
@@ -167,7 +167,11 @@ class OffloadContext:
         assert source.tensor is not None
         source.live = forward.engine.find(source.tensor, source.key)
         if source.live is None:
-            put = forward.engine.keep if forward.action(index, source.num_bytes) is Action.KEEP else forward.engine.offload
+            put = (
+                forward.engine.keep
+                if forward.action(index, source.num_bytes) is Action.KEEP
+                else forward.engine.offload
+            )
             source.live = put(source.tensor, source.guard, forward, index)
             assert self._producers is not None
             source.live.num_writes = self._producers.num_writes(source.key)

@@ -77,4 +77,3 @@ def _called_children(module: nn.Module) -> Iterable[nn.Module]:
             yield from _called_children(child)
         elif child._compiled_call_impl is None and not hasattr(child, "_orig_mod"):
             yield child
-

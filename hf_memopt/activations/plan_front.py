@@ -1,5 +1,6 @@
 """Plans that were simulated, and which of them are the fastest for what they hold."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from hf_memopt.activations.timeline import Action, Link, Profile, Timeline, coun
 
 # A candidate that is faster than one that holds no more by less than this is not worth a search around it.
 _FRONT_STEP_TOLERANCE = 1e-3
+_OFFLOAD = int(Action.OFFLOAD)
 
 
 class Window(NamedTuple):
@@ -40,6 +42,7 @@ class Thresholds(NamedTuple):
     recompute_early: float
     recompute_late: float
     offload: float
+    spread: bool = False  # offload evenly over the step instead of what lives longest
 
 
 @dataclass(eq=False)
@@ -62,6 +65,17 @@ class Candidate:
         return self.timeline.step_s
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may hold, and how long it may take."""
+
+    peak_bytes: int
+    step_s: float
+
+    def allow(self, candidate: Candidate) -> bool:
+        return candidate.peak_bytes <= self.peak_bytes and candidate.step_s <= self.step_s
+
+
 class Front:
     """Candidates of which none is both slower and larger than another, by peak."""
 
@@ -70,7 +84,7 @@ class Front:
 
     def add(self, candidate: Candidate) -> None:
         members = self.members
-        if self.beats(candidate.peak_bytes, candidate.step_s, _FRONT_STEP_TOLERANCE):
+        if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
         first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         while first and members[first - 1].peak_bytes == candidate.peak_bytes:
@@ -80,10 +94,10 @@ class Front:
             last += 1
         members[first:last] = [candidate]
 
-    def beats(self, peak_bytes: int, step_s: float, tolerance: float) -> bool:
-        """Whether a member holds no more than `peak_bytes` and is no slower, but for `tolerance` of its step."""
+    def step_within(self, peak_bytes: int) -> float:
+        """The step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
         place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
-        return place > 0 and self.members[place - 1].step_s <= step_s * (1 + tolerance)
+        return self.members[place - 1].step_s if place else math.inf
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The members next smaller and next larger than a member."""
@@ -111,23 +125,46 @@ class Trials:
         self.front = Front()
         self.candidates: list[Candidate] = []
         self._host_budget_bytes = host_budget_bytes
-        self._seen: set[tuple[bytes, int, int]] = set()
+        self._known: dict[tuple[bytes, int, int], Candidate] = {}
         self._only_sources = [index for index, count in enumerate(profile.num_uses) if count == 0]
 
-    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> None:
-        """Simulate a plan unless it is known, needs too much host memory, or nothing is left to spend."""
+    def within(self, limits: Limits) -> list[Candidate]:
+        """What was simulated and meets the limits."""
+        return [candidate for candidate in self.candidates if limits.allow(candidate)]
+
+    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
+        """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
         actions = self._without_idle(actions)
-        offloaded = [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == Action.OFFLOAD]
-        in_flight, prefetch = window_bytes(window, offloaded)
+        in_flight, prefetch = window_bytes(window, self._offloaded(actions))
+        return self._simulated(actions, window, in_flight, prefetch, thresholds)
+
+    def attempt_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
+        """As `attempt`, with windows of at most so many bytes, and never wider ones than the candidate's."""
+        actions = self._without_idle(actions)
+        offloaded = self._offloaded(actions)
+        total, largest = sum(offloaded), max(offloaded, default=0)
+        in_flight = min(in_flight, total)
+        prefetch = min(prefetch, total, candidate.window.prefetch_storages * largest)
+        return self._simulated(actions, candidate.window, in_flight, prefetch, None)
+
+    def _simulated(
+        self, actions: bytes, window: Window, in_flight: int, prefetch: int, thresholds: Thresholds | None
+    ) -> Candidate | None:
         key = (actions, in_flight, prefetch)
-        if self.num_left == 0 or key in self._seen or self._exceeds_host(sum(offloaded)):
-            return
-        self._seen.add(key)
+        if key in self._known:
+            return self._known[key]
+        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(actions))):
+            return None
         self.num_left -= 1
         timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
         candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
+        self._known[key] = candidate
         self.candidates.append(candidate)
         self.front.add(candidate)
+        return candidate
+
+    def _offloaded(self, actions: bytes) -> list[int]:
+        return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
 
     def _without_idle(self, actions: bytes) -> bytes:
         """What nothing is recomputed from costs nothing, whatever its action: plans that differ there are the same."""

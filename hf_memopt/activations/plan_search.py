@@ -1,43 +1,40 @@
 """The search for plans, over all budgets at once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 
-from hf_memopt.activations.plan_bound import enumerate_plans
 from hf_memopt.activations.plan_front import Candidate, Thresholds, Trials, Window
 from hf_memopt.activations.timeline import Action, Link, Profile
 
-_KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
-_GRID = 4
+_CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
+_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _GRID_IN_FLIGHT = 1 / 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
-# Saves and uses to simulate in all, at about 1 us each, and plans, of which small profiles need no more.
-_MAX_EVENTS = 1_200_000
-_MAX_PLANS = 4_000
-# Up to so many storages, almost all plans that the bound leaves over can be simulated in a few seconds at most.
-_MAX_ENUMERATED = 10
-_MAX_ENUMERATED_PLANS = 60_000
+# Plans to simulate: so many for each storage, but not more than that in all, nor more than so many saves and uses at
+# 2 to 4 us each; a minimum for what there is to try at all.
+_PLANS_PER_STORAGE = 25
+_MAX_PLANS = 1_000
+_MAX_EVENTS = 400_000
+_MIN_PLANS = 160
+# With more storages than that, single ones hardly matter.
+_MAX_STORAGES_ONE_BY_ONE = 150
+_CHANGES_PER_VISIT = 4
 
 Move = Callable[[Candidate], None]
 
 
-def search_plans(
-    profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None
-) -> list[Candidate]:
+def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None) -> Trials:
     """Simulated plans, among them the best that were found for every budget.
 
     See `planner` for the method. It does not know the device budget, so that a larger one never leads to a slower plan.
     """
-    num_plans = min(_MAX_PLANS, _MAX_EVENTS // max(1, len(profile.events)))
-    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(2 * _GRID**3, num_plans))
+    num_plans = min(_PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS, _MAX_EVENTS // max(1, len(profile.events)))
+    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(_MIN_PLANS, num_plans))
     _Search(trials).run()
-    if len(profile.storages) <= _MAX_ENUMERATED:
-        trials.num_left += _MAX_ENUMERATED_PLANS
-        enumerate_plans(trials)
-    return trials.candidates
+    return trials
 
 
 class _Search:
@@ -59,18 +56,31 @@ class _Search:
         self._recompute_ranks = _byte_ranks(self._profile, [index for _, _, index in sorted(costs)])
         self._lifetime_ranks = _byte_ranks(self._profile, [-index for _, index in sorted(lifetimes)])
 
+        self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
+        link = trials.link
+        self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
+
     def run(self) -> None:
-        self._try_grid()
-        coarse: list[Move] = [
+        moves: list[Move] = [
             self._thresholds_move(1 / 8),
             self._vary_window,
             self._thresholds_move(1 / 16),
             self._blend,
             self._thresholds_move(1 / 32),
         ]
-        self._improve(coarse)
-        self._improve([*coarse, self._change_one])
-        self._improve([*coarse, self._change_one_in_any_window])
+        if len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE:
+            self._try_grid(_STEPS)
+            self._improve(moves)
+        else:
+            self._try_grid(_STEPS[::2])
+            self._improve([step for move in moves for step in (move, self._change_one)])
+            self._improve([self._change_one, self._any_window])
+
+    def _any_window(self, member: Candidate) -> None:
+        """All windows, which often need each other."""
+        for window in self._trials.windows:
+            self._trials.attempt(member.actions, window, member.thresholds)
 
     def _improve(self, moves: list[Move]) -> None:
         """Apply each move to each member of the front until all have been applied to all."""
@@ -86,12 +96,13 @@ class _Search:
                     if member in self._trials.front.members:
                         move(member)
 
-    def _try_grid(self) -> None:
-        steps = [step / _GRID for step in range(_GRID + 1)]
+    def _try_grid(self, recompute_steps: tuple[float, ...]) -> None:
         window = max(window for window in self._trials.windows if window.in_flight_fraction <= _GRID_IN_FLIGHT)
-        for thresholds in product(steps, repeat=3):
-            self._try_thresholds(Thresholds(*thresholds), window)
-        for recompute in steps:  # the smallest peaks
+        for early, late, offload in product(recompute_steps, recompute_steps, _STEPS):
+            self._try_thresholds(Thresholds(early, late, offload), window)
+        for recompute, offload in product(_STEPS, _STEPS[1:-1]):
+            self._try_thresholds(Thresholds(recompute, recompute, offload, spread=True), window)
+        for recompute in _STEPS:  # the smallest peaks
             self._try_thresholds(Thresholds(recompute, recompute, 1.0), self._trials.windows[0])
 
     def _try_thresholds(self, thresholds: Thresholds, window: Window) -> None:
@@ -101,10 +112,12 @@ class _Search:
         """Recompute what is cheap for its bytes; of the rest, offload what lives long and keep what is used soon.
 
         What lives long is mostly saved early, when the link still has time: there recomputation competes with a copy,
-        later with memory, so that each has its own threshold.
+        later with memory, so that each has its own threshold. Where the link is slow, it takes compute between any two
+        copies to hide them: offloaded is then not what lives longest, but what is spread evenly over the step.
         """
         actions = bytearray()
-        for cost, lifetime in zip(self._recompute_ranks, self._lifetime_ranks, strict=True):
+        offload_ranks = self._spread_ranks if thresholds.spread else self._lifetime_ranks
+        for cost, lifetime in zip(self._recompute_ranks, offload_ranks, strict=True):
             if lifetime >= 1 - thresholds.offload:
                 actions.append(_RECOMPUTE if cost < thresholds.recompute_early else _OFFLOAD)
             else:
@@ -115,10 +128,9 @@ class _Search:
         def move(member: Candidate) -> None:
             if member.thresholds is None:
                 return
-            for position, change in product(range(3), (step, -step)):
-                moved = list(member.thresholds)
-                moved[position] = min(1.0, max(0.0, moved[position] + change))
-                self._try_thresholds(Thresholds(*moved), member.window)
+            for name, change in product(("recompute_early", "recompute_late", "offload"), (step, -step)):
+                value = min(1.0, max(0.0, getattr(member.thresholds, name) + change))
+                self._try_thresholds(member.thresholds._replace(**{name: value}), member.window)
 
         return move
 
@@ -147,21 +159,52 @@ class _Search:
                     self._trials.attempt(bytes(blend), window)
 
     def _change_one(self, member: Candidate) -> None:
-        """Every other action for every single storage."""
-        self._change_one_with(member, [member.window])
-
-    def _change_one_in_any_window(self, member: Candidate) -> None:
-        self._change_one_with(member, self._trials.windows)
-
-    def _change_one_with(self, member: Candidate, windows: list[Window]) -> None:
-        for index, storage in enumerate(self._profile.storages):
-            for action in (_KEEP, _OFFLOAD, _RECOMPUTE):
-                if action == _RECOMPUTE and storage.recompute_s is None:
-                    continue
+        """Another action for a single storage: the next few changes that may move the front, the likeliest first."""
+        if member not in self._changes:
+            self._changes[member] = iter(self._likely_changes(member))
+        num_tried = 0
+        for peak_bytes, step_s, index, action in self._changes[member]:
+            if step_s < self._trials.front.step_within(peak_bytes):
                 changed = bytearray(member.actions)
                 changed[index] = action
-                for window in windows:
-                    self._trials.attempt(bytes(changed), window)
+                self._trials.attempt(bytes(changed), member.window)
+                num_tried += 1
+                if num_tried == _CHANGES_PER_VISIT:
+                    break
+
+    def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
+        """`(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front as it is now first."""
+        step_within = self._trials.front.step_within
+        changes = []
+        for index, before in enumerate(member.actions):
+            for action in _CHOICES:
+                if action != before and (action != _RECOMPUTE or self._profile.storages[index].recompute_s is not None):
+                    peak_bytes, step_s = self._estimate(member, index, action)
+                    gain = step_within(peak_bytes) - step_s
+                    if gain > 0:
+                        changes.append((gain, peak_bytes, step_s, index, action))
+        changes.sort(reverse=True)
+        return [change[1:] for change in changes]
+
+    def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
+        """Peak and step of a changed plan, if the storage counts at the peak and its copies hide as others do."""
+        before, size = member.actions[index], self._profile.sizes[index]
+        recompute_s = self._profile.storages[index].recompute_s or 0.0
+        stall_s = member.timeline.stall_s
+        peak_bytes, step_s = member.peak_bytes, member.step_s
+        if before == _KEEP:
+            peak_bytes -= size
+        elif action == _KEEP:
+            peak_bytes += size
+        if before == _RECOMPUTE:
+            step_s -= recompute_s
+        elif action == _RECOMPUTE:
+            step_s += recompute_s
+        if before == _OFFLOAD:
+            step_s -= min(stall_s, size * self._s_per_byte)
+        elif action == _OFFLOAD and stall_s:
+            step_s += size * self._s_per_byte
+        return peak_bytes, step_s
 
 
 def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:

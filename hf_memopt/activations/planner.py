@@ -1,20 +1,25 @@
 """Which saved storages to keep, to offload and to recompute, so that they fit a budget at the least time.
 
 Plans differ in two costs, the peak of what they hold and the step time, so the search collects the front of both: the
-plans that are fastest for what they hold. A budget then only selects from it. Candidates come from a price on either
-resource: recompute what costs least per byte, offload what lives longest, keep the rest, with the thresholds between
-the three on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy
-windows, blends with its neighbours on the front, and other actions for single storages. For up to ten storages it ends
-with a branch and bound over all plans (`plan_bound`). Every candidate is simulated (`timeline`).
+plans that are fastest for what they hold. Candidates come from a price on either resource: recompute what costs least
+per byte, offload what lives longest or what is spread most evenly, keep the rest, with the thresholds between the three
+on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy windows, blends
+with its neighbours on the front and, up to 150 storages, other actions for single ones (`plan_search`). Every candidate
+is simulated (`timeline`).
+
+Of the plans that fit, those whose predicted steps differ by less than 0.1 % of the plain step are equally fast: nobody
+could measure the difference. A budget selects from them, and memory that is left is used to copy less (`plan_polish`).
 
 Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
 offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
 them this takes any lifetimes and sources, decides for each storage, and models how memory is given up in host order.
 """
 
+import math
 from dataclasses import dataclass
 
-from hf_memopt.activations.plan_front import Candidate
+from hf_memopt.activations.plan_front import Candidate, Limits, Trials
+from hf_memopt.activations.plan_polish import end_of_time_class, moved_bytes, polish, time_class
 from hf_memopt.activations.plan_search import search_plans
 from hf_memopt.activations.timeline import Action, Link, Profile, count_needs
 
@@ -28,14 +33,22 @@ class InfeasibleBudgetError(ValueError):
         smallest_bytes: the smallest budget for which there is a plan.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
         # Rounded up, so that the number that is shown can be used.
         smallest_gib = -(-smallest_bytes * 10_000 // _GIB) / 10_000
-        super().__init__(
-            f"budget_gib={budget_bytes / _GIB:.4f} is too small: the saved activations of this model and batch need at "
-            f"least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib or use a "
-            "smaller batch"
-        )
+        if is_device_limit:
+            message = (
+                f"the device has room for {budget_bytes / _GIB:.4f} GiB of saved activations, and those of this model "
+                f"and batch need at least {smallest_gib:.4f} GiB, whatever is offloaded or recomputed; free device "
+                "memory or use a smaller batch"
+            )
+        else:
+            message = (
+                f"budget_gib={budget_bytes / _GIB:.4f} is too small: the saved activations of this model and batch "
+                f"need at least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib "
+                "or use a smaller batch"
+            )
+        super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
 
@@ -94,11 +107,16 @@ def make_plan(
     max_slowdown: float,
     prefetch_ahead: int,
     host_budget_bytes: int | None = None,
+    device_limit_bytes: int | None = None,
 ) -> Plan:
     """The fastest plan that fits a budget or, without one, the smallest that is fast enough.
 
-    The result depends on the arguments alone, and a larger `budget_bytes` never gives a slower plan. Takes about a
-    second for 500 storages and more, whatever their number, and less for fewer.
+    Steps that differ by less than 0.1 % of the plain one count as equally fast. Of equally good plans it is the one
+    that copies least, then the one that recomputes least. The result depends on the arguments alone. A larger
+    `budget_bytes` gives a step at most that much slower.
+
+    The number of simulations is bounded by the number of storages: hundredths of a second for ten, half a second for
+    100, one to three seconds for 500 and more.
 
     Args:
         profile: what one training step saved and used.
@@ -107,31 +125,55 @@ def make_plan(
         max_slowdown: without a budget, the accepted increase of step time, as a fraction of the plain step.
         prefetch_ahead: backward fetches ahead at most so many times the largest offloaded storage.
         host_budget_bytes: what may be offloaded in all. None, no limit.
+        device_limit_bytes: without a budget, what the device has room for. If the smallest plan that is fast enough
+            does not fit it, the plan is the fastest that does. None, no limit.
 
     Raises:
-        InfeasibleBudgetError: no plan fits the budgets.
+        InfeasibleBudgetError: no plan fits the budgets, or the device.
         ValueError: a negative argument.
     """
     for name, value in (("max_slowdown", max_slowdown), ("prefetch_ahead", prefetch_ahead)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    candidates = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
-    if budget_bytes is None:
-        return _plan(profile, _smallest(candidates, (1 + max_slowdown) * profile.step_s))
-    fitting = [candidate for candidate in candidates if candidate.peak_bytes <= budget_bytes]
+    trials = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
+    if budget_bytes is not None:
+        return _plan(profile, _fastest(trials, budget_bytes))
+    smallest = _smallest(trials, (1 + max_slowdown) * profile.step_s)
+    if device_limit_bytes is not None and smallest.peak_bytes > device_limit_bytes:
+        return _plan(profile, _fastest(trials, device_limit_bytes, is_device_limit=True))
+    return _plan(profile, smallest)
+
+
+def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
+    """Of equally fast plans the one that copies least, and of those the one that recomputes least."""
+    profile = trials.profile
+    fitting = trials.within(Limits(budget_bytes, math.inf))
     if not fitting:
-        raise InfeasibleBudgetError(budget_bytes, min(candidate.peak_bytes for candidate in candidates))
-    # Of equally fast plans the one that moves least: what a copy hides behind is never quite as predicted.
-    return _plan(profile, min(fitting, key=lambda c: (c.step_s, c.timeline.offloaded_bytes, c.peak_bytes)))
+        smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
+        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
+    fastest = min(time_class(profile, candidate.step_s) for candidate in fitting)
+    # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
+    equally_fast = (candidate for candidate in fitting if time_class(profile, candidate.step_s) == fastest)
+    smallest = min(equally_fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
+    limits = Limits(budget_bytes, end_of_time_class(profile, smallest.step_s))
+    polish(trials, smallest, limits)
+    return min(
+        trials.within(limits),
+        key=lambda c: (time_class(profile, c.step_s), *moved_bytes(profile, c), c.step_s, c.peak_bytes),
+    )
+
+
+def _smallest(trials: Trials, max_step_s: float) -> Candidate:
+    """Of equally small plans that are fast enough the one that copies least, and of those that recomputes least."""
+    fast = trials.within(Limits(sum(trials.profile.sizes), max_step_s))
+    smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
+    limits = Limits(smallest.peak_bytes, max_step_s)
+    polish(trials, smallest, limits)
+    return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.2f} MiB"
-
-
-def _smallest(candidates: list[Candidate], max_step_s: float) -> Candidate:
-    fast = [candidate for candidate in candidates if candidate.step_s <= max_step_s]
-    return min(fast, key=lambda c: (c.peak_bytes, c.step_s, c.timeline.offloaded_bytes))
 
 
 def _plan(profile: Profile, candidate: Candidate) -> Plan:

@@ -207,7 +207,6 @@ class Resolver:
         tensor = operand.alive() if live is None else None
         return Source(operand, live, tensor) if live is not None or tensor is not None else None
 
-
     def _live(self, operand: Operand) -> LiveStorage | None:
         """The live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)

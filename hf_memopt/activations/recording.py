@@ -17,7 +17,6 @@ from hf_memopt.activations.recompute import Computation, Source
 from hf_memopt.activations.residency import Residency, current_node
 from hf_memopt.transfer.clock import Clock
 
-
 Makers = set[weakref.ref[nn.Module] | None]
 
 
@@ -225,7 +224,7 @@ class _Timing:
             self._saved_at[index],
             uses,
             None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
-            () if computable is None else tuple(map(_index, computable.sources)),
+            () if computable is None else tuple(dict.fromkeys(map(_index, computable.sources))),
             self._freed_s(noted._freed.get(index), uses),
             can_offload=index not in noted._staying,
         )

@@ -1,19 +1,21 @@
 """What the activation offloader relies on in torch's autograd, storages and dispatch modes."""
 
 import gc
+import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.activations.context import _called_from_checkpoint
-from hf_memopt.activations.residency import current_node, in_backward
-from hf_memopt.activations.tensors import VersionGuard
+from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu
+from hf_memopt.activations.plain_dispatch import call_as_plain
+from hf_memopt.activations.residency import current_node, graph_is_retained, in_backward
+from hf_memopt.activations.tensors import VersionGuard, same_counter
 
 pytestmark = pytest.mark.canary
 
@@ -84,7 +86,7 @@ def test_checkpoint_saves_its_inputs_from_its_own_file(use_reentrant: bool) -> N
     found = []
 
     def pack(tensor: Tensor) -> Tensor:
-        found.append((tensor.shape, _called_from_checkpoint()))
+        found.append((tensor.shape, called_from_checkpoint(sys._getframe(1))))
         return tensor.detach()
 
     x = torch.randn(5, requires_grad=True)
@@ -144,3 +146,64 @@ def test_what_a_node_has_saved_can_be_looked_at_without_unpacking_it() -> None:
     y.sum().backward()
     assert saved.data is None
     assert y.grad_fn._sequence_nr() > y.grad_fn.next_functions[0][0]._sequence_nr()
+
+
+def test_version_counters_can_be_told_apart_by_trying() -> None:
+    """What tells whether two tensors of one storage have the same bytes if they have the same version."""
+    whole = torch.randn(8, 8)
+    assert all(same_counter(whole, view) for view in (whole.detach(), whole[2:], whole.t(), *whole.chunk(2)))
+    assert not any(same_counter(whole, part) for part in (whole.data, *whole.unsafe_chunk(2)))
+    assert whole._version == 0
+
+
+def test_autograd_says_whether_it_retains_the_graph() -> None:
+    said = []
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: said.append(graph_is_retained()) or tensor):
+        y = x.sin()
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert said == [True, False]
+
+
+def test_rrelu_saves_its_noise_before_it_draws_it() -> None:
+    """Why nothing that it saves is copied. When torch has mended that, `called_from_rrelu` can go."""
+    copies, frames = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        copies.append((tensor.detach(), tensor.clone()))
+        frames.append(called_from_rrelu(sys._getframe(1)))
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        nn.RReLU()(torch.randn(64, requires_grad=True) * 1)
+    assert any(frames)
+    assert any(not torch.equal(now, then) for now, then in copies)
+
+
+class AsPlain(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_as_plain(func, args, kwargs or {})
+
+
+class Empty(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_inside_a_mode_are_those_outside_only_with_their_dispatch_keys() -> None:
+    """When the first assertion of each pair fails, torch has mended its modes and `call_as_plain` can go."""
+    torch.manual_seed(0)
+    matrix, layer = torch.randn(5, 5, dtype=torch.complex64), nn.Bilinear(3, 4, 5)
+    inputs = torch.randn(2, 3), torch.randn(2, 4)
+
+    def bilinear() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(*inputs)
+
+    for compute in (lambda: torch.linalg.pinv(matrix), bilinear):
+        plain = compute()
+        with Empty():
+            assert not torch.equal(compute(), plain)
+        with AsPlain():
+            assert torch.equal(compute(), plain)
