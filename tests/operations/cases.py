@@ -59,6 +59,11 @@ class Case:
         for buffer, first in zip(self.model.buffers() if self.model else (), self._buffers, strict=True):
             buffer.data = first.clone()
 
+    def has_written_buffers(self) -> bool:
+        """Whether the last run left other values in the model's buffers."""
+        buffers = self.model.buffers() if self.model else ()
+        return any(not torch.equal(now, first) for now, first in zip(buffers, self._buffers, strict=True))
+
 
 def with_gaps(tensor: Tensor) -> Tensor:
     """Every second element of its memory; complex ones lazily conjugated too."""
@@ -146,7 +151,19 @@ def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES)
                     with torch.no_grad():
                         model(*given.args, **given.kwargs)
                 label = f"{name} {str(dtype)[6:]} {'training' if training else 'evaluation'} sample {index}"
-                yield Case(label, *_function(model, given.args, given.kwargs), model, "dense", info.supports_gradgrad)
+                function, leaves = _function(model, given.args, given.kwargs)
+                yield Case(label, Sampled(model, function), leaves, model, has_second=info.supports_gradgrad)
+
+
+class Sampled(nn.Module):
+    """A model with some of its arguments filled in; still a module, whose buffers `SelectiveCheckpoint` can look at."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self._function = model, function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
 
 
 def module_names() -> list[str]:

@@ -203,10 +203,23 @@ def try_everything(case: Case, *, thorough: bool = True, threshold_mb: float = 0
                 str(variant), lambda v=variant: v.passes(case), controls.expected(variant.setting)
             )
     if not controls.obstacle(CHECKPOINTED):
-        for name, selective in selective_runs(case).items():
-            outcome.failures += _failures(name, lambda s=selective: [s()], controls.expected(CHECKPOINTED))
+        outcome.failures += _selective_failures(case, controls.expected(CHECKPOINTED))
     outcome.failures = [f"{case.label}: {failure}" for failure in outcome.failures]
     return outcome
+
+
+def _selective_failures(case: Case, expected: list[Any]) -> list[str]:
+    run(case, PLAIN)
+    writes_buffers = case.has_written_buffers()
+    failures = []
+    for name, selective in selective_runs(case).items():
+        found = _failures(name, lambda s=selective: [s()], expected)
+        is_refused = any("cannot be checkpointed: its forward writes the buffer" in failure for failure in found)
+        if is_refused != writes_buffers:
+            failures.append(f"{name}: {'refused' if is_refused else 'writes a buffer, and is not refused'}")
+        elif not is_refused:
+            failures += found
+    return failures
 
 
 def _failures(name: str, passes: Callable[[], Any], expected: list[Any]) -> list[str]:
