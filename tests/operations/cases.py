@@ -38,10 +38,11 @@ class Case:
     layout: str = "dense"
     has_second: bool = True
     fills_memory: bool = False
-    _buffers: list[Tensor] = field(default_factory=list)
+    _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._buffers = [buffer.clone() for buffer in self.model.buffers()] if self.model else []
+        buffers = self.model.buffers() if self.model else ()
+        self._buffers = [(each, each.clone()) for each in buffers if each.layout is torch.strided]
 
     @property
     def all_leaves(self) -> list[Tensor]:
@@ -56,13 +57,12 @@ class Case:
         """Begin every run alike."""
         torch.manual_seed(SEED)
         random.seed(SEED)
-        for buffer, first in zip(self.model.buffers() if self.model else (), self._buffers, strict=True):
+        for buffer, first in self._buffers:
             buffer.data = first.clone()
 
     def has_written_buffers(self) -> bool:
         """Whether the last run left other values in the model's buffers."""
-        buffers = self.model.buffers() if self.model else ()
-        return any(not torch.equal(now, first) for now, first in zip(buffers, self._buffers, strict=True))
+        return any(not torch.equal(now, first) for now, first in self._buffers)
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
