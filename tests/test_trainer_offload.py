@@ -463,6 +463,7 @@ def test_a_mode_by_name_and_a_cpu_on_which_nothing_moves(make: Any, caplog: pyte
 
 def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     counters = {"bytes_kept": 0, "bytes_deduplicated": 0, "host_bytes_live": 0, "num_host_allocations": 0}
+    counters |= {"bytes_recomputed": 0, "bytes_weights": 0}
     moved = {"bytes_moved": 3 * 2**30, "host_bytes_pinned": 2**30, "stall_ms": 12.3}
     plan = {"predicted_peak_gib": 2.0, "predicted_step_ms": 100.0}
     measured = {"measured_peak_gib": 1.5, "measured_step_ms": None}

@@ -106,6 +106,7 @@ class AutoMode:
             recorder=recorder,
             recording=self.recording,
             budget_bytes=self._limit_bytes,
+            is_for_these_sizes=self._limits.budget_bytes is None and self._limit_bytes is not None,
             on_end=self._end,
         )
         self._begun = weakref.ref(forward)
@@ -145,7 +146,9 @@ class AutoMode:
 
     def _end(self, forward: ForwardPass) -> None:
         self._ended = forward
-        self._ran_out = self._ran_out or (self._room is not None and self._room.ran_short())
+        if self._room is not None:
+            self._ran_out = self._ran_out or self._room.ran_short()
+            self._room.look_back(forward.peak_bytes)
         self._on_end(forward)
 
     def _has_run_out(self) -> bool:
@@ -178,6 +181,8 @@ class AutoMode:
                 self._num_corrections += 1
                 self._num_recorded = _RECORDED_PASSES - 1
         elif any(new > old for new, old in zip(sizes, self.recording.sizes, strict=True)):
+            if self._room is not None:
+                self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = _grown(self.recording, sizes)
             self._replan()
 
@@ -231,22 +236,15 @@ class AutoMode:
 
         Without one everything is offloaded, as while recording, which was seen to fit.
         """
-        plan = self._make_plan(None)
-        limit_bytes = self._limit_bytes
-        if limit_bytes is None or plan.predicted_peak_bytes <= limit_bytes:
-            return plan
         try:
-            return self._make_plan(limit_bytes)
-        except InfeasibleBudgetError:
-            logger.info(
-                "activation offloading: the device has %.2f GiB for saved activations, too little for any plan; "
-                "everything is offloaded",
-                limit_bytes / 2**30,
-            )
+            return self._make_plan(None, self._limit_bytes)
+        except InfeasibleBudgetError as error:
+            logger.info("activation offloading: %s; until then everything is offloaded", error)
             return None
 
-    def _make_plan(self, budget_bytes: int | None) -> Plan:
+    def _make_plan(self, budget_bytes: int | None, device_limit_bytes: int | None = None) -> Plan:
         limits: dict[str, Any] = {**vars(self._limits), "budget_bytes": budget_bytes}
+        limits["device_limit_bytes"] = device_limit_bytes
         assert self.recording is not None
         assert self._link is not None
         return make_plan(self.recording.profile, self._link, **limits)

@@ -167,11 +167,8 @@ class OffloadContext:
         assert source.tensor is not None
         source.live = forward.engine.find(source.tensor, source.key)
         if source.live is None:
-            put = (
-                forward.engine.keep
-                if forward.action(index, source.num_bytes) is Action.KEEP
-                else forward.engine.offload
-            )
+            stays = forward.action(index, source.num_bytes) is Action.KEEP
+            put = forward.engine.keep if stays else forward.engine.offload
             source.live = put(source.tensor, source.guard, forward, index)
             assert self._producers is not None
             source.live.num_writes = self._producers.num_writes(source.key)

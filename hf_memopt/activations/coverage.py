@@ -71,7 +71,7 @@ def _is_innermost(mode: TorchDispatchMode) -> bool:
 
 
 def _called_children(module: nn.Module) -> Iterable[nn.Module]:
-    """Submodules that a module's own forward calls. Compiled ones are left alone: hooks would make them compile again."""
+    """Submodules that a module's own forward calls, but for compiled ones: hooks would make them compile again."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_children(child)

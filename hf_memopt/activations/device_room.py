@@ -23,7 +23,7 @@ class DeviceRoom:
 
     def __init__(self, counters: Counters, device: torch.device) -> None:
         self._counters, self._device = counters, device
-        self._begun_bytes = self._other_bytes = 0
+        self._begun_bytes = self._lasting_bytes = self._other_bytes = self._peak_bytes = 0
         self._num_retries = self._num_ooms = 0
 
     def begin(self) -> None:
@@ -34,6 +34,11 @@ class DeviceRoom:
     def sample(self, saved_bytes: int) -> None:
         """A stretch of compute is over, in which saved activations held `saved_bytes`."""
         self._other_bytes = max(self._other_bytes, self._counters.read().peak_allocated_bytes - saved_bytes)
+
+    def end(self, saved_bytes: int) -> None:
+        """Backward is over: what is allocated now, gradients among it, does not depend on the batch."""
+        self.sample(saved_bytes)
+        self._lasting_bytes = max(self._begun_bytes, self._counters.read().allocated_bytes - saved_bytes)
 
     def restart(self) -> None:
         """Another stretch begins."""
@@ -49,6 +54,17 @@ class DeviceRoom:
         free_bytes, total_bytes = self._counters.free_and_total()
         capacity = min(memory.reserved_bytes + free_bytes // _ranks_per_device(), self._share(total_bytes))
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
+
+    def grow(self, ratio: float) -> None:
+        """Passes are larger than the recorded one by `ratio`, and so is what they need besides."""
+        self._other_bytes += int((ratio - 1) * max(0, self._other_bytes - self._lasting_bytes))
+
+    def look_back(self, saved_peak_bytes: int) -> None:
+        """A pass is over; if more was allocated than ever before, then everything else needs more than was recorded."""
+        peak_bytes = self._counters.read().peak_allocated_bytes
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes = peak_bytes
+            self._other_bytes = max(self._other_bytes, peak_bytes - saved_peak_bytes)
 
     def watch(self) -> None:
         """A planned pass begins."""

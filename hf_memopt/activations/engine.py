@@ -88,7 +88,7 @@ class Engine:
             self._leaving_bytes -= storage.num_bytes
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        """Device memory for what comes back. Where there is none, all that waits to give up its memory does so first."""
+        """Device memory for what comes back. Where there is none, what waits to give up its memory does so first."""
         try:
             return self.copier.empty_device(num_bytes)
         except torch.OutOfMemoryError:

@@ -35,8 +35,8 @@ _GIB = 2**30
 _HOST_SHARE = 0.9
 _HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
 _NOTHING_TO_MOVE = (
-    "nothing is moved: on a CPU saved activations are in host memory already. ActivationOffloader(copier=SyncCopier()), "
-    "from hf_memopt.transfer, performs every copy on a CPU too, to try it"
+    "nothing is moved: on a CPU saved activations are in host memory already. To try it there, give the copier that "
+    "performs every copy on a CPU too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
 )
 
 

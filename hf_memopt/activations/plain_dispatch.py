@@ -17,5 +17,5 @@ def call_as_plain(operation: Any, args: Any, kwargs: Any) -> Any:
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         excluded = torch._C._dispatch_tls_local_exclude_set()
     included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._AutoDispatchBelowADInplaceOrView():
         return operation(*args, **kwargs)

@@ -127,7 +127,7 @@ class Recorder:
             yield
 
     def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
-        """Note that autograd saved a storage, inside of `working`, and whether it is one that never goes to the host."""
+        """Note that autograd saved a storage, inside of `working`, and whether it never goes to the host."""
         key = storage._cdata
         self._pins.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._events[-1].saved = index
@@ -171,7 +171,7 @@ class Recorder:
         self._events.append(_Event(mark, mark, ends_backward=True))
         self._unsaved.clear()  # who saves these from now on does so too late
         if self._room is not None:
-            self._room.sample(self._residency.now_bytes)
+            self._room.end(self._residency.now_bytes)
 
     def finish(self) -> Recording:
         """The profile; waits for the device."""

@@ -62,4 +62,4 @@ def in_backward() -> bool:
 
 def graph_is_retained() -> bool:
     """Whether the backward pass that this thread is in leaves its graph to another one."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

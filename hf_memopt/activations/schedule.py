@@ -51,6 +51,8 @@ class ForwardPass:
             and learn as it goes.
         recording: what the plan was made from.
         budget_bytes: what the plan was made for.
+        is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because what
+            they need besides is not known.
         recorder: notes what happens when, for the planner.
         on_end: called at the end of each backward through this pass.
     """
@@ -63,6 +65,7 @@ class ForwardPass:
         plan: Plan | None = None,
         recording: "Recording | None" = None,
         budget_bytes: int | None = None,
+        is_for_these_sizes: bool = False,
         recorder: "Recorder | None" = None,
         on_end: Callable[["ForwardPass"], None] | None = None,
     ) -> None:
@@ -77,6 +80,8 @@ class ForwardPass:
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording
         self._budget_bytes = budget_bytes
+        self._is_for_these_sizes = is_for_these_sizes
+        self._is_larger = False
         self._on_end = on_end
         # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
         self._backwards: list[int] = []
@@ -112,12 +117,16 @@ class ForwardPass:
 
     def action(self, index: int, num_bytes: int) -> Action:
         """What becomes of a storage."""
-        if self.plan is None or not 0 <= index < len(self.plan.actions):
+        if self.plan is None or self._recording is None or not 0 <= index < len(self.plan.actions):
+            return Action.OFFLOAD
+        planned = self._recording.profile.storages[index]
+        self._is_larger = self._is_larger or (self._is_for_these_sizes and num_bytes > planned.num_bytes)
+        if self._is_larger and planned.can_offload:
             return Action.OFFLOAD
         # Other shapes than those planned for must not break the budget.
         over = self._budget_bytes is not None and self.engine.residency.now_bytes + num_bytes > self._budget_bytes
         action = self.plan.actions[index]
-        return Action.OFFLOAD if over and action is Action.KEEP else action
+        return Action.OFFLOAD if over and action is Action.KEEP and planned.can_offload else action
 
     def add(self, storage: OffloadedStorage) -> None:
         """Register an offloaded storage, and give up older ones where too many bytes are under way."""
