@@ -27,7 +27,7 @@ class Setting:
     Attributes:
         autocast: forward under autocast to bfloat16.
         checkpointed: under torch's activation checkpointing.
-        backward: "once"; "twice" through one graph; "second" derivatives.
+        backward: "once" behind the context, or "inside" it; "twice" through one graph; "second" derivatives.
     """
 
     autocast: bool = False
@@ -43,6 +43,7 @@ PLAIN, CHECKPOINTED = Setting(), Setting(checkpointed=True)
 SETTINGS = (
     PLAIN,
     Setting(autocast=True),
+    Setting(backward="inside"),
     Setting(backward="twice"),
     Setting(backward="second"),
     CHECKPOINTED,
@@ -60,7 +61,7 @@ def run(
     Args:
         case: what is run.
         setting: how.
-        context: around the forward pass, and around backward where it is differentiated in turn.
+        context: around the forward pass, and backward where it is to be inside or is differentiated in turn.
         call: what calls the function instead of plain Python.
     """
     case.reset()
@@ -74,19 +75,21 @@ def _run(case: Case, setting: Setting, context: AbstractContextManager[Any], cal
     second = setting.backward == "second"
     ballast = _ballast(case)
     leaves = [*case.all_leaves, ballast]
+    gradients: list[Tensor | None] = []
     with context:
         with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
             results = call(case.function, *case.inputs())
             ends = [torch.tanh(output * _weight(output)) for output in map(_dense, differentiable(results))]
             ends.append(_behind(ballast, call))
-        gradients = _gradients(ends, leaves, create_graph=True) if second else []
+        if setting.backward in ("inside", "second"):
+            gradients = _gradients(ends, leaves, create_graph=second)
     if second:
         bends = [_dense(each).abs().square() for each in gradients if each is not None and each.requires_grad]
         gradients += _gradients(bends, leaves)
-    else:
-        twice = setting.backward == "twice"
-        gradients = _gradients(ends, leaves, retain_graph=twice)
-        gradients += _gradients(ends, leaves) if twice else []
+    if setting.backward == "twice":
+        gradients = _gradients(ends, leaves, retain_graph=True)
+    if setting.backward in ("once", "twice"):
+        gradients = gradients + _gradients(ends, leaves)
     return values_in(results) + [None if each is None else each.detach() for each in gradients]
 
 
