@@ -15,13 +15,14 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _MEMBERS_PER_ROUND = 16
 # Plans to simulate: so many, and more for each storage, as long as that is not more than so many in all, nor more than
 # so many saves and uses, at 2 to 4 us each; and a minimum for what there is to try at all.
-_NUM_PLANS = 300
-_PLANS_PER_STORAGE = 10
+_NUM_PLANS = 250
+_PLANS_PER_STORAGE = 15
 _MAX_PLANS = 1_000
 _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
 # With more storages than that, single ones hardly matter.
 _MAX_STORAGES_ONE_BY_ONE = 150
+_MAX_STORAGES_IN_ANY_WAY = 12
 _CHANGES_PER_VISIT = 4
 # Smaller steps between members of the front, as a share of the step, are not worth a search between them.
 _WORTH_FILLING = 2e-3
@@ -71,17 +72,17 @@ class _Search:
             self._vary_window,
             self._thresholds_move(1 / 16),
             self._blend,
-            self._fill,
             self._thresholds_move(1 / 32),
         ]
         if len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE:
             self._try_grid(_STEPS)
-            self._improve(moves)
+            self._improve([*moves, self._fill])
         else:
             self._try_grid(_STEPS[::2])
             self._improve([step for move in moves for step in (move, self._change_one)])
-            self._improve([self._change_one, self._any_window])
-            self._improve([self._change_any])
+            self._improve([self._change_one, self._any_window, self._fill])
+            if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
+                self._improve([self._change_any])
 
     def _fill(self, member: Candidate) -> None:
         """Keep what saves most time for its bytes, as long as that holds less than the next member of the front."""

@@ -115,7 +115,7 @@ def make_plan(
     `budget_bytes` gives a step at most that much slower.
 
     The number of simulations is bounded by the number of storages: hundredths of a second for ten, half a second for
-    100, one to three seconds for 500 and more.
+    100, one to five seconds for 500 and more.
 
     Args:
         profile: what one training step saved and used.
