@@ -49,7 +49,7 @@ def refuse_rrelu() -> None:
 
 
 def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:
-    """Whether the module at work has a frozen weight of which a saved tensor may be the copy that autocast made.
+    """Whether the module at work has a frozen weight of which a saved tensor may be a copy: cast or dequantised.
 
     Autograd shows no way from such a copy to its weight, as it does for a trainable one. A tensor without history and
     of as many numbers counts: to leave something else of the kind on the device costs memory only.
@@ -59,7 +59,7 @@ def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:
     module = calling_module()
     num_bytes = tensor.untyped_storage().nbytes()
     return module is not None and any(
-        not weight.requires_grad and weight.dtype != tensor.dtype and weight.numel() * tensor.itemsize == num_bytes
+        not weight.requires_grad and weight.numel() * tensor.itemsize == num_bytes
         for weight in module._parameters.values()
         if weight is not None
     )
