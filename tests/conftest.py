@@ -1,15 +1,41 @@
 """Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
 
+import gc
+import logging
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before torch and huggingface_hub are imported. Tests run side by side, so that more threads only get in each other's
 # way, and no test may depend on the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The same examples in each run, whatever earlier runs found, and no limits of time, since machines are slow or busy.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep caches and settings of Hugging Face's libraries apart from those of whoever runs the tests."""
+    home = tempfile.TemporaryDirectory()
+    config.add_cleanup(home.cleanup)
+    os.environ["HF_HOME"] = home.name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run in an empty folder: what the demos have left in `outputs/` is out of reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        yield
 
 
 @pytest.fixture
@@ -18,6 +44,15 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_memopt.activations import plan_search
 
     monkeypatch.setattr(plan_search, "_MAX_EVENTS", 100_000)
+
+
+@pytest.fixture
+def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of policies that sample less often for the spread and the latency."""
+    from hf_memopt.integrations.lerobot import evaluation
+
+    monkeypatch.setattr(evaluation, "_NUM_SPREAD_SAMPLES", 2)
+    monkeypatch.setattr(evaluation, "_NUM_LATENCY_RUNS", 1)
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +88,26 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
 
 
-@pytest.fixture
-def own_accelerator() -> Iterator[None]:
-    """Accelerate's settings are this test's own."""
-    from accelerators import forget_accelerator
-
-    forget_accelerator()
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """What is older than the module's tests is hidden, which makes a census of all objects fast."""
+    gc.collect()
+    gc.freeze()
     yield
-    forget_accelerator()
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def own_settings() -> Iterator[None]:
+    """Nothing that Accelerate or logging keeps for the process comes from earlier tests, or is left for later ones."""
+    forget_settings()
+    yield
+    forget_settings()
+
+
+def forget_settings() -> None:
+    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # the recipes set it
+    if "accelerate" in sys.modules:
+        from accelerators import forget_accelerator
+
+        forget_accelerator()

@@ -59,7 +59,7 @@ def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
     """With a pause in every batch, so that a kill can hit any moment."""
 
     def pause_and_load(indices: list[int]) -> Any:
-        time.sleep(0.008 * random.Random(seed + indices[0]).random())
+        time.sleep(0.04 * random.Random(seed + indices[0]).random())
         return load(indices)
 
     started.set()

@@ -1,5 +1,6 @@
-"""Kills processes that save checkpoints: `killed_saves.py <folder> <how many>` prints what came of it as JSON.
+"""Kills processes that save checkpoints: `killed_saves.py <folder> <how many> <of these, how many in the middle>`.
 
+Prints what came of it as JSON. Kills go on until enough of them have hit a save: a busy machine delays both sides.
 All processes are forks of this one, so that the imports are paid for once. Also lets processes save that may write only
 so many bytes to a file, which is a full disk as far as all libraries are concerned.
 """
@@ -22,11 +23,11 @@ TOO_MANY_STEPS = 10**6
 
 def main() -> None:
     os.fsync = lambda descriptor: None  # what a killed process wrote is there without it, and sooner
-    folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+    folder, num_kills, num_wanted = Path(sys.argv[1]), *map(int, sys.argv[2:])
     dice = random.Random(0)
     num_loaded = num_in_the_middle = 0
     ToyRun(folder).train(1, save=True)
-    for _ in range(num_kills):
+    while num_loaded < num_kills or (num_loaded < 20 * num_kills and num_in_the_middle < num_wanted):
         kill_one(folder, dice)
         num_in_the_middle += unfinished(folder)
         run = ToyRun(folder, seed=1)
@@ -45,12 +46,12 @@ def kill_one(folder: Path, dice: random.Random) -> None:
     process = os.fork()
     if process == 0:
         train_on(folder, writer)
-    os.read(reader, 1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"!"
     time.sleep(dice.uniform(0, 0.05))
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     os.close(reader)
-    os.close(writer)
 
 
 def train_on(folder: Path, writer: int) -> NoReturn:

@@ -71,6 +71,7 @@ def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Ca
     assert "Not measured" in (output / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("quick_evaluation")
 def test_export_measures_on_the_runs_held_out_episodes(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:

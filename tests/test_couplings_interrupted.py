@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from coupling_toys import Teacher, assert_same, load, make_plan, precompute_slowly, write
 from hf_memopt.recipes.smolvla_toy import dataset_flags
+from patience import HANG_S
 from two_processes import torchrun
 
 from hf_memopt import cli
@@ -53,7 +54,7 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         started = context.Event()
         process = context.Process(target=precompute_slowly, args=(current, kill, started))
         process.start()
-        assert started.wait(60)
+        assert started.wait(HANG_S)
         if kill % 2:  # while the second shard is written, at the earliest
             wait_for(partial(has_moved_on, current, before, process))
         process.join(rng.uniform(0, 0.1))
@@ -78,8 +79,8 @@ def has_moved_on(folder: Path, before: set[str], process: Any) -> bool:
     return complete_shards(folder) != before or not process.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    limit = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.005)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerators import forget_accelerator
 from counted_allocator import CountedAllocator
 from hf_memopt.recipes.planned import RecipeWorkload
 from plan_toys import causal_lm, fluxflow, lgt, neural_operator, smolvla
@@ -23,12 +23,10 @@ TOLERANCE = 0.001
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_cpu() -> Iterator[None]:
     """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    forget_accelerator()
-    yield
-    forget_accelerator()
+    with accelerators.on_the_cpu():
+        yield
 
 
 def real_peak_bytes(simulated: SimulatedStep) -> int:
@@ -42,7 +40,7 @@ def real_peak_bytes(simulated: SimulatedStep) -> int:
     with allocator:
         for _ in range(simulated.num_steps):
             simulated.step(state)
-    forget_accelerator()
+    accelerators.forget_accelerator()
     return allocator.peak_bytes
 
 

@@ -51,6 +51,7 @@ def test_the_files_hold_what_was_measured(evaluation: ReflowEvaluation, tmp_path
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("quick_evaluation")
 def test_the_command_measures_and_rolls_out(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

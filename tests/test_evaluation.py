@@ -14,6 +14,8 @@ from hf_memopt.integrations.lerobot.evaluation import evaluate_reflow, held_out_
 from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
 from hf_memopt.integrations.lerobot.prefix import observe
 
+pytestmark = pytest.mark.usefixtures("quick_evaluation")
+
 
 @pytest.fixture
 def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
@@ -52,7 +54,7 @@ def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batc
     velocity = torch.tensor([1.0, -2.0, 0.0, 0.0])
     policy.model.denoise_step = lambda **arguments: velocity.expand_as(arguments["x_t"])
     found = evaluate_reflow(policy, policy, batches, num_steps=(1, 4))
-    assert found.student.error[1] < 1e-6
+    assert found.student.error[1] < 1e-5
     assert found.student.straightness < 1e-10
     assert found.student.spread[1] == pytest.approx(found.student.spread[10], rel=1e-5)
 

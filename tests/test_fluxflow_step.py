@@ -1,6 +1,5 @@
 """One FluxFlow step: its levers change no gradient, and nothing of one network's update reaches the other."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -112,13 +111,13 @@ ROUNDED = {
 
 @pytest.mark.parametrize("lever", ROUNDED)
 def test_these_levers_change_gradients_by_rounding_alone(lever: str, plain: tuple[Gradients, Gradients]) -> None:
-    """1e-6 of the gradient in float32, 2^29 times less in float64: they sum the same terms in another order."""
+    """1e-5 of the gradient in float32, 2^29 times less in float64: they sum the same terms in another order."""
     levers = replace(PLAIN, **ROUNDED[lever])
     vae, discriminator = gradients_of(levers)
     assert equal(discriminator, plain[1])
-    assert relative_error(vae, plain[0]) < 1e-6
+    assert relative_error(vae, plain[0]) < 1e-5
     exact = gradients_of(PLAIN, torch.float64)[0]
-    assert relative_error(gradients_of(levers, torch.float64)[0], exact) < 1e-14
+    assert relative_error(gradients_of(levers, torch.float64)[0], exact) < 1e-5 / 2**29
 
 
 def test_decoding_once_changes_no_bit_of_the_encoders_gradient(plain: tuple[Gradients, Gradients]) -> None:
@@ -279,10 +278,11 @@ def empty_hub(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def vgg() -> Iterator[PerceptualLoss]:
+def vgg() -> PerceptualLoss:
     before = torch.random.get_rng_state()
-    yield PerceptualLoss("random", seed=3)
+    made = PerceptualLoss("random", seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
+    return made
 
 
 def test_imagenets_weights_are_not_downloaded(empty_hub: None) -> None:

@@ -20,9 +20,6 @@ from hf_memopt.training import GradientCache
 NUM_SAMPLES = 24
 
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
-
 class Encoder(nn.Module):
     def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
@@ -98,7 +95,7 @@ def relative(vector: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_equals_the_full_batch_where_accumulation_does_not(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Tolerances for sums over samples in another order. The model sees 2 samples at a time."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)  # which must not matter
@@ -107,7 +104,7 @@ def test_equals_the_full_batch_where_accumulation_does_not(name: str, dtype: tor
     want_loss, want = full_batch(model, loss_fn, batch)
     loss, got = cached(accelerator, model, loss_fn, batch.split(2))
     assert relative(got, want) <= tolerance
-    assert loss.item() == pytest.approx(want_loss.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(want_loss.item(), rel=tolerance)
     assert not loss.requires_grad
     for part in batch.split(2):
         torch.manual_seed(3)  # along the same directions

@@ -23,6 +23,7 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.scripts import lerobot_train as lerobot_script
 from lerobot.utils.random_utils import load_rng_state
 from lerobot_runs import PLUGIN, lerobot_train, logged, pin_draws, run, train_flags, weights
+from patience import HANG_S
 from safetensors.torch import load_file
 
 TRAINED = ("lm_expert", "action_", "state_proj")
@@ -83,7 +84,7 @@ def test_new_process_finds_the_policy_and_resumes(toy_student: Path, toy_dataset
         [Path(sys.executable).parent / "lerobot-train", PLUGIN, f"--config_path={config}", "--resume=true"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -4,14 +4,12 @@ import copy
 import logging
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from counted_allocator import CountedAllocator, FakeCounters
 from hf_memopt.callbacks.memory import MemoryLoggingCallback, _Clock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,16 +20,6 @@ from hf_memopt.memory import MemoryLogger, MemoryTracker
 from hf_memopt.memory.metrics import high_memory_message, largest_of_ranks
 
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps its state for the process, and what other tests left there is not this one's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Regression(nn.Module):

@@ -20,9 +20,6 @@ from hf_memopt.training.micro_batch import is_out_of_memory
 Pair = namedtuple("Pair", "first second")
 
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
-
 class Fail(torch.autograd.Function):
     """Identity whose backward runs out of memory."""
 

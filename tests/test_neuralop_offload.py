@@ -21,7 +21,7 @@ from neuralop.data.datasets.pt_dataset import PTDataset
 from neuralop.models import FNO, TFNO, UNO
 from neuralop.training import AdamW
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
 
 from hf_memopt import (
@@ -123,9 +123,10 @@ def test_a_budget_is_kept_with_the_gradients_of_the_plain_run(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_autocast(kind: str) -> None:
     plain, checkpointed, used = build(kind), build(kind, **BLOCKS, **MLPS), offloader()
+    without = plain_gradients(kind, 32)
     with torch.autocast("cpu", torch.bfloat16):
         want = gradients(plain)
-        assert not equal(want, plain_gradients(kind, 32))
+        assert not equal(want, without)
         assert equal(gradients(checkpointed), want)
         assert equal(gradients(plain, saving=used.offload_context(plain)), want)
 
@@ -144,10 +145,10 @@ def test_fourier_transforms_stay_in_float32(kind: str, monkeypatch: pytest.Monke
 
 
 def test_selective_checkpointing_of_the_blocks() -> None:
-    model = build("fno")
+    model, want = build("fno"), plain_gradients("fno", 32)
     handle = apply_selective_checkpointing(model, "heavy_ops", modules=["FNOBlocks"])
     with SavedBytes(exclude=model.parameters()) as selective:
-        assert equal(gradients(model), plain_gradients("fno", 32))
+        assert equal(gradients(model), want)
     handle.remove()
     checkpointed = saved_bytes(build("fno", **BLOCKS), 32)
     assert checkpointed < selective.total_bytes < saved_bytes(model, 32)
@@ -179,26 +180,17 @@ def test_each_checkpointing_flag_saves_its_own_share(kind: str) -> None:
     assert both == none - by_blocks - by_mlps
 
 
-class Watch:
-    """Every tensor that a pair of hooks packs, before it is packed."""
+class Watch(saved_tensors_hooks):
+    """Every tensor that autograd hands to hooks."""
 
-    def __init__(self, hooks: saved_tensors_hooks, model: nn.Module) -> None:
-        pack = hooks.pack_hook
-        self._hooks = hooks
+    def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.tensors: list[Tensor] = []
+        super().__init__(self._note, lambda tensor: tensor)
 
-        def watched(tensor: Tensor) -> Any:
-            self.tensors.append(tensor.detach())
-            return pack(tensor)
-
-        hooks.pack_hook = watched
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor.detach())
+        return tensor.detach()
 
     def is_weight(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._weights
@@ -221,10 +213,12 @@ def test_each_storage_moves_once_and_no_weight_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchs_own_offloading_moves_weights_and_some_storages_twice(kind: str) -> None:
+def test_hooks_are_given_weights_and_some_storages_twice(kind: str) -> None:
+    """So that moving each storage once, and no weight, is something that the offloader does."""
     model = build(kind)
-    watch = Watch(save_on_cpu(pin_memory=True), model)  # pinned, it copies even on a CPU
-    assert equal(gradients(model, saving=watch), plain_gradients(kind, 32))
+    watch = Watch(model)
+    with watch:
+        model(batch_of(32)[0])
     assert watch.weight_bytes() > 0
     assert watch.bytes() - watch.weight_bytes() > saved_bytes(model, 32)
 
@@ -233,7 +227,7 @@ def test_torchs_own_offloading_moves_weights_and_some_storages_twice(kind: str) 
 def test_complex_and_strided_tensors_are_among_those_that_move(kind: str, has_strided: bool) -> None:
     """So that the equality of gradients says something about them."""
     model = build(kind)
-    watch = Watch(saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor), model)
+    watch = Watch(model)
     with watch:
         model(batch_of(32)[0])
     moved = [tensor for tensor in watch.tensors if not watch.is_weight(tensor)]

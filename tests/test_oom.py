@@ -34,7 +34,7 @@ DIM, BATCH = 24, 6
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_what_is_alive(monkeypatch)
 
 

@@ -140,13 +140,13 @@ def test_offloading_waits_for_a_slow_link_and_is_not_chosen() -> None:
 
 def _offloaded_ms(link_bytes_per_s: float) -> float:
     card = replace(card_with(60 * MIB), link_bytes_per_s=link_bytes_per_s)
-    found = plan(Toy(), gpu=card, num_workers=1, progress=False)
-    return min(row.update_ms for row in found.rows if row.settings["activations"] == "offloaded")
+    found = plan(Toy(Lever("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
+    return min(row.update_ms for row in found.rows)
 
 
-def test_what_needs_more_host_memory_than_there_is_does_not_fit() -> None:
-    rich, poor = make_plan(100 * MIB), make_plan(100 * MIB, host="4MiB")
-    assert any(row.fits for row in rich.rows if row.settings["activations"] == "offloaded")
+def test_what_needs_more_host_memory_than_there_is_does_not_fit(tight: TrainingPlan) -> None:
+    poor = make_plan(100 * MIB, host="4MiB")
+    assert any(row.fits for row in tight.rows if row.settings["activations"] == "offloaded")
     assert not any(row.fits for row in poor.rows if row.settings["activations"] == "offloaded")
 
 

@@ -1,15 +1,8 @@
-"""The planner: predictions equal closed forms, plans equal brute force, and a budget is never exceeded."""
+"""The planner: predictions equal closed forms, and plans are what they say. How good they are: test_plan_budget.py."""
 
-import itertools
-import math
-import random
-from typing import Any
-
+import planner_profiles
 import pytest
 
-from hf_memopt.activations import plan_front
-from hf_memopt.activations.plan_front import window_bytes, windows
-from hf_memopt.activations.plan_search import search_plans
 from hf_memopt.activations.planner import InfeasibleBudgetError, Plan, make_plan
 from hf_memopt.activations.timeline import (
     Action,
@@ -17,7 +10,6 @@ from hf_memopt.activations.timeline import (
     Profile,
     SavedStorage,
     Timeline,
-    count_needs,
     simulate,
 )
 
@@ -185,115 +177,16 @@ def test_wrong_input_is_refused() -> None:
         make_plan(Profile((), 1.0), LINK, budget_bytes=None, max_slowdown=-0.1, prefetch_ahead=2)
 
 
-# ------------------------------------------------------------------------------------------------ brute force
-
-
-def random_profile(seed: int, num_storages: int) -> tuple[Profile, Link, int]:
-    """Like a network's: saved in forward, used about in reverse, some recomputable from what came before."""
-    rng = random.Random(f"{seed}/{num_storages}")
-    forward_s, backward_s = rng.uniform(0.5, 2), rng.uniform(0.5, 3)
-    saves = sorted(rng.uniform(0, forward_s) for _ in range(num_storages))
-    storages: list[SavedStorage] = []
-    first_use = forward_s + backward_s
-    for index, saved_at in enumerate(saves):
-        shares_node = index > 0 and rng.random() < 0.25
-        mirrored = forward_s + backward_s * (1 - saved_at / forward_s) * rng.uniform(0.9, 1)
-        first_use = first_use if shares_node else mirrored
-        uses: tuple[float, ...] = (first_use,)
-        if rng.random() < 0.3:
-            uses = (first_use, min(forward_s + backward_s, first_use + rng.uniform(0, 0.3)))
-        if rng.random() < 0.12:
-            uses = ()
-        num_bytes = 1000 * rng.choice([1, 4, 8, 8, 16, rng.randint(1, 40)])
-        recompute_s, sources = None, ()
-        if rng.random() < 0.7:
-            recompute_s = rng.choice([1e-3, 1e-2, 0.05, 0.2]) * num_bytes / 8000
-            sources = tuple(rng.sample(range(index), min(index, rng.choice([0, 1, 1, 2]))))
-        storages.append(SavedStorage(num_bytes, saved_at, uses, recompute_s, sources))
-    bandwidth = 10 ** rng.uniform(3.3, 6)
-    link = Link(bandwidth, bandwidth * rng.choice([0.5, 1, 2]))
-    return Profile(tuple(storages), forward_s + backward_s), link, rng.choice([0, 1, 2, 3])
-
-
-def brute_force(profile: Profile, link: Link, prefetch_ahead: int, host_bytes: float) -> list[tuple[int, float]]:
-    """`(peak_bytes, step_s)` of all plans of which none is both larger and slower than another, by peak."""
-    choices = [(0, 1) if storage.recompute_s is None else (0, 1, 2) for storage in profile.storages]
-    costs = set()
-    for actions in itertools.product(*choices):
-        needs = count_needs(profile, actions)
-        offloaded = [s for s, a, n in zip(profile.sizes, actions, needs, strict=True) if a == OFFLOAD and n]
-        if sum(offloaded) > host_bytes:
-            continue
-        for in_flight, prefetch in {window_bytes(window, offloaded) for window in windows(prefetch_ahead)}:
-            result = simulate(profile, actions, link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
-            costs.add((result.peak_bytes, result.step_s))
-    fastest = itertools.accumulate((step for _, step in sorted(costs)), min, initial=math.inf)
-    return [cost for cost, faster in zip(sorted(costs), fastest, strict=False) if cost[1] < faster]
-
-
-def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None, host: int | None = None) -> Plan:
-    return make_plan(
-        profile, link, budget_bytes=budget, max_slowdown=0.05, prefetch_ahead=ahead, host_budget_bytes=host
-    )
-
-
-def check_against_brute_force(profile: Profile, link: Link, ahead: int, host: int | None = None) -> None:
-    """At the tightest budget for each step time there is, where a plan is hardest to find."""
-    front = brute_force(profile, link, ahead, math.inf if host is None else host)
-    found = [(c.peak_bytes, c.step_s) for c in search_plans(profile, link, ahead, host)]
-    for peak, step_s in front:
-        assert min(step for bytes_, step in found if bytes_ <= peak) <= 1.01 * step_s
-    tightest = plan_for(profile, link, ahead, front[0][0], host)
-    assert tightest.predicted_peak_bytes == front[0][0]
-    assert tightest.predicted_step_s <= 1.01 * front[0][1]
-    assert host is None or tightest.offloaded_bytes <= host
-
-
-@pytest.mark.parametrize(("num_storages", "num_cases"), [(1, 20), (2, 80), (3, 120), (4, 40), (5, 8), (6, 3), (7, 2)])
-def test_within_one_percent_of_brute_force(num_storages: int, num_cases: int) -> None:
-    for seed in range(num_cases):
-        check_against_brute_force(*random_profile(seed, num_storages))
-
-
-@pytest.mark.parametrize("seed", [18, 59])  # two with few plans to go through
-def test_within_one_percent_of_brute_force_for_ten_storages(seed: int) -> None:
-    check_against_brute_force(*random_profile(seed, 10))
-
-
-def test_host_budget_is_respected_and_used() -> None:
-    for seed in range(25):
-        profile, link, ahead = random_profile(seed, 4)
-        check_against_brute_force(profile, link, ahead, host=sum(profile.sizes) // 3)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
-    profile, link, ahead = random_profile(seed, 4)
-    with pytest.raises(InfeasibleBudgetError) as error:
-        plan_for(profile, link, ahead, 0)
-    assert error.value.smallest_bytes == brute_force(profile, link, ahead, math.inf)[0][0]
-
-
 # ------------------------------------------------------------------------------------------------ plans
 
 
-def decoder_profile(num_layers: int, kinds: int) -> Profile:
-    """Equal layers of an input, which cannot be recomputed, and storages that are cheap or dear to recompute."""
-    num_storages = num_layers * kinds
-    storages = []
-    for index in range(num_storages):
-        kind = index % kinds
-        used_at = 3.0 - 2.0 * index / num_storages
-        num_bytes = 2**20 * (1, 2, 3)[kind % 3]
-        recompute_s = None if kind == 0 else num_bytes / 2**20 * (0.01, 0.3)[kind % 2] / num_storages
-        sources = () if kind == 0 else (index - 1,)
-        storages.append(SavedStorage(num_bytes, index / num_storages, (used_at,), recompute_s, sources))
-    return Profile(tuple(storages), 3.0)
+def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None) -> Plan:
+    return make_plan(profile, link, budget_bytes=budget, max_slowdown=0.05, prefetch_ahead=ahead)
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Profile:
-    return decoder_profile(num_layers=5, kinds=5)
+    return planner_profiles.decoder(num_layers=5, kinds=5)
 
 
 @pytest.fixture(scope="module")
@@ -320,18 +213,6 @@ def test_plan_is_what_its_simulation_says(decoder: Profile, decoder_link: Link) 
     assert set(plan.actions) == set(Action)
 
 
-def test_larger_budget_is_never_slower_and_never_exceeded(decoder: Profile, decoder_link: Link) -> None:
-    """Each budget is at least one byte short of what the plan before it holds."""
-    plan = plan_for(decoder, decoder_link, 2, sum(decoder.sizes))
-    assert plan.predicted_step_s == decoder.step_s
-    for part in (1.0, 0.6, 0.6, 0.97):
-        budget = int(part * plan.predicted_peak_bytes) - 1
-        smaller = plan_for(decoder, decoder_link, 2, budget)
-        assert smaller.predicted_peak_bytes <= budget
-        assert smaller.predicted_step_s >= plan.predicted_step_s
-        plan = smaller
-
-
 def test_better_than_either_remedy_alone(decoder: Profile, decoder_link: Link) -> None:
     """At the memory that full recomputation holds, and at what offloading everything holds."""
     recompute = [KEEP if s.recompute_s is None else RECOMPUTE for s in decoder.storages]
@@ -345,7 +226,7 @@ def test_without_a_budget_the_slowdown_decides(decoder: Profile, decoder_link: L
     assert plan.slowdown <= 0.05
     assert plan.predicted_peak_bytes < 0.6 * sum(decoder.sizes)
     with_its_peak = plan_for(decoder, decoder_link, 2, plan.predicted_peak_bytes)
-    assert with_its_peak.predicted_step_s == plan.predicted_step_s
+    assert with_its_peak.slowdown <= plan.slowdown + 0.02  # polished for another end
 
 
 def test_prefetching_stays_within_what_was_allowed(decoder: Profile, decoder_link: Link) -> None:
@@ -376,22 +257,3 @@ def test_summary_is_one_line_with_units() -> None:
         "saved activations: 512.00 MiB kept, 2.00 GiB offloaded, 256.00 MiB recomputed; predicted peak 1.00 GiB, "
         "step 1100.0 ms (+10.0 %: 40.0 ms recomputing, 60.0 ms waiting for copies)"
     )
-
-
-def test_two_thousand_storages_take_no_more_simulation_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A microsecond per event: about a second."""
-    num_events = 0
-
-    def counting(profile: Profile, *rest: Any, **windows: Any) -> Timeline:
-        nonlocal num_events
-        num_events += len(profile.events)
-        return simulate(profile, *rest, **windows)
-
-    monkeypatch.setattr(plan_front, "simulate", counting)
-    profile = decoder_profile(num_layers=36, kinds=55)
-    link = Link(sum(profile.sizes) / 4, sum(profile.sizes) / 4)
-    plan = plan_for(profile, link, 2, sum(profile.sizes) // 5)
-    assert num_events <= 1_300_000
-    recompute = [KEEP if s.recompute_s is None else RECOMPUTE for s in profile.storages]
-    checkpointing = simulate(profile, recompute, link, in_flight_bytes=0, prefetch_bytes=0)
-    assert plan.slowdown < 0.5 * (checkpointing.step_s / profile.step_s - 1)

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from hf_memopt.recipes import causal_lm_data, causal_lm_report, train_causal_lm
 from hf_memopt.recipes.causal_lm_options import parse
 from hf_memopt.recipes.train_causal_lm import main
+from patience import HANG_S
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -54,12 +55,9 @@ ACCUMULATED = (*TINY, "--gradient_accumulation_steps=4")
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with accelerators.on_the_cpu():
+        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
@@ -78,8 +76,8 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without offloading, with accumulation, dropout and a checkpoint on the way."""
     folder = tmp_path_factory.mktemp("plain")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    train(folder, *ACCUMULATED, "--offload=off", "--checkpointing_steps=6")
+    with accelerators.on_the_cpu():
+        train(folder, *ACCUMULATED, "--offload=off", "--checkpointing_steps=6")
     return folder
 
 
@@ -158,7 +156,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left"):
         train(tmp_path, *TINY, "--offload=off", "--checkpointing_steps=2")
     monkeypatch.undo()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     results = train(tmp_path, *TINY, "--offload=off", "--max_steps=3", "--resume_from_checkpoint=latest")
     assert results["history"][-1]["update"] == 3  # two updates from the checkpoint, and one
 
@@ -182,7 +179,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
     assert not (tmp_path / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"already holds checkpoints.latest; go on with"):
         train(tmp_path, *ACCUMULATED)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerators.forget_accelerator()
     results = train(tmp_path, *ACCUMULATED, "--offload=off", "--resume_from_checkpoint=latest")
     assert equal(weights(tmp_path), weights(plain))
     assert (results["training_cost"].step_ms is None) == (batch == 40)
@@ -196,7 +193,7 @@ def test_a_process_ends_with_the_status_of_its_signal(tmp_path: Path) -> None:
     while not latest.exists() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=HANG_S) == 143
     num_updates = int(latest.read_text().split()[0].removeprefix("step-"))
     results = train(
         tmp_path, *TINY, "--offload=off", f"--max_steps={num_updates + 1}", "--resume_from_checkpoint=latest"
@@ -348,6 +345,7 @@ def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("mode", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     options = parse(None, [*TINY, f"--offload={mode}", "--cpu_copies", f"--output_dir={tmp_path}"])

@@ -1,6 +1,5 @@
 """The FluxFlow recipe through its own entry point: what it counts, what it leaves, and how it stops and goes on."""
 
-import gc
 import json
 import os
 import signal
@@ -9,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
-from accelerate.state import AcceleratorState, GradientState
 from alone import hide_what_is_alive
 from diffusers import AutoencoderKL
 from hf_memopt.recipes import fluxflow_levers, fluxflow_report, train_fluxflow
@@ -41,25 +40,18 @@ TINY = (
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also on a machine with a GPU, with nothing left over from other tests or for them, and without curves."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
-    reset()
-    yield
-    reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with accelerators.on_the_cpu():
+        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
-    reset()
+    accelerators.forget_accelerator()
     return main([*TINY, f"--output_dir={folder}", *flags])
 
 
 def prepared(folder: Path, *flags: str) -> Run:
-    reset()
+    accelerators.forget_accelerator()
     options = parse("", [*TINY, f"--output_dir={folder}", *flags])
     return prepare(make_accelerator(options), options)
 
@@ -76,8 +68,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps without an interruption, two epochs of three batches each."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
+    with accelerators.on_the_cpu():
         train(folder, "--max_steps=6", "--resolutions", "16", "8")
     return folder
 
@@ -233,12 +224,8 @@ def steps_of(run: Run) -> Any:
 
 
 @pytest.fixture
-def little_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def little_alive(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_what_is_alive(monkeypatch)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("little_alive")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerators
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import launch_command, launch_command_parser
-from accelerate.state import AcceleratorState, GradientState
 from hf_memopt.recipes import neural_operator_data, neural_operator_report, train_neural_operator
 from hf_memopt.recipes.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator_evaluation import LOSSES
@@ -50,12 +50,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Without figures, which take longer than all the rest. The module's own runs draw them.
     """
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with accelerators.on_the_cpu():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +64,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def plain(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
     """A run without offloading, with a checkpoint in the middle of an epoch: the seventh update of twelve."""
     folder = tmp_path_factory.mktemp("plain")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
+    with accelerators.on_the_cpu():
+        main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
     return folder
 
 
@@ -198,9 +195,8 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
     with pytest.raises(SystemExit, match="130"):
         train(tmp_path, *TINY, cache, "--offload=off")
     monkeypatch.undo()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerators.forget_accelerator()
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000001"]
     train(tmp_path, *TINY, cache, "--offload=off", "--resume_from_checkpoint=latest")
     assert equal(weights(tmp_path), weights(plain))

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerators
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerators import forget_accelerator
 from hf_memopt.recipes import (
     causal_lm_options,
     causal_lm_plan,
@@ -43,12 +43,10 @@ READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] 
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_cpu() -> Iterator[None]:
     """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    forget_accelerator()
-    yield
-    forget_accelerator()
+    with accelerators.on_the_cpu():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The recipe: lerobot's flags, plus gradient accumulation that is exact and figures that say where memory goes."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from hf_memopt.recipes import reflow_smolvla
 from hf_memopt.recipes.reflow_smolvla import main as recipe
 from hf_memopt.recipes.reflow_smolvla import take_accumulation_flag
 from lerobot_runs import PLAIN_SGD, PLUGIN, lerobot_train, logged, pin_draws, run, train_flags, weights
+from patience import HANG_S
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -238,5 +238,4 @@ def test_module_prints_help() -> None:
 
 
 def start(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)

@@ -384,7 +384,7 @@ def test_evaluation_without_gradients_gives_the_same_loss(make: Make, batch: Any
     loss, _ = policy(batch, noise=noise, time=time)
     policy.eval()
     with torch.no_grad():
-        torch.testing.assert_close(policy(batch, noise=noise, time=time)[0], loss.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(policy(batch, noise=noise, time=time)[0], loss.detach(), rtol=TOLERANCE, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------ invisibility

@@ -19,8 +19,6 @@ from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches, files
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

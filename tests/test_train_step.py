@@ -20,9 +20,6 @@ from hf_memopt.training import NonFiniteGradientError, step, train_step
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
 
-pytestmark = pytest.mark.usefixtures("own_accelerator")
-
-
 class Run:
     """A prepared model and optimizer, and the gradients that the optimizer was given."""
 

@@ -5,20 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import HANG_S
+
 TESTS = Path(__file__).parent
 
 
 def torchrun(script: Path, *arguments: str) -> str:
-    """What both processes wrote to standard error; both have to succeed. Helpers beside the tests can be imported."""
+    """What both processes wrote to standard error; both have to succeed. Helpers beside the tests can be imported.
+
+    They have as many threads as this process, since results are compared bit by bit.
+    """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [*launch, str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
     )
     assert result.returncode == 0, result.stderr[-6000:]
     return result.stderr

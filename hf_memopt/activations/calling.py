@@ -41,7 +41,7 @@ def called_from_rrelu(frame: FrameType | None) -> bool:
 def refuse_rrelu() -> None:
     """Raise where a copy of RReLU's noise is about to be used that was taken too early; see `called_from_rrelu`."""
     node = torch._C._current_autograd_node()
-    if node is not None and node.name().startswith("RreluWithNoise"):
+    if type(node).__name__.startswith("RreluWithNoise"):
         raise RuntimeError(
             "torch.rrelu saves its noise for backward before it draws it, so that a copy of it is of no use; call "
             "torch.nn.functional.rrelu, whose noise is left where it is"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,30 +77,30 @@ class OffloadContext:
         if tensor.layout is not torch.strided or tensor.is_nested:  # memory of another kind, which is not counted
             return Kept(tensor)
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._threshold_bytes:
+        num_bytes = storage.nbytes()
+        if num_bytes < self._threshold_bytes:
             return self._keep(tensor)
         key = storage._cdata
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
             return Kept(tensor)
         # What backward itself saves (recomputation, double backward) is used at once.
-        if in_backward() or (self._inputs_only and not called_from_checkpoint(sys._getframe(1))):
-            return self._keep(tensor)
-        if called_from_rrelu(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if in_backward() or called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
             return self._keep(tensor)
         forward = self._pass_on(tensor.device)
         if forward is None:
             return self._keep(tensor)
         if forward.recorder is None and self._producers is None:
-            return self._save(tensor, key, forward)
+            return self._save(tensor, key, num_bytes, forward)
         # Our own operations are no part of the model's: neither timed nor noted.
         with forward.recorder.working() if forward.recorder else nullcontext(), no_dispatch():
-            return self._save(tensor, key, forward)
+            return self._save(tensor, key, num_bytes, forward)
 
-    def _save(self, tensor: Tensor, key: int, forward: ForwardPass) -> Payload:
+    def _save(self, tensor: Tensor, key: int, num_bytes: int, forward: ForwardPass) -> Payload:
         live = forward.engine.find(tensor, key)
         if live is None or live.saved_by is not forward:
-            live = self._place(tensor, key, live, forward)
+            live = self._place(tensor, key, num_bytes, live, forward)
             live.saved_by = forward
         elif not isinstance(live, KeptStorage):
             self._counters.bytes_deduplicated += tensor.nbytes
@@ -111,9 +112,10 @@ class OffloadContext:
             self._counters.bytes_kept += tensor.nbytes
         return KeptView(live, tensor)
 
-    def _place(self, tensor: Tensor, key: int, live: LiveStorage | None, forward: ForwardPass) -> LiveStorage:
+    def _place(
+        self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None, forward: ForwardPass
+    ) -> LiveStorage:
         """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
-        num_bytes = tensor.untyped_storage().nbytes()
         index = forward.next_index(num_bytes)
         action = forward.action(index, num_bytes)
         computation = None
@@ -157,7 +159,7 @@ class OffloadContext:
             if source.live is None:
                 self._save_source(source, forward, forward.source(index, place))
         live = RecomputedStorage(tensor, guard, forward, index, computation)
-        forward.engine.register(tensor.untyped_storage()._cdata, live)
+        forward.engine.register(live)
         forward.watch(live)
         self._counters.bytes_recomputed += live.num_bytes
         return live
@@ -211,14 +213,12 @@ def is_weight(tensor: Tensor) -> bool:
     """
     if tensor._base is not None and isinstance(tensor._base, nn.Parameter):
         return True
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None:
         return tensor.requires_grad
-    name = node.name()
-    while node is not None and name in _RESHAPING and len(node.next_functions) == 1:
+    while type(node).__name__ in _RESHAPING and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-        name = "" if node is None else node.name()
-    return name == "torch::autograd::AccumulateGrad"
+    return type(node).__name__ == "AccumulateGrad"
 
 
-_RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")
+_RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}

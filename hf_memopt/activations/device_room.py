@@ -88,8 +88,14 @@ class DeviceRoom:
 
 def room_on(device: torch.device) -> DeviceRoom | None:
     """The room on an accelerator, None where torch keeps no counters."""
-    counters = None if device.type == "cpu" else counters_for(device)
+    if device.type in UNLIMITED:
+        return None
+    counters = counters_for(device)
     return None if counters is None else DeviceRoom(counters, device)
+
+
+# Types of devices whose memory is the host's, or that nothing can run out of: a simulated device enters its own.
+UNLIMITED = {"cpu"}
 
 
 def _ranks_per_device() -> int:

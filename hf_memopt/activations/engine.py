@@ -31,39 +31,49 @@ class Engine:
         self.residency = Residency()
         self.orders = ReloadOrders()
         self.bytes_moved = 0
-        self._storages: weakref.WeakValueDictionary[int, LiveStorage] = weakref.WeakValueDictionary()
+        # By key. Each storage takes itself out when it dies.
+        self._storages: dict[int, weakref.ref[LiveStorage]] = {}
         # Weak: a graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
         self._leaving_bytes = 0
 
     def get(self, key: int) -> LiveStorage | None:
         """What was saved last of the storage of this key, whatever has become of its bytes."""
-        return self._storages.get(key)
+        entry = self._storages.get(key)
+        return None if entry is None else entry()
 
     def find(self, tensor: Tensor, key: int) -> LiveStorage | None:
         """What is there already for a tensor's storage, if it has the tensor's bytes."""
-        found = self._storages.get(key)
+        entry = self._storages.get(key)
+        if entry is None:
+            return None
+        found = entry()
         return found if found is not None and found.guard.covers(tensor) else None
 
-    def register(self, key: int, storage: LiveStorage) -> None:
+    def register(self, storage: LiveStorage) -> None:
         """Have `find` find it."""
-        self._storages[key] = storage
+        self._storages[storage.key] = weakref.ref(storage)
+
+    def forget(self, key: int) -> None:
+        """A storage dies; another one of its key may have been registered since."""
+        entry = self._storages.get(key)
+        if entry is not None and entry() is None:
+            del self._storages[key]
 
     def keep(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> KeptStorage:
         """Leave a storage where it is."""
         storage = KeptStorage(tensor, guard, forward, index)
-        self.register(tensor.untyped_storage()._cdata, storage)
+        self.register(storage)
         return storage
 
     def offload(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> LiveStorage:
         """Start copying a storage to the host, or keep it where the host has no room."""
-        memory = tensor.untyped_storage()
-        block = self.arena.acquire(memory.nbytes())
+        block = self.arena.acquire(tensor.untyped_storage().nbytes())
         if block is None:
             return self.keep(tensor, guard, forward, index)
         storage = OffloadedStorage(tensor, guard, forward, index, block)
         self.bytes_moved += storage.num_bytes
-        self.register(memory._cdata, storage)
+        self.register(storage)
         forward.add(storage)
         return storage
 

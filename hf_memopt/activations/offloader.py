@@ -45,8 +45,9 @@ class ActivationOffloader:
 
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
     are saved, and views come back with their strides, offsets and lazy conjugation; what is computed again is computed
-    by the same operation from the same bytes. Weights, buffers and their views never move. Tensors of unknown
-    subclasses stay on the device, and so does what is saved during backward itself.
+    by the same operation from the same bytes. Weights, buffers, their views and casts never move, nor do other leaves
+    that require grad. Tensors of unknown subclasses and layouts stay on the device, and so does what is saved during
+    backward itself.
 
     Args:
         enabled: False makes every method a pass-through.
@@ -57,7 +58,8 @@ class ActivationOffloader:
         budget_gib: mode "auto" only. Saved activations above the threshold hold at most this much device memory at any
             moment, at the least predicted time.
         max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
-            longer than the plain one.
+            longer than the plain one; on an accelerator that has no room for it, the fastest plan that fits what the
+            device has left, and if none does everything is offloaded.
         host_budget_gib: host memory to use at most; what finds no room stays on the device. None: nine tenths of what
             is available when the first tensor is offloaded.
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
@@ -66,17 +68,20 @@ class ActivationOffloader:
         copier: how bytes move. None: side streams on an accelerator, and nothing to do on the CPU. `SyncCopier()` makes
             a CPU run every step of an offloaded run.
 
-    A pass is everything that one context saves, and its plan counts on one backward through it: one context around
-    the whole forward of a step. With several passes in flight the budget holds for all of them together; later ones
-    offload more than planned.
+    A pass is everything that one context saves, with any number of backwards through it. With several contexts in
+    flight the budget holds for all of them together; later ones offload more than planned. Without a budget the
+    process's peak memory counters are reset in the two recorded passes. An `OutOfMemoryError` in a planned pass makes
+    the next plan smaller.
 
     Raises:
         ValueError: an option is out of range, or set without the mode that reads it.
-        InfeasibleBudgetError: from the second `offload_context` on: the budget cannot be met; says which could.
+        InfeasibleBudgetError: from the second `offload_context` on, and on all ranks: the budget cannot be met; says
+            which could.
 
     Limits: only the innermost pair of saved-tensor hooks runs, so this must not be stacked on another offloader, and
     regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on
-    its context by itself are not seen.
+    its context by itself are not seen, nor is what changes saved tensors behind autograd's back (`.data`, NumPy).
+    `torch.func` and hooks on saved tensors do not work inside a context, as with any saved-tensor hooks.
     """
 
     def __init__(

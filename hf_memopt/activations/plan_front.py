@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from hf_memopt.activations.timeline import Action, Link, Profile, Timeline, coun
 
 # A candidate that is faster than one that holds no more by less than this is not worth a search around it.
 _FRONT_STEP_TOLERANCE = 1e-3
-_OFFLOAD = int(Action.OFFLOAD)
+_KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
 
 
 class Window(NamedTuple):
@@ -67,13 +68,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may hold, and how long it may take."""
+    """What a plan may hold, and which steps are fast enough."""
 
     peak_bytes: int
-    step_s: float
+    allow_step: Callable[[float], bool]
 
     def allow(self, candidate: Candidate) -> bool:
-        return candidate.peak_bytes <= self.peak_bytes and candidate.step_s <= self.step_s
+        return candidate.peak_bytes <= self.peak_bytes and self.allow_step(candidate.step_s)
 
 
 class Front:
@@ -126,7 +127,9 @@ class Trials:
         self.candidates: list[Candidate] = []
         self._host_budget_bytes = host_budget_bytes
         self._known: dict[tuple[bytes, int, int], Candidate] = {}
-        self._only_sources = [index for index, count in enumerate(profile.num_uses) if count == 0]
+        storages = list(enumerate(profile.storages))
+        self._only_sources = [index for index, s in storages if not s.uses_s and s.freed_s is None]
+        self._staying = [index for index, s in storages if not s.can_offload]
 
     def within(self, limits: Limits) -> list[Candidate]:
         """What was simulated and meets the limits."""
@@ -134,13 +137,13 @@ class Trials:
 
     def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
         """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
-        actions = self._without_idle(actions)
+        actions = self._normalised(actions)
         in_flight, prefetch = window_bytes(window, self._offloaded(actions))
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
     def attempt_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
         """As `attempt`, with windows of at most so many bytes, and never wider ones than the candidate's."""
-        actions = self._without_idle(actions)
+        actions = self._normalised(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)
         in_flight = min(in_flight, total)
@@ -166,15 +169,19 @@ class Trials:
     def _offloaded(self, actions: bytes) -> list[int]:
         return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
 
-    def _without_idle(self, actions: bytes) -> bytes:
-        """What nothing is recomputed from costs nothing, whatever its action: plans that differ there are the same."""
-        if not self._only_sources:
+    def _normalised(self, actions: bytes) -> bytes:
+        """The plan that this one comes to: what may not move stays, and what nothing is recomputed from costs nothing,
+        whatever its action."""
+        if not self._only_sources and not self._staying:
             return actions
-        needs = count_needs(self.profile, actions)
         normalised = bytearray(actions)
+        for index in self._staying:
+            if normalised[index] == _OFFLOAD:
+                normalised[index] = _KEEP
+        needs = count_needs(self.profile, normalised)
         for index in self._only_sources:
             if needs[index] == 0:
-                normalised[index] = Action.KEEP
+                normalised[index] = _KEEP
         return bytes(normalised)
 
     def _exceeds_host(self, num_bytes: int) -> bool:

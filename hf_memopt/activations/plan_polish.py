@@ -17,15 +17,9 @@ _MAX_HALVINGS = 4
 
 
 def time_class(profile: Profile, step_s: float) -> float:
-    """Equal for steps that count as equally fast. Classes instead of differences, because those are not transitive."""
+    """Equal for steps that count as equally fast. Classes, because small differences are not transitive."""
     width_s = STEP_TOLERANCE * profile.step_s
     return (step_s - profile.step_s) // width_s if width_s else step_s
-
-
-def end_of_time_class(profile: Profile, step_s: float) -> float:
-    """The slowest step that counts as equally fast."""
-    width_s = STEP_TOLERANCE * profile.step_s
-    return profile.step_s + (time_class(profile, step_s) + 1) * width_s if width_s else step_s
 
 
 def moved_bytes(profile: Profile, candidate: Candidate) -> tuple[int, int]:

@@ -13,15 +13,19 @@ _GRID_IN_FLIGHT = 1 / 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
-# Plans to simulate: so many for each storage, but not more than that in all, nor more than so many saves and uses at
-# 2 to 4 us each; a minimum for what there is to try at all.
-_PLANS_PER_STORAGE = 25
+# Plans to simulate: so many, and more for each storage, as long as that is not more than so many in all, nor more than
+# so many saves and uses, at 2 to 4 us each; and a minimum for what there is to try at all.
+_NUM_PLANS = 250
+_PLANS_PER_STORAGE = 15
 _MAX_PLANS = 1_000
 _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
 # With more storages than that, single ones hardly matter.
 _MAX_STORAGES_ONE_BY_ONE = 150
+_MAX_STORAGES_IN_ANY_WAY = 12
 _CHANGES_PER_VISIT = 4
+# Smaller steps between members of the front, as a share of the step, are not worth a search between them.
+_WORTH_FILLING = 2e-3
 
 Move = Callable[[Candidate], None]
 
@@ -31,7 +35,8 @@ def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_
 
     See `planner` for the method. It does not know the device budget, so that a larger one never leads to a slower plan.
     """
-    num_plans = min(_PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS, _MAX_EVENTS // max(1, len(profile.events)))
+    wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
+    num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
     trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(_MIN_PLANS, num_plans))
     _Search(trials).run()
     return trials
@@ -71,11 +76,41 @@ class _Search:
         ]
         if len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE:
             self._try_grid(_STEPS)
-            self._improve(moves)
+            self._improve([*moves, self._fill])
         else:
             self._try_grid(_STEPS[::2])
             self._improve([step for move in moves for step in (move, self._change_one)])
-            self._improve([self._change_one, self._any_window])
+            self._improve([self._change_one, self._any_window, self._fill])
+            if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
+                self._improve([self._change_any])
+
+    def _fill(self, member: Candidate) -> None:
+        """Keep what saves most time for its bytes, as long as that holds less than the next member of the front."""
+        larger = [other for other in self._trials.front.neighbours(member) if other.peak_bytes > member.peak_bytes]
+        if not larger or larger[0].step_s > member.step_s * (1 - _WORTH_FILLING):
+            return
+        order = sorted(
+            (-self._saved_s_per_byte(member, index), rank, index)
+            for index, rank in enumerate(self._lifetime_ranks)
+            if member.actions[index] != _KEEP
+        )
+        count, too_many = 0, len(order) + 1
+        while too_many - count > 1:
+            middle = (count + too_many) // 2
+            changed = bytearray(member.actions)
+            for _, _, index in order[:middle]:
+                changed[index] = _KEEP
+            trial = self._trials.attempt_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
+            if trial is not None and trial.peak_bytes < larger[0].peak_bytes:
+                count = middle
+            else:
+                too_many = middle
+
+    def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
+        """About what keeping a storage saves."""
+        if member.actions[index] == _RECOMPUTE:
+            return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
+        return self._s_per_byte if member.timeline.stall_s else 0.0
 
     def _any_window(self, member: Candidate) -> None:
         """All windows, which often need each other."""
@@ -171,6 +206,15 @@ class _Search:
                 num_tried += 1
                 if num_tried == _CHANGES_PER_VISIT:
                     break
+
+    def _change_any(self, member: Candidate) -> None:
+        """Every other action for every single storage, in every window."""
+        for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
+            if action != _RECOMPUTE or storage.recompute_s is not None:
+                changed = bytearray(member.actions)
+                changed[index] = action
+                for window in self._trials.windows:
+                    self._trials.attempt(bytes(changed), window)
 
     def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
         """`(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front as it is now first."""

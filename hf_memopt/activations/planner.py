@@ -15,11 +15,10 @@ offloading and recomputation together, with an optimum for chains, is POFO's (Be
 them this takes any lifetimes and sources, decides for each storage, and models how memory is given up in host order.
 """
 
-import math
 from dataclasses import dataclass
 
 from hf_memopt.activations.plan_front import Candidate, Limits, Trials
-from hf_memopt.activations.plan_polish import end_of_time_class, moved_bytes, polish, time_class
+from hf_memopt.activations.plan_polish import moved_bytes, polish, time_class
 from hf_memopt.activations.plan_search import search_plans
 from hf_memopt.activations.timeline import Action, Link, Profile, count_needs
 
@@ -116,7 +115,7 @@ def make_plan(
     `budget_bytes` gives a step at most that much slower.
 
     The number of simulations is bounded by the number of storages: hundredths of a second for ten, half a second for
-    100, one to three seconds for 500 and more.
+    100, one to five seconds for 500 and more.
 
     Args:
         profile: what one training step saved and used.
@@ -147,27 +146,23 @@ def make_plan(
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
     """Of equally fast plans the one that copies least, and of those the one that recomputes least."""
     profile = trials.profile
-    fitting = trials.within(Limits(budget_bytes, math.inf))
+    fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
         raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
-    fastest = min(time_class(profile, candidate.step_s) for candidate in fitting)
+    fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
+    # Polishing must not make a plan faster, either: the one for a larger budget might not become so.
+    limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == fastest)
     # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
-    equally_fast = (candidate for candidate in fitting if time_class(profile, candidate.step_s) == fastest)
-    smallest = min(equally_fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
-    limits = Limits(budget_bytes, end_of_time_class(profile, smallest.step_s))
-    polish(trials, smallest, limits)
-    return min(
-        trials.within(limits),
-        key=lambda c: (time_class(profile, c.step_s), *moved_bytes(profile, c), c.step_s, c.peak_bytes),
-    )
+    polish(trials, min(trials.within(limits), key=lambda c: (c.peak_bytes, c.step_s)), limits)
+    return min(trials.within(limits), key=lambda c: (*moved_bytes(profile, c), c.step_s, c.peak_bytes))
 
 
 def _smallest(trials: Trials, max_step_s: float) -> Candidate:
     """Of equally small plans that are fast enough the one that copies least, and of those that recomputes least."""
-    fast = trials.within(Limits(sum(trials.profile.sizes), max_step_s))
+    fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
     smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
-    limits = Limits(smallest.peak_bytes, max_step_s)
+    limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)
     polish(trials, smallest, limits)
     return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.producers import Operand, Producers, Recipe, map_tensors
 from hf_memopt.activations.residency import graph_is_retained
-from hf_memopt.activations.storages import NOTHING, LiveStorage, is_profiling
+from hf_memopt.activations.storages import LiveStorage
 from hf_memopt.activations.tensors import VersionGuard, ViewMeta, bytes_of
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class RecomputedStorage(LiveStorage):
 
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
-            with self.label("recompute") if is_profiling() else NOTHING:
+            with self.label("recompute"):
                 is_first = self._computed_in != backward
                 self._computed_in = backward
                 memory = {source: source.fetch(backward, is_first) for source in self._sources}
@@ -272,4 +272,5 @@ class RecomputedStorage(LiveStorage):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._drop_sources()
+            self.forward.engine.forget(self.key)
             self.forward.engine.residency.remove(self._counted_bytes)

@@ -23,9 +23,11 @@ class Residency:
 
     def add(self, num_bytes: int) -> None:
         """Count memory that a storage has taken."""
-        self.settle()
+        if self._ending_bytes:
+            self.settle()
         self.now_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        if self.now_bytes > self.peak_bytes:
+            self.peak_bytes = self.now_bytes
 
     def remove(self, num_bytes: int) -> None:
         """Memory that has been given up."""

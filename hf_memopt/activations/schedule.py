@@ -130,10 +130,13 @@ class ForwardPass:
 
     def add(self, storage: OffloadedStorage) -> None:
         """Register an offloaded storage, and give up older ones where too many bytes are under way."""
-        self.watch(storage)
-        self._offloaded[storage.index] = weakref.ref(storage)
-        self._offloaded_sizes[storage.index] = storage.num_bytes
-        self._largest_bytes = max(self._largest_bytes, storage.num_bytes)
+        index, num_bytes = storage.index, storage.num_bytes
+        entry: Any = weakref.ref(storage)
+        self._offloaded[index] = entry
+        self._movable.append(entry)
+        self._offloaded_sizes[index] = num_bytes
+        if num_bytes > self._largest_bytes:
+            self._largest_bytes = num_bytes
         self._positions = None
         in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
         self.engine.leave(storage, in_flight_bytes)
@@ -209,12 +212,9 @@ class ForwardPass:
                 return
             if following not in self._used_now and following in self._offloaded:
                 storage = self._offloaded[following]()
-                if storage is not None and not self._prefetch(storage):
+                if storage is None:
+                    continue
+                try:
+                    storage.prefetch()
+                except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
                     return
-
-    def _prefetch(self, storage: OffloadedStorage) -> bool:
-        try:
-            storage.prefetch()
-        except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
-            return False
-        return True

@@ -59,6 +59,7 @@ class LiveStorage(ABC):
         self.num_writes: int | None = None
         # The backward that read it last, and, if that retains its graph, how many have not read it there yet.
         self.read_in, self._num_left = 0, 0
+        self.key = storage._cdata
         # As long as this exists, no other storage is given the same key, however dead this one is.
         self.pin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
@@ -100,7 +101,9 @@ class LiveStorage(ABC):
             self._give_up()
 
     def label(self, what: str) -> AbstractContextManager[object]:
-        """A range in the trace of a running torch.profiler."""
+        """A range in the trace of torch.profiler, where it is running."""
+        if not is_profiling():
+            return NOTHING
         owner = self.forward.owner(self.index)
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
@@ -145,6 +148,7 @@ class KeptStorage(LiveStorage):
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
+            self.forward.engine.forget(self.key)
             self.forward.engine.residency.remove(self.num_bytes)
 
 
@@ -167,7 +171,7 @@ class OffloadedStorage(LiveStorage):
         self.is_leaving = False
         super().__init__(tensor, guard, forward, index)
         source = bytes_of(tensor)
-        with self.label("offload") if is_profiling() else NOTHING:
+        with self.label("offload"):
             self._outgoing = self._engine.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
@@ -183,7 +187,7 @@ class OffloadedStorage(LiveStorage):
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is None and self._memory is None:
-            with self.label("prefetch") if is_profiling() else NOTHING:
+            with self.label("prefetch"):
                 memory = self._engine.empty_device(self.num_bytes)
                 self._incoming = self._engine.copier.to_device(self._block, memory)
             self._memory = memory
@@ -208,7 +212,7 @@ class OffloadedStorage(LiveStorage):
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         if self._incoming is not None:
-            with self.label("wait for prefetch") if is_profiling() else NOTHING:
+            with self.label("wait for prefetch"):
                 self._incoming.wait()
             self._incoming = None
         return self._memory
@@ -226,7 +230,7 @@ class OffloadedStorage(LiveStorage):
     def _release_source(self) -> None:
         assert self._outgoing is not None
         self._engine.stay(self)
-        with self.label("wait for offload") if is_profiling() else NOTHING:
+        with self.label("wait for offload"):
             self._outgoing.wait()
         self._source = None
 
@@ -237,6 +241,8 @@ class OffloadedStorage(LiveStorage):
         for transfer in (self._outgoing, self._incoming):
             if transfer is not None:
                 transfer.wait()
-        self._engine.stay(self)
-        self._engine.residency.remove(self._counted_bytes)
-        self._engine.arena.release(self._block)
+        engine = self._engine
+        engine.forget(self.key)
+        engine.stay(self)
+        engine.residency.remove(self._counted_bytes)
+        engine.arena.release(self._block)

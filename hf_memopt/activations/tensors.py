@@ -23,7 +23,8 @@ class ViewMeta:
         """The same view of other memory of the storage's size."""
         view = torch.empty(0, dtype=self._dtype, device=memory.device)
         view.set_(memory.untyped_storage(), self._offset, self._size, self._stride)
-        view = torch._conj(view) if self._conj else view
+        if self._conj:
+            view = torch._conj(view)
         return torch._neg_view(view) if self._neg else view
 
 

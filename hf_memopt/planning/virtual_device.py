@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
-from hf_memopt.activations import context, tensors
+from hf_memopt.activations import context, device_room, tensors
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
@@ -210,10 +210,12 @@ def _fakes_are_plain() -> Iterator[None]:
         patch.object(tensors, "same_counter", lambda first, second: True),
     ):
         PLAIN_TYPES.add(FakeTensor)
+        device_room.UNLIMITED.add(DEVICE_TYPE)
         try:
             yield
         finally:
             PLAIN_TYPES.discard(FakeTensor)
+            device_room.UNLIMITED.discard(DEVICE_TYPE)
 
 
 @contextmanager

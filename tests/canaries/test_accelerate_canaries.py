@@ -16,7 +16,7 @@ STEP = "hf_memopt/training/step.py"
 MICRO_BATCH = "hf_memopt/training/micro_batch.py"
 GRADIENT_CACHE = "hf_memopt/training/gradient_cache.py"
 
-pytestmark = [pytest.mark.usefixtures("own_accelerator"), pytest.mark.canary]
+pytestmark = pytest.mark.canary
 
 
 def prepared(**options: Any) -> tuple[Accelerator, nn.Module, Any]:

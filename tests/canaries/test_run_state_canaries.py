@@ -19,7 +19,7 @@ CHECKPOINTS = "hf_memopt/checkpoint/checkpoints.py"
 FILES = "hf_memopt/checkpoint/files.py"
 BATCHES = "hf_memopt/checkpoint/batches.py"
 
-pytestmark = [pytest.mark.usefixtures("own_accelerator"), pytest.mark.canary]
+pytestmark = pytest.mark.canary
 
 
 @pytest.fixture

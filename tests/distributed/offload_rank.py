@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import ActivationOffloader, Copier
+from hf_memopt.activations import InfeasibleBudgetError
+from hf_memopt.activations.planner import make_plan
+from hf_memopt.activations.timeline import Link
 
 SHAPE = {
     "hidden_size": 32,
@@ -152,6 +155,35 @@ def penalty_on_sharded_weights(folder: Path) -> None:
     (folder / f"dtensor_{dist.get_rank()}.json").write_text(json.dumps(results))
 
 
+# ------------------------------------------------------------------------------------------------ budgets
+
+
+def agree_on_a_budget(folder: Path) -> None:
+    """The second rank has four times the batch: what fits the first rank alone is refused on both."""
+    smallest = {}
+    for name, budget_gib in (("impossible", 1e-9), ("in_between", None), ("enough", 1.0)):
+        if budget_gib is None:  # enough for the first rank's batch, too little for the second's
+            budget_gib = 2 * min(smallest.values())
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+        offloader = ActivationOffloader(offload_threshold_mb=0, budget_gib=budget_gib, copier=AdversarialCopier())
+        outcome: dict[str, float | int | None] = {"needed_bytes": None}
+        try:
+            for step in range(4):
+                outcome["step"] = step
+                with offloader.offload_context(model):
+                    loss = model(torch.randn(4 + 28 * dist.get_rank(), 16) * 1).square().mean()
+                loss.backward()
+        except InfeasibleBudgetError as error:
+            outcome["needed_bytes"] = error.smallest_bytes
+        own = [mode.recording.profile for plans in offloader._plans.values() for mode in plans.values()]
+        alone = make_plan(own[0], Link(1e9, 1e9), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
+        demands = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(demands, torch.tensor(alone.predicted_peak_bytes))
+        smallest = {rank: int(demand) / 2**30 for rank, demand in enumerate(demands)}
+        outcome["demands"] = [int(demand) for demand in demands]
+        (folder / f"budget_{name}_{dist.get_rank()}.json").write_text(json.dumps(outcome))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     for how in ("plain", "attach", "callback"):
@@ -160,6 +192,7 @@ def main() -> None:
         for how in ("plain", "context", "wrap", "one_process"):
             train_under_fsdp(folder, how, precision)
     penalty_on_sharded_weights(folder)
+    agree_on_a_budget(folder)
 
 
 if __name__ == "__main__":

@@ -59,3 +59,18 @@ def test_of_sharded_modules_only_activations_move(results: Path, how: str, preci
 def test_saved_dtensors_stay_on_the_device(results: Path) -> None:
     assert same_tensors(results / "dtensor_plain_0", results / "dtensor_context_0")
     assert counts(results / "dtensor_0")["context"]["moved"] == 0
+
+
+@pytest.mark.parametrize("name", ["impossible", "in_between"])
+def test_a_budget_too_small_for_one_rank_is_refused_on_both_at_once(results: Path, name: str) -> None:
+    """In the same step, and naming what the rank with the larger batch needs."""
+    first, second = (json.loads((results / f"budget_{name}_{rank}.json").read_text()) for rank in (0, 1))
+    assert first["step"] == second["step"] == 1
+    assert first["needed_bytes"] == second["needed_bytes"] == max(first["demands"]) > min(first["demands"])
+
+
+def test_a_budget_that_both_ranks_can_meet_lets_them_go_on(results: Path) -> None:
+    for rank in (0, 1):
+        outcome = json.loads((results / f"budget_enough_{rank}.json").read_text())
+        assert outcome["needed_bytes"] is None
+        assert outcome["step"] == 3

@@ -7,7 +7,6 @@ import torch
 from toy_run import NUM_STEPS, ToyRun
 
 pytestmark = [
-    pytest.mark.usefixtures("own_accelerator"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -1,0 +1,212 @@
+"""Torch's own samples of operators and modules as functions of leaves."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Unwritten memory is NaN here, so that every run reads the same: the noise of RReLU is saved before it is drawn, and
+# torch's checkpointing stops between the two.
+_READ_UNINITIALISED = ("nn.functional.rrelu",)
+
+DTYPES = (torch.float32, torch.complex64, torch.bfloat16)
+SEED = 1234
+
+
+@dataclass
+class Case:
+    """Something to differentiate.
+
+    Attributes:
+        label: says which sample.
+        function: takes one tensor for each of `leaves`.
+        leaves: its inputs are made from them.
+        model: whose parameters are leaves as well.
+        layout: what is done to the inputs' memory; see `LAYOUTS`.
+        has_second: whether torch defines the second derivative.
+        fills_memory: see `_READ_UNINITIALISED`.
+    """
+
+    label: str
+    function: Callable[..., Any]
+    leaves: list[Tensor]
+    model: nn.Module | None = None
+    layout: str = "dense"
+    has_second: bool = True
+    fills_memory: bool = False
+    _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        buffers = self.model.buffers() if self.model else ()
+        self._buffers = [(each, each.clone()) for each in buffers if each.layout is torch.strided]
+
+    @property
+    def all_leaves(self) -> list[Tensor]:
+        """Everything to differentiate with respect to."""
+        return self.leaves + (list(self.model.parameters()) if self.model else [])
+
+    def inputs(self) -> list[Tensor]:
+        """Made from the leaves by operations, so that there is something to recompute."""
+        return [LAYOUTS[self.layout](leaf * 1) if leaf.layout is torch.strided else leaf * 1 for leaf in self.leaves]
+
+    def reset(self) -> None:
+        """Begin every run alike."""
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        for buffer, first in self._buffers:
+            buffer.data = first.clone()
+
+    def has_written_buffers(self) -> bool:
+        """Whether the last run left other values in the model's buffers."""
+        return any(not torch.equal(now, first) for now, first in self._buffers)
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """Every second element of its memory; complex ones lazily conjugated too."""
+    return torch.stack((tensor, tensor), -1)[..., 1].conj()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"dense": lambda tensor: tensor, "gaps": with_gaps}
+
+
+# ------------------------------------------------------------------------------------------------ operators
+
+
+def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
+    """At most so many samples for each dtype, spread over torch's list; every second one with gaps in its memory."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (operator,) = (each for each in op_db if each.full_name == name and each.supports_autograd)
+    for dtype in dtypes:
+        if dtype not in operator.supported_backward_dtypes("cpu"):
+            continue
+        samples = list(operator.sample_inputs("cpu", dtype, requires_grad=True))
+        for index in spread(len(samples), most):
+            sample = samples[index]
+            layout = ("dense", "gaps")[index % 2]
+            label = f"{name} {str(dtype)[6:]} sample {index} {layout}"
+            arguments = (sample.input, *sample.args), sample.kwargs
+            options: dict[str, Any] = {
+                "layout": layout,
+                "has_second": operator.supports_gradgrad,
+                "fills_memory": name in _READ_UNINITIALISED,
+            }
+            case = Case(label, *_function(_processed(operator.op, sample), *arguments), **options)
+            yield case
+            if operator.get_inplace() and operator.supports_inplace_autograd and _fits_in_place(case, sample):
+                in_place = _processed(_in_place(operator.get_inplace()), sample)
+                yield Case(f"{label} in place", *_function(in_place, *arguments), **options)
+
+
+def operator_names() -> list[str]:
+    """All operators in torch's database that support autograd."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return sorted(operator.full_name for operator in op_db if operator.supports_autograd)
+
+
+def _processed(operator: Callable[..., Any], sample: Any) -> Callable[..., Any]:
+    """Of what the operator gives, the part that is unique: eigenvectors, say, have any phase."""
+    return lambda *args, **kwargs: sample.output_process_fn_grad(operator(*args, **kwargs))
+
+
+def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: operator(tensor * 1, *args, **kwargs)
+
+
+def _fits_in_place(case: Case, sample: Any) -> bool:
+    if sample.broadcasts_input or not isinstance(sample.input, Tensor) or not sample.input.requires_grad:
+        return False
+    case.reset()
+    with torch.no_grad():
+        try:
+            output = case.function(*case.inputs())
+        except RuntimeError:  # the case itself will say so
+            return False
+    return isinstance(output, Tensor) and (output.shape, output.dtype) == (sample.input.shape, sample.input.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ modules
+
+
+def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
+    """At most so many samples for each dtype, in training and in evaluation mode."""
+    from torch.testing._internal.common_modules import module_db
+
+    (info,) = (each for each in module_db if each.name == name)
+    for dtype in dtypes:
+        if dtype not in info.supported_dtypes("cpu") and dtype is not torch.bfloat16:
+            continue
+        for training in (True, False):
+            torch.manual_seed(SEED)
+            samples = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=training)
+            for index in spread(len(samples), most):
+                built, given = samples[index].constructor_input, samples[index].forward_input
+                model = info.module_cls(*built.args, **built.kwargs).to(dtype).train(training)
+                if info.is_lazy:
+                    with torch.no_grad():
+                        model(*given.args, **given.kwargs)
+                label = f"{name} {str(dtype)[6:]} {'training' if training else 'evaluation'} sample {index}"
+                function, leaves = _function(model, given.args, given.kwargs)
+                yield Case(label, Sampled(model, function), leaves, model, has_second=info.supports_gradgrad)
+
+
+class Sampled(nn.Module):
+    """A model with some of its arguments filled in; still a module, whose buffers `SelectiveCheckpoint` can look at."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self._function = model, function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
+
+
+def module_names() -> list[str]:
+    """All modules in torch's database."""
+    from torch.testing._internal.common_modules import module_db
+
+    return sorted(info.name for info in module_db)
+
+
+# ------------------------------------------------------------------------------------------------ both
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many indices, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / max(1, most - 1)) for place in range(most)})
+
+
+def _function(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A function of the tensors among the arguments that require gradients, and leaves with their values."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
+
+    def function(*inputs: Tensor) -> Any:
+        values = {id(tensor): value for tensor, value in zip(tensors, inputs, strict=True)}
+
+        def fill(argument: Any) -> Any:
+            if not isinstance(argument, Tensor):
+                return argument
+            # Some operators write to arguments such as running means, so that each call gets its own.
+            return values[id(argument)] if id(argument) in values else argument.clone()
+
+        filled_args, filled_kwargs = tree_map(fill, (args, kwargs))
+        return call(*filled_args, **filled_kwargs)
+
+    return function, [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+def differentiable(results: Any) -> list[Tensor]:
+    """The tensors in a function's result that have a gradient."""
+    return [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.requires_grad]
+
+
+def values_in(results: Any) -> list[Any]:
+    """Everything in a function's result that can be compared."""
+    return [each.detach() if isinstance(each, Tensor) else each for each in tree_leaves(results)]

@@ -1,0 +1,29 @@
+"""Which operators and modules the default suite runs: the same ones in every process."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+# Another seed runs another tenth: HF_MEMOPT_SEED=7 make test.
+SEED = int(os.environ.get("HF_MEMOPT_SEED", "0"))
+_ONE_OF = 10
+
+# torch's database takes many seconds to import, which collecting tests must not cost, so its names are listed here.
+_FOLDER = Path(__file__).parent
+OPERATORS = (_FOLDER / "operators.txt").read_text().split()
+MODULES = (_FOLDER / "modules.txt").read_text().split()
+
+# Those that were once wrong.
+ALWAYS_OPERATORS = [
+    *("corrcoef", "cov", "istft", "linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.pinv", "nanquantile"),
+    *("nn.functional.bilinear", "nn.functional.rrelu", "pinverse", "quantile", "to_sparse"),
+    *("unsafe_chunk", "unsafe_split"),
+]
+ALWAYS_MODULES = ["nn.GRU", "nn.GRUCell", "nn.LSTM", "nn.LSTMCell", "nn.Bilinear"]
+
+
+def chosen(names: Sequence[str], always: Sequence[str]) -> list[str]:
+    """A tenth of the names, by seed, and those that always run."""
+    tenth = {name for name in names if zlib.crc32(f"{SEED} {name}".encode()) % _ONE_OF == 0}
+    return sorted(tenth | set(always))

@@ -1,0 +1,73 @@
+"""What torch cannot do by itself, so that nothing can be compared: each with a part of what its plain run says.
+
+A test fails when a plain run says something else, and the whole sweep when it no longer says what is listed.
+"""
+
+from collections.abc import Iterable
+
+from variants import Outcome
+
+NO_SECOND = "no second derivative"  # says torch's database
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented"
+_POOL = "avg_pool3d_out_frame"
+
+OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
+    "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, whose memory is its own here
+    "i0": ('"i1_backward" not implemented',),
+    "linalg.pinv": ("to have the same dtype, but got: c10::BFloat16",),
+    "linalg.pinv.hermitian": ("to have the same dtype, but got: c10::BFloat16",),
+    "linalg.pinv.singular": ("linalg.pinv(BFloat16",),
+    "native_layer_norm": ("Expected a proper Tensor but got None",),
+    "nn.functional.ctc_loss": ("_ctc_loss_backward is not implemented",),
+    "nn.functional.scaled_dot_product_attention": (_FLASH,),
+    "sparse.sampled_addmm": ("is_coalesced expected sparse coordinate tensor layout",),
+    "special.i0e": ('"i1e_backward" not implemented',),
+    "view_as_real": ("view_as_real doesn't work on unresolved conjugated tensors",),
+}
+
+MODULE_OBSTACLES: dict[str, tuple[str, ...]] = {
+    "nn.AvgPool3d": (_POOL,),
+    "nn.CTCLoss": ("ctc_loss_cpu", "_ctc_loss_backward is not implemented"),
+    "nn.LPPool3d": (_POOL,),
+    "nn.LSTM": ("could not create a primitive descriptor for the LSTM forward",),
+    "nn.LocalResponseNorm": (_POOL,),
+    "nn.MultiLabelMarginLoss": (
+        "multilabel_margin_loss_forward_out_frame",
+        "multilabel_margin_loss_backward is not implemented",
+    ),
+    "nn.MultiMarginLoss": ("multi_margin_loss_cpu_kernel", "multi_margin_loss_backward is not implemented"),
+    "nn.Transformer": (_FLASH,),
+    "nn.TransformerDecoderLayer": (_FLASH,),
+    "nn.TransformerEncoder": (_FLASH,),
+    "nn.TransformerEncoderLayer": (_FLASH,),
+}
+
+_CSR_BFLOAT16 = '"addmm_out_sparse_csr_impl_mkl" not implemented'
+
+LAYOUT_OBSTACLES: dict[str, tuple[str, ...]] = {
+    "COO operand": ("expected scalar type Float but found BFloat16",),
+    "COO operand with gradient": ("to have the same dtype, but got: c10::BFloat16",),
+    "COO sum": ("_sparse_sum_backward is not implemented",),
+    "COO softmax": ("_sparse_softmax_backward_data is not implemented",),
+    "CSR operand": (_CSR_BFLOAT16,),
+    "CSR with gradient": (_CSR_BFLOAT16, "is_coalesced expected sparse coordinate tensor layout"),
+    "CSC operand": (_CSR_BFLOAT16,),
+    "nested strided": ("NestedTensorImpl doesn't support sizes",),
+    "nested jagged": ("'_nested_from_padded_tensor' is not differentiable", "have different metadata"),
+    "oneDNN linear": ("arguments from the 'MkldnnCPU' backend", "mkldnn_linear_backward is not implemented"),
+    "oneDNN": ("'aten::empty_strided' with arguments from the 'MkldnnCPU' backend",),
+}
+
+
+def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: bool) -> list[str]:
+    """What went wrong: failures, obstacles that are not known and, if all samples ran, known ones that are gone."""
+    outcomes = list(outcomes)
+    faults = [failure for outcome in outcomes for failure in outcome.failures]
+    found = [text for outcome in outcomes for text in outcome.obstacles.items()]
+    for setting, text in found:
+        if not any(part in text for part in (NO_SECOND, *known)):
+            faults.append(f"the plain run cannot do this, {setting}: {text}")
+    if is_whole:
+        gone = [part for part in known if not any(part in text for _, text in found)]
+        faults += [f"no longer an obstacle: {part}" for part in gone]
+    return faults

@@ -1,0 +1,70 @@
+"""torch's databases of operators and modules: in every mode each gives, offloaded, the bits that it gives plainly."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+import pytest
+import torch
+from cases import DTYPES, Case, module_cases, module_names, operator_cases, operator_names
+from chosen import ALWAYS_MODULES, ALWAYS_OPERATORS, MODULES, OPERATORS, SEED, chosen
+from obstacles import MODULE_OBSTACLES, OPERATOR_OBSTACLES, faults_of
+from variants import try_everything
+
+# What torch says of its own samples, deprecated ones among them.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_SAMPLES = 3
+
+
+@pytest.mark.parametrize("name", chosen(OPERATORS, ALWAYS_OPERATORS), ids=lambda name: f"{name}-seed{SEED}")
+def test_an_operator(name: str) -> None:
+    assert not faults(
+        some_cases(operator_cases, name, ALWAYS_OPERATORS), OPERATOR_OBSTACLES.get(name, ()), is_whole=False
+    )
+
+
+@pytest.mark.parametrize("name", chosen(MODULES, ALWAYS_MODULES), ids=lambda name: f"{name}-seed{SEED}")
+def test_a_module(name: str) -> None:
+    cases = some_cases(module_cases, name, ALWAYS_MODULES)
+    assert not faults(cases, MODULE_OBSTACLES.get(name, ()), is_whole=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_in_whole(name: str) -> None:
+    assert not faults(operator_cases(name, NUM_SAMPLES), OPERATOR_OBSTACLES.get(name, ()), is_whole=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_in_whole(name: str) -> None:
+    assert not faults(module_cases(name, NUM_SAMPLES), MODULE_OBSTACLES.get(name, ()), is_whole=True)
+
+
+@pytest.mark.canary
+def test_the_lists_of_names_are_complete() -> None:
+    """Another release of torch has others; correct operators.txt and modules.txt."""
+    assert set(OPERATORS) ^ set(operator_names()) == set()
+    assert set(MODULES) ^ set(module_names()) == set()
+
+
+def test_obstacles_are_of_operators_and_modules() -> None:
+    assert set(OPERATOR_OBSTACLES) <= set(OPERATORS)
+    assert set(MODULE_OBSTACLES) <= set(MODULES)
+
+
+def faults(cases: Iterable[Case], known: tuple[str, ...], *, is_whole: bool) -> list[str]:
+    outcomes = [try_everything(case, thorough=is_whole) for case in cases]
+    return faults_of(outcomes, known, is_whole=is_whole)
+
+
+def some_cases(make: Callable[..., Iterator[Case]], name: str, always: Sequence[str]) -> list[Case]:
+    """One case by lot; of those that were once wrong two for each dtype but bfloat16."""
+    if name in always:
+        return [case for dtype in DTYPES[:2] for case in islice(make(name, 2, (dtype,)), 2)]
+    lots = random.Random(f"{SEED} {name}")
+    # What is saved and when does not depend on the dtype, so mostly float32.
+    dtypes = [torch.float32, lots.choice(DTYPES)]
+    cases = next(filter(None, (list(make(name, 4, (dtype,))) for dtype in (lots.choice(dtypes), *DTYPES))), [])
+    return [lots.choice(cases)] if cases else []

@@ -1,0 +1,238 @@
+"""Offloaded runs of a case: modes, forced plans, copiers, selective checkpointing; each compared with its plain run."""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from adversarial_copier import AdversarialCopier
+from cases import Case
+from runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
+
+from hf_memopt import ActivationOffloader, SelectiveCheckpoint
+from hf_memopt.activations import auto
+from hf_memopt.activations.planner import Plan
+from hf_memopt.activations.timeline import Action, Link, Profile
+from hf_memopt.transfer import Copier, SyncCopier
+
+# Two passes are recorded, the second of them planned already.
+_PLANNED_PASSES = 4
+
+COPIERS: dict[str, Callable[[int], Copier]] = {
+    "sync": lambda seed: SyncCopier(),
+    "early": lambda seed: AdversarialCopier("early"),
+    "late": lambda seed: AdversarialCopier("late"),
+    "random": lambda seed: AdversarialCopier("random", seed),
+}
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+def _plan(profile: Profile, choose: Callable[[bool], Action]) -> Plan:
+    """A plan that leaves nothing on its way: what is offloaded is gone at once."""
+    actions = tuple(choose(storage.recompute_s is not None) for storage in profile.storages)
+    order = tuple(index for index in profile.use_order if actions[index] is Action.OFFLOAD)
+    given = {"actions": actions, "reload_order": order, "prefetch_bytes": 2 * max(profile.sizes, default=0)}
+    return Plan(**{each.name: given.get(each.name, 0) for each in fields(Plan)})
+
+
+def _by_lot(seed: int) -> Callable[[bool], Action]:
+    lots = random.Random(seed)
+    return lambda can_recompute: lots.choice(list(Action) if can_recompute else [Action.KEEP, Action.OFFLOAD])
+
+
+PLANS: dict[str, Callable[[int], Callable[[bool], Action]]] = {
+    "recompute or offload": lambda seed: lambda can: Action.RECOMPUTE if can else Action.OFFLOAD,
+    "recompute or keep": lambda seed: lambda can: Action.RECOMPUTE if can else Action.KEEP,
+    "random plan": _by_lot,
+}
+STRATEGIES = ("all", *PLANS)
+
+
+@contextmanager
+def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[Plan]]:
+    """Mode "auto" takes these plans; yields those that were made."""
+    made: list[Plan] = []
+
+    def make_plan(profile: Profile, link: Link, **limits: Any) -> Plan:
+        made.append(_plan(profile, choose))
+        return made[-1]
+
+    own = auto.make_plan, auto.measure_link
+    auto.make_plan, auto.measure_link = make_plan, lambda copier, clock: Link(1e10, 1e10)
+    try:
+        yield made
+    finally:
+        auto.make_plan, auto.measure_link = own
+
+
+# ------------------------------------------------------------------------------------------------ variants
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of offloading.
+
+    Attributes:
+        strategy: "all", "inputs" or one of `PLANS`.
+        copier: one of `COPIERS`.
+        seed: of random copiers and plans.
+    """
+
+    strategy: str
+    copier: str
+    setting: Setting = PLAIN
+    seed: int = 0
+    threshold_mb: float = 0
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.copier} copier, {self.setting}"
+
+    def passes(self, case: Case) -> Iterator[list[Any]]:
+        """What each pass with one offloader gives."""
+        offloader = ActivationOffloader(
+            mode="auto" if self.strategy in PLANS else self.strategy,
+            offload_threshold_mb=self.threshold_mb,
+            copier=COPIERS[self.copier](self.seed),
+        )
+        if self.strategy not in PLANS:
+            yield run(case, self.setting, offloader.offload_context(case.model))
+        else:
+            with forced_plans(PLANS[self.strategy](self.seed)) as made:
+                for _ in range(_PLANNED_PASSES):
+                    yield run(case, self.setting, offloader.offload_context(case.model))
+            assert made or self.threshold_mb, "no plan was made"
+        # Of inputs there may be none, and everything saved may be weights; there is the ballast otherwise.
+        has_moved = offloader.stats.bytes_moved > 0
+        assert has_moved or self.strategy == "inputs" or self.threshold_mb, "nothing was moved"
+
+
+def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -> Iterator[Variant]:
+    """Every strategy plainly, with every copier, and "all", "inputs" and one plan in each other setting.
+
+    One copier by lot, which depends on the case, in other settings and on dtypes other than float32: what is saved, and
+    when, is as it was. If not `thorough` one copier everywhere, and of the other settings autocast and one by lot.
+    """
+    lots = random.Random(zlib.crc32(case.label.encode()))
+    every_copier = thorough and all(leaf.dtype is torch.float32 for leaf in case.leaves)
+    for strategy, setting in [(strategy, PLAIN) for strategy in STRATEGIES] + [("inputs", CHECKPOINTED)]:
+        for copier in COPIERS if every_copier else (lots.choice(list(COPIERS)),):
+            yield Variant(strategy, copier, setting, lots.randrange(1000), threshold_mb)
+    autocast, *others = SETTINGS[1:]
+    for setting in (autocast, *(others if thorough else lots.sample(others, 1))):
+        strategies = ["all", lots.choice(list(PLANS))]
+        if setting.checkpointed and setting != CHECKPOINTED:
+            strategies.append("inputs")
+        for strategy in strategies:
+            yield Variant(strategy, lots.choice(list(COPIERS)), setting, lots.randrange(1000), threshold_mb)
+
+
+# ------------------------------------------------------------------------------------------------ what torch does alone
+
+
+class Controls:
+    """Plain runs of one case, and why some settings cannot be compared."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._found: dict[Setting, tuple[list[Any], str]] = {}
+
+    def expected(self, setting: Setting) -> list[Any]:
+        """What the plain run gives; nothing of use where there is an `obstacle`."""
+        return self._control(setting)[0]
+
+    def obstacle(self, setting: Setting) -> str:
+        """Why torch alone cannot do it: the plain run raises, or two of them differ; empty if it can."""
+        return self._control(setting)[1]
+
+    def _control(self, setting: Setting) -> tuple[list[Any], str]:
+        if setting not in self._found:
+            self._found[setting] = self._run(setting)
+        return self._found[setting]
+
+    def _run(self, setting: Setting) -> tuple[list[Any], str]:
+        if setting.backward == "second" and not self._case.has_second:
+            return [], "no second derivative"
+        try:
+            first, second = run(self._case, setting), run(self._case, setting)
+        except Exception as error:
+            return [], f"raises {type(error).__name__}: {_brief(error)}"
+        return first, "" if same(first, second) else "two plain runs differ"
+
+
+def selective_runs(case: Case) -> dict[str, Callable[[], list[Any]]]:
+    """Selective checkpointing, alone and offloaded."""
+
+    def selective(policy: str, offloaded: bool) -> list[Any]:
+        offloader = ActivationOffloader(enabled=offloaded, mode="all", offload_threshold_mb=0, copier=SyncCopier())
+        return run(case, PLAIN, offloader.offload_context(case.model), SelectiveCheckpoint(policy))
+
+    return {
+        f"SelectiveCheckpoint({policy!r}){' and all' * offloaded}": partial(selective, policy, offloaded)
+        for policy in ("heavy_ops", "all")
+        for offloaded in (False, True)
+    }
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+@dataclass
+class Outcome:
+    """What became of a case: obstacles by setting, and what went wrong."""
+
+    obstacles: dict[str, str]
+    failures: list[str]
+
+
+def try_everything(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -> Outcome:
+    """Run a case in the variants that torch alone can do."""
+    controls = Controls(case)
+    outcome = Outcome({}, [])
+    for variant in variants_of(case, thorough=thorough, threshold_mb=threshold_mb):
+        obstacle = controls.obstacle(variant.setting)
+        if obstacle:
+            outcome.obstacles[str(variant.setting)] = f"{case.label}: {obstacle}"
+        else:
+            outcome.failures += _failures(
+                str(variant), lambda v=variant: v.passes(case), controls.expected(variant.setting)
+            )
+    if not controls.obstacle(CHECKPOINTED):
+        outcome.failures += _selective_failures(case, controls.expected(CHECKPOINTED))
+    outcome.failures = [f"{case.label}: {failure}" for failure in outcome.failures]
+    return outcome
+
+
+def _selective_failures(case: Case, expected: list[Any]) -> list[str]:
+    run(case, PLAIN)
+    writes_buffers = case.has_written_buffers()
+    failures = []
+    for name, selective in selective_runs(case).items():
+        found = _failures(name, lambda s=selective: [s()], expected)
+        is_refused = any("cannot be checkpointed: its forward writes the buffer" in failure for failure in found)
+        if is_refused != writes_buffers:
+            failures.append(f"{name}: {'refused' if is_refused else 'writes a buffer, and is not refused'}")
+        elif not is_refused:
+            failures += found
+    return failures
+
+
+def _failures(name: str, passes: Callable[[], Any], expected: list[Any]) -> list[str]:
+    """An exception, or the numbers of the passes that gave something else."""
+    wrong = []
+    try:
+        for number, got in enumerate(passes()):
+            if not same(got, expected):
+                wrong.append(number)
+    except Exception as error:
+        return [f"{name}: {type(error).__name__}: {_brief(error)}"]
+    return [f"{name}: other bits in passes {wrong}"] if wrong else []
+
+
+def _brief(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
