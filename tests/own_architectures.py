@@ -166,7 +166,9 @@ class Convolutions(nn.Module):
 
 
 def graph_convolutions(to_layout: Callable[[Tensor], Tensor]) -> Workload:
-    adjacency = torch.sparse_coo_tensor(random_edges(), torch.rand(EDGES), (NODES, NODES)).coalesce()
+    adjacency = torch.sparse_coo_tensor(
+        random_edges(), torch.rand(EDGES), (NODES, NODES), check_invariants=True
+    ).coalesce()
     model, features = Convolutions(to_layout(adjacency)), torch.randn(NODES, WIDTH)
     return Workload(model, to_random_target(lambda: model(features)))
 

@@ -12,16 +12,19 @@ class RandomPlanner:
     """Stands in for `auto.make_plan`: every storage is kept, offloaded or recomputed at random, in windows as random.
 
     Attributes:
-        num_recomputed: how many storages all plans so far recompute.
+        num_plans: how many it has made.
+        num_recomputed: how many storages they recompute.
     """
 
     random: random.Random
+    num_plans: int = 0
     num_recomputed: int = 0
 
     def __call__(self, profile: Profile, link: Link, **limits: object) -> Plan:
         actions = [self._action(storage) for storage in profile.storages]
         windows = {name: self.random.choice([0, 2**14, 2**20]) for name in ("in_flight_bytes", "prefetch_bytes")}
         timeline = simulate(profile, actions, link, **windows)
+        self.num_plans += 1
         self.num_recomputed += actions.count(Action.RECOMPUTE)
         return Plan(
             actions=tuple(actions),

@@ -103,9 +103,18 @@ def complex_inverse(run: Callable[..., Tensor]) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * y.mH).abs().sum(), x)]
 
 
+def inverse_under_autocast(run: Callable[..., Tensor]) -> list[Tensor]:
+    """Autocast computes it in float32, the products in it included."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(lambda x: torch.pinverse(x * 1), x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+
+
 @pytest.mark.parametrize("mode", [None, "all", "auto"])
 @pytest.mark.parametrize("policy", [*POLICIES, keep_everything])
-@pytest.mark.parametrize("compute", [bilinear, complex_inverse])
+@pytest.mark.parametrize("compute", [bilinear, complex_inverse, inverse_under_autocast])
 def test_operations_that_call_others_see_autocast_and_lazy_bits(compute: Any, policy: Any, mode: str | None) -> None:
     """Inside a dispatch mode torch computes these otherwise."""
     want = compute(lambda function, *args: function(*args))
@@ -182,7 +191,7 @@ def test_saved_bytes(policy: str | None) -> None:
 
 @pytest.mark.parametrize("policy", EXACT)
 def test_offloaded_bytes_are_all_the_saved_ones(policy: str | None) -> None:
-    mlp, x = Mlp(), torch.randn(N, D, requires_grad=True)
+    mlp, x = Mlp(), torch.randn(N, D, requires_grad=True) + 0  # a leaf would be a weight, which stays
     offloading = offloader()
     with offloading.offload_context(mlp):
         y = run_mlp(policy, mlp, x)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bodies import MODIFIED, NUM_STEPS, Body, Cube, DoubleInPlace, check, check_raises, gradients, leaf
 from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
 
 from hf_memopt import ActivationOffloader
 
@@ -216,3 +217,20 @@ def hidden_writes() -> list[Tensor]:
 )  # fmt: skip
 def test_allowed_modification(offloader: ActivationOffloader, body: Body) -> None:
     check(offloader, body)
+
+
+@pytest.mark.parametrize("check_of", [gradcheck, gradgradcheck])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.tanh() * x, lambda x: x**2 / (x.exp() + 1), lambda x: (x @ x.T).softmax(-1),
+        lambda x: torch.fft.rfft(x).abs(), lambda x: Cube.apply(x).sum(0), lambda x: x.clone().mul_(2).sin_(),
+    ],
+)  # fmt: skip
+def test_gradcheck(offloader: ActivationOffloader, check_of: Callable[..., bool], function: Any) -> None:
+    """Writes its input where no version counter sees it, between forward passes whose graphs are alive."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(NUM_STEPS):
+        with offloader.offload_context():
+            assert check_of(function, x)
