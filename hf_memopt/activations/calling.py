@@ -41,11 +41,19 @@ def called_from_rrelu(frame: FrameType | None) -> bool:
 def refuse_rrelu() -> None:
     """Raise where a copy of RReLU's noise is about to be used that was taken too early; see `called_from_rrelu`."""
     node = torch._C._current_autograd_node()
-    if type(node).__name__.startswith("RreluWithNoise"):
+    # A checkpointed region is computed again, from its inputs, when the first of its nodes asks for anything.
+    if type(node).__name__.startswith("RreluWithNoise") and not _inside_of(torch.utils.checkpoint.__file__):
         raise RuntimeError(
             "torch.rrelu saves its noise for backward before it draws it, so that a copy of it is of no use; call "
             "torch.nn.functional.rrelu, whose noise is left where it is"
         )
+
+
+def _inside_of(file: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
 
 
 def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
 from hf_memopt.activations.payload import Kept, KeptView, Restored
@@ -18,7 +19,7 @@ from hf_memopt.activations.recompute import Computation, RecomputedStorage, Reso
 from hf_memopt.activations.residency import in_backward
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.storages import KeptStorage, LiveStorage
-from hf_memopt.activations.tensors import VersionGuard
+from hf_memopt.activations.tensors import VersionGuard, is_plain
 from hf_memopt.activations.timeline import Action
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
@@ -96,6 +97,12 @@ class OffloadContext:
         # Our own operations are no part of the model's: neither timed nor noted.
         with forward.recorder.working() if forward.recorder else nullcontext(), no_dispatch():
             return self._save(tensor, key, num_bytes, forward)
+
+    def unpack(self, payload: Payload) -> Tensor:
+        """The saved tensor, on its device and ready for the compute stream."""
+        if self._producers is not None and in_backward():
+            self._producers.leave_node()
+        return payload.restore()
 
     def _save(self, tensor: Tensor, key: int, num_bytes: int, forward: ForwardPass) -> Payload:
         live = forward.engine.find(tensor, key)
@@ -193,17 +200,21 @@ class OffloadContext:
         return Kept(tensor)
 
 
-def unpack(payload: Payload) -> Tensor:
-    """The saved tensor, on its device and ready for the compute stream."""
-    return payload.restore()
-
-
 def storages_of(model: nn.Module | None) -> frozenset[int]:
-    """Keys of the storages of a model's weights and buffers."""
+    """Keys of the storages of a model's weights and buffers, of those inside of packed and quantised ones too."""
     if model is None:
         return frozenset()
-    tensors = [*model.parameters(), *model.buffers()]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) in PLAIN_TYPES)
+    tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in _inner_tensors(tensor.data)]
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor))
+
+
+def _inner_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that a tensor is made of: itself, or those that a subclass wraps."""
+    if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _inner_tensors(getattr(tensor, name))
 
 
 def is_weight(tensor: Tensor) -> bool:

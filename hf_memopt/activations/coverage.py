@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memopt.activations.producers import is_innermost
+
 
 @contextmanager
 def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywhere: bool) -> Iterator[None]:
@@ -59,15 +61,9 @@ class _Switch:
         if on and not self._is_on:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._is_on = True
-        elif self._is_on and not on and _is_innermost(self._mode):
+        elif self._is_on and not on and is_innermost(self._mode):
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_on = False
-
-
-def _is_innermost(mode: TorchDispatchMode) -> bool:
-    """Whether nobody has entered another mode inside, which would be the one to leave."""
-    depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
 
 
 def _called_children(module: nn.Module) -> Iterable[nn.Module]:

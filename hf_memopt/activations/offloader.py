@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.auto import AutoMode, Limits
-from hf_memopt.activations.context import Counters, OffloadContext, Payload, storages_of, unpack
+from hf_memopt.activations.context import Counters, OffloadContext, Payload, storages_of
 from hf_memopt.activations.coverage import active_in
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.engine import Engine
@@ -152,7 +152,7 @@ class ActivationOffloader:
             producers=producers,
         )
         try:
-            with saved_tensors_hooks(context.pack, unpack), self._noting(producers, model):
+            with saved_tensors_hooks(context.pack, context.unpack), self._noting(producers, model):
                 yield self
         except torch.OutOfMemoryError:
             for plan in self._plans_of(model).values():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from hf_memopt.activations.calling import calling_module
 from hf_memopt.activations.plain_dispatch import call_as_plain
@@ -56,7 +56,7 @@ _HEAVY = {
 class Operand:
     """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not."""
 
-    __slots__ = ("_storage", "_tensor", "key", "meta", "num_writes", "version", "weight")
+    __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
 
     def __init__(self, tensor: Tensor, weights: frozenset[int], num_writes: int) -> None:
         storage = tensor.untyped_storage()
@@ -68,6 +68,9 @@ class Operand:
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._tensor = weakref.ref(tensor)
         self.weight = tensor if self.key in weights or is_parameter(tensor) else None
+        # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
+        base = tensor if tensor._base is None else tensor._base
+        self.is_leaf = base.requires_grad and base.grad_fn is None
 
     def alive(self) -> Tensor | None:
         """The tensor, if something else keeps it and it has the same bytes."""
@@ -119,6 +122,15 @@ class Producers(TorchDispatchMode):
     def is_timing(self) -> bool:
         """Whether operations are timed, for a plan."""
         return self._clock is not None
+
+    def leave_node(self) -> None:
+        """Called while a backward node unpacks what it has saved: the mode is off for the rest of the node.
+
+        Nothing is noted in backward, and torch's formulas look whether there is a mode: that of `prod` then takes
+        another path, with other bits. The engine gives each node the modes that the thread had when backward began.
+        """
+        if is_innermost(self):
+            _pop_mode()
 
     # Compiled regions run as they are; what they compute has no recipe.
     @classmethod
@@ -216,6 +228,12 @@ def _is_repeatable(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether nobody has entered another mode inside this one."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -194,6 +194,8 @@ class Resolver:
     def _find(self, operand: Operand, depth: int, pure: bool) -> Source | Weight | Intermediate | None:
         if operand.weight is not None:
             return Weight(operand.weight) if operand.weight._version == operand.version else None
+        if operand.is_leaf:
+            return None
         live = self._live(operand)
         if live is not None and live.saved_by is not None:
             return Source(operand, live, None)

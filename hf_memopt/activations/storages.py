@@ -200,6 +200,8 @@ class OffloadedStorage(LiveStorage):
             self._give_up()
 
     def _bring(self, backward: int) -> Tensor:
+        if self._source is not None and torch.is_grad_enabled():
+            self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
         if self._source is None:
             refuse_rrelu()
         if self._source is None and self._memory is None:
