@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
-from hf_memopt.activations import context, device_room, tensors
+from hf_memopt.activations import context, device_room, kept_outputs, producers, tensors
 from hf_memopt.planning import attention_rules, autocast_rules
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
@@ -208,6 +208,10 @@ def _fakes_are_plain() -> Iterator[None]:
         patch.object(context, "no_dispatch", _pop_mode_temporarily),
         patch.object(tensors, "_alias_without_memory", lambda tensor: SimpleNamespace(_version=tensor._version)),
         patch.object(tensors, "same_counter", lambda first, second: True),
+        # Precision and conjugation inside of kernels make no difference to sizes, and the keys are other ones.
+        patch.object(producers, "call_as_plain", _call),
+        patch.object(kept_outputs, "call_as_plain", _call),
+        patch.object(kept_outputs, "no_dispatch", contextlib.nullcontext),
     ):
         PLAIN_TYPES.add(FakeTensor)
         device_room.UNLIMITED.add(DEVICE_TYPE)
@@ -216,6 +220,10 @@ def _fakes_are_plain() -> Iterator[None]:
         finally:
             PLAIN_TYPES.discard(FakeTensor)
             device_room.UNLIMITED.discard(DEVICE_TYPE)
+
+
+def _call(operation: Any, args: Any, kwargs: Any) -> Any:
+    return operation(*args, **kwargs)
 
 
 @contextmanager
