@@ -6,15 +6,15 @@ from itertools import islice
 
 import pytest
 import torch
-from cases import DTYPES, Case, module_cases, module_names, operator_cases, operator_names
-from chosen import ALWAYS_MODULES, ALWAYS_OPERATORS, MODULES, OPERATORS, SEED, chosen
-from obstacles import MODULE_OBSTACLES, OPERATOR_OBSTACLES, faults_of
-from variants import try_everything
+from chosen_operations import ALWAYS_MODULES, ALWAYS_OPERATORS, MODULES, OPERATORS, SEED, chosen
+from known_obstacles import MODULE_OBSTACLES, OPERATOR_OBSTACLES, faults_of
+from offload_variants import try_everything
+from operation_cases import DTYPES, Case, module_cases, module_names, operator_cases, operator_names
 
 # What torch says of its own samples, deprecated ones among them.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NUM_SAMPLES = 3
+NUM_SAMPLES = 2
 
 
 @pytest.mark.parametrize("name", chosen(OPERATORS, ALWAYS_OPERATORS), ids=lambda name: f"{name}-seed{SEED}")
@@ -62,9 +62,11 @@ def faults(cases: Iterable[Case], known: tuple[str, ...], *, is_whole: bool) -> 
 def some_cases(make: Callable[..., Iterator[Case]], name: str, always: Sequence[str]) -> list[Case]:
     """One case by lot; of those that were once wrong two for each dtype but bfloat16."""
     if name in always:
-        return [case for dtype in DTYPES[:2] for case in islice(make(name, 2, (dtype,)), 2)]
+        return [case for dtype in DTYPES[:2] for case in islice(make(name, NUM_SAMPLES, (dtype,)), 2)]
     lots = random.Random(f"{SEED} {name}")
     # What is saved and when does not depend on the dtype, so mostly float32.
     dtypes = [torch.float32, lots.choice(DTYPES)]
-    cases = next(filter(None, (list(make(name, 4, (dtype,))) for dtype in (lots.choice(dtypes), *DTYPES))), [])
+    cases = next(
+        filter(None, (list(make(name, NUM_SAMPLES, (dtype,))) for dtype in (lots.choice(dtypes), *DTYPES))), []
+    )
     return [lots.choice(cases)] if cases else []

@@ -3,16 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import offload_variants
+import operation_runs
 import pytest
-import runs
 import torch
-import variants
-from cases import Case
-from obstacles import NO_SECOND, faults_of
-from runs import PLAIN, SETTINGS, Setting, run, same
+from known_obstacles import NO_SECOND, faults_of
+from offload_variants import COPIERS, STRATEGIES, Controls, Outcome, Variant, try_everything
+from operation_cases import Case
+from operation_runs import PLAIN, SETTINGS, Setting, run, same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import COPIERS, STRATEGIES, Controls, Outcome, Variant, try_everything
 
 from hf_memopt.transfer import SyncCopier
 
@@ -67,13 +67,13 @@ def test_wrong_recomputation_is_found(plan: str, monkeypatch: pytest.MonkeyPatch
 
     case = a_case()
     expected = Controls(case).expected(PLAIN)
-    monkeypatch.setattr(runs, "grad", grad_with_wrong_exp)
+    monkeypatch.setattr(operation_runs, "grad", grad_with_wrong_exp)
     assert same(run(case, PLAIN), expected)
     assert [same(got, expected) for got in Variant(plan, "sync").passes(case)] == [True, False, False, False]
 
 
 def test_an_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "COPIERS", {"broken": lambda seed: 1 / 0})
+    monkeypatch.setattr(offload_variants, "COPIERS", {"broken": lambda seed: 1 / 0})
     failures = try_everything(a_case()).failures
     assert all("ZeroDivisionError" in failure for failure in failures)
     assert len(failures) > len(SETTINGS)

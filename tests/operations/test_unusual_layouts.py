@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case
-from obstacles import LAYOUT_OBSTACLES, faults_of
+from known_obstacles import LAYOUT_OBSTACLES, faults_of
+from offload_variants import try_everything
+from operation_cases import Case
 from torch import Tensor, nn
-from variants import try_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its layouts
 

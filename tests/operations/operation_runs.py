@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Case, differentiable, values_in
+from operation_cases import Case, differentiable, values_in
 from torch import Tensor
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint

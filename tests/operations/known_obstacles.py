@@ -5,22 +5,22 @@ A test fails when a plain run says something else, and the whole sweep when it n
 
 from collections.abc import Iterable
 
-from variants import Outcome
+from offload_variants import Outcome
 
 NO_SECOND = "no second derivative"  # says torch's database
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented"
 _POOL = "avg_pool3d_out_frame"
+_PINV = ("to have the same dtype, but got: c10::BFloat16",)
 
 OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
     "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, whose memory is its own here
     "i0": ('"i1_backward" not implemented',),
-    "linalg.pinv": ("to have the same dtype, but got: c10::BFloat16",),
-    "linalg.pinv.hermitian": ("to have the same dtype, but got: c10::BFloat16",),
+    "linalg.pinv": _PINV,
+    "linalg.pinv.hermitian": _PINV,
     "linalg.pinv.singular": ("linalg.pinv(BFloat16",),
-    "native_layer_norm": ("Expected a proper Tensor but got None",),
     "nn.functional.ctc_loss": ("_ctc_loss_backward is not implemented",),
-    "nn.functional.scaled_dot_product_attention": (_FLASH,),
-    "sparse.sampled_addmm": ("is_coalesced expected sparse coordinate tensor layout",),
+    "nn.functional.rrelu": ("other bits under torch's checkpointing",),  # which stops before the noise is drawn
+    "sparse.sampled_addmm": ("is_coalesced expected sparse coordinate tensor", "_to_sparse does not support automatic"),
     "special.i0e": ('"i1e_backward" not implemented',),
     "view_as_real": ("view_as_real doesn't work on unresolved conjugated tensors",),
 }
