@@ -135,7 +135,7 @@ def test_optimizer_states_that_come_later_are_made_room_for(make: Callable[..., 
         train_step(model, x, card, offloader)
     before = plan_of(offloader, model).plan
     assert before is not None
-    assert before.offloaded_bytes == 0
+    assert before.offloaded_bytes <= 4  # the loss at most
     with card:
         kept = [torch.zeros(2, WIDTH, WIDTH + 1) for _ in range(LAYERS)]
     for _ in range(3):

@@ -294,13 +294,13 @@ def test_accelerator_counters_read_torchs_books(monkeypatch: pytest.MonkeyPatch)
         assert index == 1
         kinds = {"allocated_bytes": (1, 2), "reserved_bytes": (3, 4), "inactive_split_bytes": (5, 6)}
         stats = {kind: {"all": {"current": now, "peak": peak}} for kind, (now, peak) in kinds.items()}
-        return {**stats, "num_alloc_retries": 7}
+        return {**stats, "num_alloc_retries": 7, "num_ooms": 8}
 
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", books)
     memory = AcceleratorCounters(torch.device("cuda", 1)).read()
     assert (memory.allocated_bytes, memory.peak_allocated_bytes, memory.reserved_bytes) == (1, 2, 3)
-    assert (memory.inactive_split_bytes, memory.num_alloc_retries) == (5, 7)
+    assert (memory.inactive_split_bytes, memory.num_alloc_retries, memory.num_ooms) == (5, 7, 8)
 
 
 def test_tables_for_people() -> None:

@@ -1,10 +1,12 @@
 """Torch's own samples of operators and modules as functions of leaves."""
 
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -78,8 +80,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"dense": lambda tensor: tensor
 
 def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
     """At most so many samples for each dtype, spread over torch's list; every second one with gaps in its memory."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = _database("common_methods_invocations", "op_db")
     (operator,) = (each for each in op_db if each.full_name == name and each.supports_autograd)
     for dtype in dtypes:
         if dtype not in operator.supported_backward_dtypes("cpu"):
@@ -104,8 +105,7 @@ def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPE
 
 def operator_names() -> list[str]:
     """All operators in torch's database that support autograd."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = _database("common_methods_invocations", "op_db")
     return sorted(operator.full_name for operator in op_db if operator.supports_autograd)
 
 
@@ -135,8 +135,7 @@ def _fits_in_place(case: Case, sample: Any) -> bool:
 
 def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
     """At most so many samples for each dtype, in training and in evaluation mode."""
-    from torch.testing._internal.common_modules import module_db
-
+    module_db = _database("common_modules", "module_db")
     (info,) = (each for each in module_db if each.name == name)
     for dtype in dtypes:
         if dtype not in info.supported_dtypes("cpu") and dtype is not torch.bfloat16:
@@ -168,12 +167,19 @@ class Sampled(nn.Module):
 
 def module_names() -> list[str]:
     """All modules in torch's database."""
-    from torch.testing._internal.common_modules import module_db
-
+    module_db = _database("common_modules", "module_db")
     return sorted(info.name for info in module_db)
 
 
 # ------------------------------------------------------------------------------------------------ both
+
+
+def _database(module: str, name: str) -> Any:
+    """One of torch's databases, without what importing torch's test suite sets for the whole process."""
+    found = getattr(importlib.import_module(f"torch.testing._internal.{module}"), name)
+    torch.backends.__allow_nonbracketed_mutation_flag = True  # as torch.backends sets it at first
+    hypothesis.settings.load_profile("repeatable")
+    return found
 
 
 def spread(count: int, most: int) -> list[int]:
