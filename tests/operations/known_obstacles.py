@@ -69,10 +69,7 @@ def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: 
         if not any(part in text for part in (NO_SECOND, *known)):
             faults.append(f"the plain run cannot do this, {setting}: {text}")
     if is_whole:
-        gone = [
-            part
-            for part in known
-            if not any(part in text for text in (*failures, *(obstacle for _, obstacle in found)))
-        ]
+        said = [*failures, *(text for _, text in found)]
+        gone = [part for part in known if not any(part in text for text in said)]
         faults += [f"no longer an obstacle: {part}" for part in gone]
     return faults
