@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 import torch
@@ -176,8 +177,8 @@ def module_names() -> list[str]:
 
 def _database(module: str, name: str) -> Any:
     """One of torch's databases, without what importing torch's test suite sets for the whole process."""
-    found = getattr(importlib.import_module(f"torch.testing._internal.{module}"), name)
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # as torch.backends sets it at first
+    with patch.object(torch.backends, "disable_global_flags", lambda: None):
+        found = getattr(importlib.import_module(f"torch.testing._internal.{module}"), name)
     hypothesis.settings.load_profile("repeatable")
     return found
 

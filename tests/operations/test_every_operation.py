@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+import hypothesis
 import pytest
 import torch
 from chosen_operations import ALWAYS_MODULES, ALWAYS_OPERATORS, MODULES, OPERATORS, SEED, chosen
@@ -47,6 +48,12 @@ def test_the_lists_of_names_are_complete() -> None:
     """Another release of torch has others; correct operators.txt and modules.txt."""
     assert set(OPERATORS) ^ set(operator_names()) == set()
     assert set(MODULES) ^ set(module_names()) == set()
+
+
+def test_databases_leave_the_process_as_it_is() -> None:
+    operator_names(), module_names()
+    assert not torch.backends.flags_frozen()
+    assert hypothesis.settings.default.derandomize
 
 
 def test_obstacles_are_of_operators_and_modules() -> None:
