@@ -36,7 +36,7 @@ class StoragePin:
 
     __slots__ = ("_reference",)
 
-    _free = staticmethod(UntypedStorage._free_weak_ref)  # type: ignore[attr-defined]
+    _free = staticmethod(UntypedStorage._free_weak_ref)
 
     def __init__(self, storage: UntypedStorage) -> None:
         self._reference = storage._weak_ref()
