@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 from hf_memopt.activations.calling import calling_module
 from hf_memopt.activations.plain_dispatch import call_as_plain
 from hf_memopt.activations.residency import in_backward
-from hf_memopt.activations.tensors import ViewMeta, is_plain
+from hf_memopt.activations.tensors import StoragePin, ViewMeta, is_plain
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
@@ -65,7 +65,7 @@ class Operand:
         self.version = tensor._version
         self.num_writes = num_writes
         # As long as this exists, no other storage is given the same key.
-        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storage = StoragePin(storage)
         self._tensor = weakref.ref(tensor)
         self.weight = tensor if self.key in weights or is_parameter(tensor) else None
         # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.producers import Operand, Producers, Recipe, map_tensors
 from hf_memopt.activations.residency import graph_is_retained
 from hf_memopt.activations.storages import LiveStorage
-from hf_memopt.activations.tensors import VersionGuard, ViewMeta, bytes_of
+from hf_memopt.activations.tensors import StoragePin, VersionGuard, ViewMeta, bytes_of
 
 if TYPE_CHECKING:
     from hf_memopt.activations.schedule import ForwardPass
@@ -44,12 +43,12 @@ class Source:
             assert tensor is not None
             self.guard, self.num_bytes = VersionGuard(tensor), tensor.untyped_storage().nbytes()
 
-    def pin(self) -> StorageWeakRef:
+    def pin(self) -> StoragePin:
         """Something that keeps the storage's key from being given to another one."""
         if self.live is not None:
             return self.live.pin
         assert self.tensor is not None
-        return StorageWeakRef(self.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return StoragePin(self.tensor.untyped_storage())
 
 
 class Weight:

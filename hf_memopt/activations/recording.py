@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.calling import calling_module
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.profile import Profile, SavedStorage
 from hf_memopt.activations.recompute import Computation, Source
 from hf_memopt.activations.residency import Residency, current_node
+from hf_memopt.activations.tensors import StoragePin
 from hf_memopt.transfer.clock import Clock
 
 Makers = set[weakref.ref[nn.Module] | None]
@@ -102,7 +102,7 @@ class Recorder:
         self._all_unsaved: list[_Unsaved] = []
         self._computable: dict[int, _Computable] = {}
         # As long as these exist, no other storage is given the key of one that was noted.
-        self._pins: list[StorageWeakRef] = []
+        self._pins: list[StoragePin] = []
         self._begun = clock.mark()
 
     @contextmanager
@@ -129,7 +129,7 @@ class Recorder:
     def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
         """Note that autograd saved a storage, inside of `working`, and whether it never goes to the host."""
         key = storage._cdata
-        self._pins.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        self._pins.append(StoragePin(storage))
         self._events[-1].saved = index
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()

@@ -1,5 +1,6 @@
 """One forward pass: what it saved, and what its backward needs next."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -91,8 +92,11 @@ class ForwardPass:
         self._largest_bytes = 0
         self._used: dict[int, None] = {}
         self._used_now: set[int] = set()
+        # In which order storages are to be brought back, the bytes before each place in it, and how far that has come.
         self._order: Sequence[int] = ()
-        self._positions: dict[int, int] | None = None
+        self._positions: dict[int, int] = {}
+        self._bytes_before: list[int] = []
+        self._fetched_to = self._last_used = 0
 
     @property
     def is_in_backward(self) -> bool:
@@ -137,7 +141,7 @@ class ForwardPass:
         self._offloaded_sizes[index] = num_bytes
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes
-        self._positions = None
+        self._bytes_before = []
         in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
         self.engine.leave(storage, in_flight_bytes)
 
@@ -186,6 +190,7 @@ class ForwardPass:
             return
         self.ended = self.engine.clock.mark()
         self._used_now.clear()
+        self._fetched_to = self._last_used = 0
         for entry in self._movable:
             storage = entry()
             if storage is not None:
@@ -199,22 +204,35 @@ class ForwardPass:
             self._on_end(self)
 
     def _prefetch_after(self, index: int, room: int) -> None:
-        if self._positions is None:
-            self._order = self.plan.reload_order if self.plan else self.engine.orders.order(self._offloaded_sizes)
-            self._positions = {which: position for position, which in enumerate(self._order)}
+        if not self._bytes_before:
+            self._find_order()
         # What a plan did not foresee has no place in its order, and nothing follows it.
-        position = self._positions.get(index, len(self._order)) + 1
-        while position < len(self._order):
-            following = self._order[position]
+        first = self._positions.get(index, len(self._order) - 1) + 1
+        if first < self._last_used:  # not the order that was foreseen, or another backward
+            self._fetched_to = 0
+        self._last_used = first
+        limit = self._bytes_before[first] + room
+        position = max(first, self._fetched_to)  # up to there nothing is left to fetch
+        while position < len(self._order) and self._bytes_before[position + 1] <= limit:
+            if not self._prefetch(self._order[position]):
+                break
             position += 1
-            room -= self._offloaded_sizes.get(following, 0)
-            if room < 0:
-                return
-            if following not in self._used_now and following in self._offloaded:
-                storage = self._offloaded[following]()
-                if storage is None:
-                    continue
-                try:
-                    storage.prefetch()
-                except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
-                    return
+        self._fetched_to = position
+
+    def _find_order(self) -> None:
+        self._order = self.plan.reload_order if self.plan else self.engine.orders.order(self._offloaded_sizes)
+        self._positions = {index: position for position, index in enumerate(self._order)}
+        sizes = (self._offloaded_sizes.get(index, 0) for index in self._order)
+        self._bytes_before = list(itertools.accumulate(sizes, initial=0))
+        self._fetched_to = self._last_used = 0
+
+    def _prefetch(self, index: int) -> bool:
+        """Start bringing a storage back, if it is still to be used; false where there is no memory for it."""
+        entry = self._offloaded.get(index)
+        storage = entry() if entry is not None and index not in self._used_now else None
+        if storage is not None:
+            try:
+                storage.prefetch()
+            except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
+                return False
+        return True

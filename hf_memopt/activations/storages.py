@@ -4,17 +4,15 @@ The third way, computing it again, is in `recompute.py`.
 """
 
 import sys
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.calling import refuse_rrelu
 from hf_memopt.activations.residency import graph_is_retained
-from hf_memopt.activations.tensors import VersionGuard, bytes_of
+from hf_memopt.activations.tensors import StoragePin, VersionGuard, bytes_of
 from hf_memopt.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class View(Protocol):
     read_in: int
 
 
-class LiveStorage(ABC):
+class LiveStorage:
     """One device storage that a forward pass saved.
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
@@ -61,7 +59,7 @@ class LiveStorage(ABC):
         self.read_in, self._num_left = 0, 0
         self.key = storage._cdata
         # As long as this exists, no other storage is given the same key, however dead this one is.
-        self.pin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.pin = StoragePin(storage)
 
     def use(self, view: View) -> Tensor:
         """`fetch` for a saved tensor that autograd unpacks."""
@@ -115,13 +113,13 @@ class LiveStorage(ABC):
         if self._num_left <= 0 or backward == 0:
             self._give_up()
 
-    @abstractmethod
     def _bring(self, backward: int) -> Tensor:
         """The bytes on the device, wherever they are now."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _give_up(self) -> None:
         """Nobody asks for them any more, for now. The caller may still be at work on them."""
+        raise NotImplementedError
 
 
 class KeptStorage(LiveStorage):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu
 from hf_memopt.activations.plain_dispatch import call_as_plain
 from hf_memopt.activations.residency import current_node, graph_is_retained, in_backward
-from hf_memopt.activations.tensors import VersionGuard, same_counter
+from hf_memopt.activations.tensors import StoragePin, VersionGuard, same_counter
 
 pytestmark = pytest.mark.canary
 
@@ -47,13 +47,28 @@ def test_inside_a_dispatch_mode_an_alias_has_a_counter_of_its_own() -> None:
 
 
 def test_a_weak_reference_reserves_the_key_of_a_dead_storage() -> None:
-    references, keys = [], set()
+    references, pins, keys = [], [], set()
     for _ in range(100):
         tensor = torch.empty(1000)
         keys.add(tensor.untyped_storage()._cdata)
         references.append(StorageWeakRef(tensor.untyped_storage()))
+        pins.append(StoragePin(tensor.untyped_storage()))
     assert len(keys) == 100
     assert all(reference.expired() for reference in references[:-1])
+    references.clear()
+    assert not keys & {torch.empty(1000).untyped_storage()._cdata for _ in range(100)} - {
+        tensor.untyped_storage()._cdata
+    }
+
+
+def test_other_data_has_a_counter_of_its_own() -> None:
+    """Why views of memory that came back are made from `.data`."""
+    nothing, memory = torch.empty(0), torch.randn(4)
+    first, second = (nothing.data.set_(memory.untyped_storage()) for _ in range(2))
+    before = second._version
+    first.add_(1)
+    assert (second._version, nothing._version) == (before, 0)
+    assert torch.equal(second, memory)
 
 
 def test_views_and_detached_tensors_share_the_key_of_their_storage() -> None:
