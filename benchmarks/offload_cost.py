@@ -15,17 +15,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import environment, median_and_spread, print_table, results_path, write_results
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from trl.models.activation_offloading import OffloadActivations
 
 from hf_memopt import ActivationOffloader, SyncCopier
 
 NUM_NUMBERS = 16  # 64 bytes per saved tensor
 LARGE_MB = 10.0  # the offloader's default threshold
-TARGETS = {"ours, kept": 4.0, "ours, offloaded": 20.0}  # microseconds per saved tensor over the no-op hook, at most
+TARGETS = {"ours, kept": 2.5, "ours, offloaded": 20.0}  # microseconds per saved tensor over the no-op hook, at most
 HEADER = ["hooks", "us / tensor", "over no-op", "target"]
 
 CPU = torch.device("cpu")
@@ -52,7 +54,15 @@ def kinds() -> dict[str, Hooks]:
         "ours, kept": hooks_of(kept),
         "ours, offloaded": hooks_of(offloaded),
         "save_on_cpu": lambda: save_on_cpu(pin_memory=True),  # copies even from the CPU
+        "TRL": trl_hooks(),
     }
+
+
+def trl_hooks() -> Hooks:
+    """TRL's hooks, told that the CPU is the accelerator: they copy to the host, and have nothing to copy back."""
+    with patch.object(torch.accelerator, "current_accelerator", lambda: CPU):
+        hooks = OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=0)
+    return lambda: hooks
 
 
 def step(x: Tensor, num_tensors: int, hooks: Hooks) -> float:
@@ -108,7 +118,7 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _verdict(value: float, target: float | None) -> str:
-    return "-" if target is None else f"{target:.0f} {'met' if value <= target else 'missed'}"
+    return "-" if target is None else f"{target:g} {'met' if value <= target else 'missed'}"
 
 
 def main(arguments: list[str] | None = None) -> None:
