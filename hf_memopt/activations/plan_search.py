@@ -15,9 +15,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _MEMBERS_PER_ROUND = 16
 # Plans to simulate: so many, and more for each storage, as long as that is not more than so many in all, nor more than
 # so many saves and uses, at 2 to 4 us each; and a minimum for what there is to try at all.
-_NUM_PLANS = 250
+_NUM_PLANS = 1_000
 _PLANS_PER_STORAGE = 15
-_MAX_PLANS = 1_000
+_MAX_PLANS = 4_000
 _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
 # With more storages than that, single ones hardly matter.

@@ -114,8 +114,8 @@ def make_plan(
     that copies least, then the one that recomputes least. The result depends on the arguments alone. A larger
     `budget_bytes` gives a step at most that much slower.
 
-    The number of simulations is bounded by the number of storages: hundredths of a second for ten, half a second for
-    100, one to five seconds for 500 and more.
+    The number of simulations is bounded by the number of storages: tenths of a second for ten, one second for 100, one
+    to five seconds for 500 and more.
 
     Args:
         profile: what one training step saved and used.
