@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import host_never_waits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -145,11 +146,8 @@ def test_the_host_never_waits_in_steady_state(model: nn.Module, x: Tensor, mode:
     offloader = make_offloader(mode, model, x)
     for _ in range(NUM_PASSES):
         gradients(model, x, offloader.offload_context(model))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         gradients(model, x, offloader.offload_context(model))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_host_runs_ahead_of_slow_copies(model: nn.Module, x: Tensor) -> None:
