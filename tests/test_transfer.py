@@ -4,12 +4,14 @@ import logging
 import mmap
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from torch import Tensor
 
 from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, copier_for, host_memory
 
@@ -63,9 +65,14 @@ class FakeEvent:
     def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
         self.finished = False
+        self.num_queries = 0
 
     def query(self) -> bool:
+        self.num_queries += 1
         return self.finished
+
+    def synchronize(self) -> None:
+        self.finished = True
 
     def elapsed_time(self, other: "FakeEvent") -> float:
         assert self.enable_timing
@@ -136,6 +143,117 @@ def test_stream_copier_waits_once_and_uses_one_stream_per_direction(compute: Fak
         down.wait()
     assert sum(name == "wait_event" for name, *_ in FakeStream.log) == 2
     assert (copier.bytes_to_device, copier.bytes_to_host) == (16, 16)
+
+
+def events_of(side: FakeStream) -> list[FakeEvent]:
+    """The ends of the copies on a stream."""
+    return [event for name, stream, event in FakeStream.log if name == "record_event" and stream is side]
+
+
+def test_stream_copier_keeps_host_memory_until_the_copy_is_over(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    block = copier.empty_host(4)
+    memory = weakref.ref(block)
+    copier.to_device(block, copier.empty_device(4)).wait()
+    del block
+    copier.empty_host(4)
+    assert memory() is not None
+    events_of(copier._stream_to_device)[0].finished = True
+    copier.empty_host(4)
+    assert memory() is None
+
+
+def test_whoever_drops_a_stream_copier_waits_for_its_copies(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    copier.to_device(host, device).wait()
+    copier.to_host(device, host).wait()
+    ends = events_of(copier._stream_to_device) + events_of(copier._stream_to_host)
+    assert not any(event.finished for event in ends)
+    del copier
+    assert all(event.finished for event in ends)
+
+
+def test_a_forked_process_does_not_wait(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host = copier.empty_host(4)
+    copier.to_device(host, copier.empty_device(4)).wait()
+    (end,) = events_of(copier._stream_to_device)
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    del copier
+    assert not end.finished
+
+
+def test_a_second_compute_stream_is_ordered_too(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), RecordedMemory(4)
+    transfer = copier.to_device(host, device)
+    (end,) = events_of(copier._stream_to_device)
+    transfer.wait()
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    for _ in range(2):
+        transfer.wait()
+    assert [stream for name, stream, event in FakeStream.log if name == "wait_event" and event is end] == [
+        compute,
+        second,
+    ]
+    assert device.recorded == [second]
+
+
+def test_memory_is_ordered_for_the_stream_that_owns_it(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    transfer = copier.to_host(copier.empty_device(4), copier.empty_host(4))
+    (end,) = events_of(copier._stream_to_host)
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    transfer.wait()
+    ordered = [stream for name, stream, event in FakeStream.log if name == "wait_event" and event is end]
+    assert ordered == [second, compute]
+
+
+def test_copies_for_another_compute_stream_wait_for_those_before(
+    compute: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    copier.to_device(host, device).wait()
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    FakeStream.log.clear()
+    copier.to_host(device, host)
+    assert ("wait_stream", copier._stream_to_host, copier._stream_to_device) in FakeStream.log
+    FakeStream.log.clear()
+    copier.to_host(device, host)
+    waits = [(stream, other) for name, stream, other in FakeStream.log if name == "wait_stream"]
+    assert waits == [(copier._stream_to_host, second)]
+
+
+class RecordedMemory(Tensor):
+    """Device memory that knows the streams that the allocator was told of."""
+
+    recorded: list[FakeStream]
+
+    def __new__(cls, num_bytes: int) -> "RecordedMemory":
+        memory = torch.zeros(num_bytes, dtype=torch.uint8).as_subclass(cls)
+        memory.recorded = []
+        return memory
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.append(stream)
+
+
+def test_stalls_are_asked_for_once_each(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    for _ in range(300):
+        copier.to_device(host, device).wait()
+    events = {event for name, _, event in FakeStream.log if name == "record_event"}
+    # Of each wait and of each copy, the oldest that is under way; the device has come nowhere.
+    assert sum(event.num_queries for event in events) <= 2 * 300 + 2
+    for event in events:
+        event.finished = True
+    assert copier.stall_ms() == 300 * 2.5
 
 
 def test_stream_copier_adds_up_stalls_that_are_over(compute: FakeStream) -> None:

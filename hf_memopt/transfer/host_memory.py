@@ -51,11 +51,10 @@ class Pages(mmap.mmap):
         return error
 
     def __del__(self) -> None:
-        # At exit the driver may be gone already, and a forked process has none.
-        if self._registered is None or sys.is_finalizing():
+        if self._registered is None:
             return
         address, device, process = self._registered
-        if process == os.getpid() and (error := int(_runtime().cudaHostUnregister(address))):
+        if not driver_is_gone(process) and (error := int(_runtime().cudaHostUnregister(address))):
             _clear_last_error(device)
             _warn_still_registered(error)
 
@@ -72,6 +71,11 @@ def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
     if error:
         _warn_pageable(f"cudaHostRegister returned error {error}")
     return block
+
+
+def driver_is_gone(process: int) -> bool:
+    """Whether a destructor must leave the device alone: at exit, and in forks of the `process` that used it."""
+    return sys.is_finalizing() or os.getpid() != process
 
 
 def return_freed_memory() -> None:
