@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -417,6 +418,22 @@ def test_a_context_inside_a_checkpointed_region_is_exact(make: Any) -> None:
 def test_bad_options_are_refused(option: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         ActivationOffloader(**option)
+
+
+def test_the_log_says_what_host_memory_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    arena = HostArena(SyncCopier())
+    with caplog.at_level(logging.INFO, "hf_memopt"):
+        blocks = [arena.acquire(2**20) for _ in range(512)]
+        arena.log_growth()
+        arena.log_growth()
+        for block in blocks:
+            assert block is not None
+            arena.release(block)
+        arena.trim()
+        arena.trim()
+    taken, given_back = (record.message for record in caplog.records)
+    assert re.fullmatch(r"activation offloading: took 0\.50 GiB of host memory in \d+\.\d s; .*", taken)
+    assert given_back.startswith("activation offloading: gave 0.50 GiB of host memory back")
 
 
 def test_everything_is_kept_while_a_cuda_graph_is_captured(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, copier_for, host_memory
 
+HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+
 
 def test_sync_copier_copies_and_counts() -> None:
     copier = SyncCopier()
@@ -307,6 +309,16 @@ def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.
     assert view.sum() == 3 * 990
     del view
     assert not runtime.registered
+
+
+@pytest.mark.skipif(HUGE_PAGES is None, reason="this system has no huge pages to ask for")
+@pytest.mark.parametrize(("num_bytes", "advice"), [(64 * 2**20 - 1, []), (64 * 2**20, [HUGE_PAGES])])
+def test_large_blocks_ask_for_huge_pages(num_bytes: int, advice: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=0))
+    monkeypatch.setattr(host_memory.Pages, "madvise", lambda self, option: given.append(option), raising=False)
+    host_memory.pinned_empty(num_bytes, torch.device("cuda"))
+    assert given == advice
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the kernel's list of mapped memory")

@@ -320,7 +320,7 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
 
 def _is_captured() -> bool:
     """Whether a CUDA graph is being captured: no event may be asked then, and no host memory registered."""
-    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    captured: bool = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
     if captured:
         _say_captured()
     return captured

@@ -72,6 +72,7 @@ CARDS = {
 _LARGE_WORKSPACE_BYTES, _WORKSPACE_BYTES = 32 * MIB, 8320 * KIB
 _LARGE_WORKSPACE_MAJORS = (9, 10, 12)
 _NUM_HANDLES = 2
+_OTHER_WORKSPACES_BYTES = 128 * MIB - _NUM_HANDLES * _WORKSPACE_BYTES
 
 
 def allowances(card: Card | None = None) -> dict[str, int]:
@@ -84,7 +85,7 @@ def allowances(card: Card | None = None) -> dict[str, int]:
     cublas_bytes = _LARGE_WORKSPACE_BYTES if major in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
     return {
         "device context": 512 * MIB,
-        "cuBLAS and cuDNN workspaces": _NUM_HANDLES * cublas_bytes + 112 * MIB,
+        "cuBLAS and cuDNN workspaces": _NUM_HANDLES * cublas_bytes + _OTHER_WORKSPACES_BYTES,
     }
 
 
