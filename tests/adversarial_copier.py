@@ -73,6 +73,7 @@ class AdversarialCopier:
         return self._start(source, destination, is_to_host=True)
 
     def stall_ms(self) -> float:
+        self._host_ends.drop_finished()
         return 0.0
 
     def tick(self) -> None:

@@ -147,10 +147,10 @@ class StreamCopier:
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
-        self.device = torch.device(device)
-        self._pin_memory = pin_memory
         self._process = os.getpid()
         self._reading, self._writing = HostEnds(), HostEnds()
+        self.device = torch.device(device)
+        self._pin_memory = pin_memory
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._stream_to_device = torch.Stream(self.device)
@@ -165,8 +165,7 @@ class StreamCopier:
             self._writing.wait()
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        self._reading.drop_finished()
-        self._writing.drop_finished()
+        self._drop_finished()
         if self._pin_memory:
             return pinned_empty(num_bytes, self.device)
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -186,6 +185,7 @@ class StreamCopier:
         return self._copy(source, destination, self._stream_to_host)
 
     def stall_ms(self) -> float:
+        self._drop_finished()
         # Of one compute stream the oldest ends first, so that nothing is asked twice of a device that is far behind.
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.popleft()
@@ -203,9 +203,13 @@ class StreamCopier:
             finished = stream.record_event(torch.Event(self.device))
         is_read = stream is self._stream_to_device
         ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
-        ends.drop_finished()
+        self._drop_finished()
         ends.hold(host, finished)
         return _StreamTransfer(self, finished, compute, memory, is_read)
+
+    def _drop_finished(self) -> None:
+        self._reading.drop_finished()
+        self._writing.drop_finished()
 
     def _follow(self, compute: torch.Stream) -> None:
         """Another compute stream takes over. It has not waited for what is queued, and may be given the same memory."""
