@@ -88,12 +88,13 @@ class Run:
         self.steps_s.append(profile.step_s)
         return make_plan(profile, link, **limits)
 
-    def go(self, num_steps: int, stall_s: float = 0.0) -> None:
+    def go(self, num_steps: int, stall_s: float = 0.0, stall_between_s: float = 0.0) -> None:
         for _ in range(num_steps):
             with self.offloader.offload_context(self.model):
                 loss = self.model(torch.ones(4, 8)).sum()
             self.device.stall(stall_s)
             loss.backward()
+            self.device.stall(stall_between_s)
             self.device.step += 1
 
 
@@ -126,6 +127,17 @@ def test_stalls_are_not_taken_for_compute(monkeypatch: pytest.MonkeyPatch) -> No
     device.layer_s = LAYER_S
     run.go(2, stall_s=5 * LAYER_S)
     assert run.steps_s[-1] == pytest.approx(run.steps_s[0] / 3, rel=0.1)
+
+
+def test_stalls_between_passes_belong_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    run = Run(device, monkeypatch)
+    device.layer_s = 3 * LAYER_S
+    run.go(NUM_RECORDED, stall_between_s=99 * LAYER_S)
+    device.layer_s = LAYER_S
+    run.go(4, stall_between_s=99 * LAYER_S)
+    assert run.steps_s[-1] == pytest.approx(run.steps_s[0] / 3, rel=0.1)
+    assert set(run.links) == {1e9}
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -4,7 +4,9 @@ import attention_choices
 import pytest
 import torch
 
+from hf_memopt.planning import estimate_peak_memory
 from hf_memopt.planning.attention_choice import Call, choose
+from hf_memopt.planning.cards import CARDS
 
 TABLE = attention_choices.read()
 CAPABILITIES = sorted(next(iter(TABLE.values())))
@@ -56,6 +58,17 @@ def test_deterministic_algorithms_leave_cudnn_out() -> None:
         assert choose(call(case), (9, 0)) == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_an_estimate_takes_the_kernels_of_its_card() -> None:
+    def setup(device: torch.device) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.zeros(2, 4, 512, 64, dtype=torch.bfloat16, device=device)) for _ in range(3)]
+
+    def step(operands: list[torch.nn.Parameter]) -> None:
+        torch.nn.functional.scaled_dot_product_attention(*operands).sum().backward()
+
+    turing, ada = (estimate_peak_memory(setup, step, card=CARDS[name]).peak_bytes for name in ("t4", "rtx4070"))
+    assert turing - ada > 2 * 4 * 512 * 512 * 2  # the math path keeps all probabilities
 
 
 @pytest.mark.gpu

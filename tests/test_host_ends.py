@@ -114,6 +114,28 @@ def test_what_is_over_is_let_go(copier: AdversarialCopier) -> None:
     assert memory.expired()
 
 
+def test_a_destructor_that_gets_in_between_drops_nothing_unfinished() -> None:
+    """Garbage collection may run at any time, and what it finds may copy."""
+    ends = HostEnds()
+
+    class Meddling:
+        def query(self) -> bool:
+            ends.drop_finished()
+            return True
+
+    class Unfinished:
+        def query(self) -> bool:
+            return False
+
+    block = torch.zeros(SIZE)
+    memory = StorageWeakRef(block.untyped_storage())
+    ends.hold(torch.zeros(SIZE), Meddling())
+    ends.hold(block, Unfinished())
+    del block
+    ends.drop_finished()
+    assert not memory.expired()
+
+
 def test_the_host_waits_for_kernels_that_read_host_memory_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)

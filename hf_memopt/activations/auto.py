@@ -80,6 +80,7 @@ class AutoMode:
         # A pass whose end the device may still have to reach before it can be compared with the plan.
         self._watched: ForwardPass | None = None
         self._is_timed = False
+        self._computed_s = 0.0
         self._ran_out = False
         self._stalled_ms = 0.0
         # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
@@ -117,6 +118,9 @@ class AutoMode:
             on_end=self._end,
         )
         self._begun = weakref.ref(forward)
+        if self._is_to_be_timed(forward):
+            self._engine.clock.elapsed_s(forward.begun, forward.begun)
+            self._newly_stalled_s()
         return forward
 
     def review(self) -> None:
@@ -154,6 +158,8 @@ class AutoMode:
 
     def _end(self, forward: ForwardPass) -> None:
         self._ended = forward
+        if self._is_to_be_timed(forward):
+            self._computed_s = forward.elapsed_s() - self._newly_stalled_s()
         if self._room is not None:
             self._ran_out = self._ran_out or self._room.ran_short()
             self._room.look_back(forward.peak_bytes)
@@ -194,13 +200,19 @@ class AutoMode:
             self.recording = grown(self.recording, sizes)
             self._replan()
 
+    def _is_to_be_timed(self, forward: ForwardPass) -> bool:
+        """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
+        has_time_of_its_own = not isinstance(self._engine.clock, HostClock)  # whose copies never run beside compute
+        follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
+        return has_time_of_its_own and follows_plan and not self._is_timed
+
     def _compare(self, forward: ForwardPass, plan: Plan) -> None:
         """Plan again where passes are not as they were predicted."""
-        if isinstance(self._engine.clock, HostClock):  # whose copies never run beside compute
+        if isinstance(self._engine.clock, HostClock):
             return
         if not self._is_timed:
             self._is_timed = True
-            self._adjust_times(forward, plan)
+            self._adjust_times(plan)
             return
         self._watched = self._watched or forward
         # A host that runs ahead asks again when the next pass begins.
@@ -208,20 +220,15 @@ class AutoMode:
             watched, self._watched = self._watched, None
             self._correct(watched, plan)
 
-    def _adjust_times(self, forward: ForwardPass, plan: Plan) -> None:
-        """Plan for the times of a pass that was not recorded; waits for its end, once."""
+    def _adjust_times(self, plan: Plan) -> None:
+        """Plan for the times of a pass that was not recorded."""
         assert self.recording is not None
-        elapsed_s = forward.elapsed_s()
-        compute_s = elapsed_s - self._newly_stalled_s()
-        expected_s = plan.plain_step_s + plan.recompute_s
-        if compute_s <= 0 or abs(compute_s - expected_s) <= _TOLERATED * expected_s:
+        computed_s, expected_s = self._computed_s, plan.plain_step_s + plan.recompute_s
+        if computed_s <= 0 or abs(computed_s - expected_s) <= _TOLERATED * expected_s:
             return
-        logger.info(
-            "activation offloading: a pass computes for %.1f ms, and took %.1f ms while it was recorded",
-            1e3 * compute_s,
-            1e3 * expected_s,
-        )
-        self.recording = scaled(self.recording, compute_s / expected_s)
+        figures = 1e3 * computed_s, 1e3 * expected_s
+        logger.info("activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", *figures)
+        self.recording = scaled(self.recording, computed_s / expected_s)
         self._replan()
         self._trims_left = 2  # it may need less host memory
 

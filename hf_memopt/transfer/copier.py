@@ -123,14 +123,18 @@ class HostEnds:
 
     def drop_finished(self) -> None:
         """Let go of what is over, without waiting."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
+        # Taken out before it is asked: a destructor or another thread may get in between.
+        while self._held:
+            entry = self._held.popleft()
+            if not entry[0].query():
+                self._held.appendleft(entry)
+                return
 
     def wait(self) -> None:
         """Have the host wait until all is over."""
-        if self._held:
-            self._held[-1][0].synchronize()
-            self._held.clear()
+        while self._held:
+            finished, _memory = self._held.popleft()
+            finished.synchronize()
 
 
 class StreamCopier:
@@ -187,8 +191,11 @@ class StreamCopier:
     def stall_ms(self) -> float:
         self._drop_finished()
         # Of one compute stream the oldest ends first, so that nothing is asked twice of a device that is far behind.
-        while self._waits and self._waits[0][1].query():
+        while self._waits:
             before, after = self._waits.popleft()
+            if not after.query():
+                self._waits.appendleft((before, after))
+                break
             self._stall_ms += before.elapsed_time(after)
         return self._stall_ms
 
