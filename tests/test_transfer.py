@@ -101,6 +101,9 @@ class FakeStream:
         self.log.append(("record_event", self, event))
         return event
 
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self, None))
+
     def __enter__(self) -> "FakeStream":
         self.log.append(("enter", self, None))
         return self
@@ -182,6 +185,18 @@ def test_whoever_drops_a_stream_copier_waits_for_its_copies(compute: FakeStream)
     assert not any(event.finished for event in ends)
     del copier
     assert all(event.finished for event in ends)
+
+
+def test_a_copy_whose_end_cannot_be_noted_is_waited_for(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+
+    def refuse(stream: FakeStream, event: FakeEvent) -> FakeEvent:
+        raise RuntimeError("no more events")
+
+    monkeypatch.setattr(FakeStream, "record_event", refuse)
+    with pytest.raises(RuntimeError, match="no more events"):
+        copier.to_device(copier.empty_host(4), copier.empty_device(4))
+    assert ("synchronize", copier._stream_to_device, None) in FakeStream.log
 
 
 def test_a_forked_process_does_not_wait(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:

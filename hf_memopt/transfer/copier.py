@@ -207,7 +207,11 @@ class StreamCopier:
         stream.wait_stream(compute)
         with stream:
             destination.copy_(source, non_blocking=True)
-            finished = stream.record_event(torch.Event(self.device))
+            try:
+                finished = stream.record_event(torch.Event(self.device))
+            except RuntimeError:
+                stream.synchronize()  # nobody could tell when the copy is over
+                raise
         is_read = stream is self._stream_to_device
         ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
         self._drop_finished()
