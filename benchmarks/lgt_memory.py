@@ -28,7 +28,7 @@ from hf_memopt.recipes.lgt_step import Objective, build_model, build_optimizer, 
 from lgt_memory_report import print_report
 
 from hf_memopt import ActivationOffloader, SyncCopier, plan
-from hf_memopt.planning.cards import ALLOWANCES, find_card
+from hf_memopt.planning.cards import allowances, find_card
 from hf_memopt.training import train_step
 
 # Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
@@ -92,7 +92,8 @@ def settle(cell: dict[str, Any], options: argparse.Namespace) -> tuple[Config, d
     config = make_config({**SIZES[options.size], **sizes, **fields})
     if cell["mode"] == "planned":
         room_bytes = round(USABLE_SHARE * (options.card_gb or CARD_GB) * 2**30)
-        card = replace(find_card(f"{CARD_GB}GiB"), memory_bytes=room_bytes + sum(ALLOWANCES.values()))
+        card = find_card(f"{CARD_GB}GiB")
+        card = replace(card, memory_bytes=room_bytes + sum(allowances(card).values()))
         workload = LatentTransferWorkload(config, precision="bf16")
         best = plan(workload, gpu=card, progress=False).best
         config = workload.with_settings(best.settings, best.micro_batch)

@@ -166,7 +166,9 @@ def card_of(device: torch.device) -> Card:
     squeezed = name.lower().replace(" ", "")
     known = [card for card in CARDS.values() if all(part in squeezed for part in card.name.split("-"))]
     card = max(known, key=lambda each: len(each.name), default=CARDS["rtx4070"])
-    return replace(card, name=name, memory_bytes=torch.accelerator.get_memory_info(device)[1])
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else card.compute_capability
+    memory_bytes = torch.accelerator.get_memory_info(device)[1]
+    return replace(card, name=name, memory_bytes=memory_bytes, compute_capability=capability)
 
 
 def changed(options: Any, changes: Changes) -> Any:

@@ -1,16 +1,21 @@
 """A copier that is as unhelpful as the rules of `hf_memopt.transfer.Copier` allow.
 
 Copies happen as early, as late or as randomly as they may; memory that nobody may read holds NaN bytes. Whoever forgets
-to wait, or releases too early, computes NaN instead of being lucky.
+to wait, or releases too early, computes NaN instead of being lucky. Waiting orders the device and not the host: a copy
+may still be queued for some operations more, and host memory that is freed before it is over is an error.
 """
 
 import random
+from collections import deque
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_memopt.transfer.copier import HostEnds
+
 POISON = 0xFF  # NaN in every floating-point dtype
+HOST_IS_AHEAD = 16  # operations, at most
 
 
 class InjectedError(RuntimeError):
@@ -33,8 +38,12 @@ class AdversarialCopier:
         self._waits_fail = waits_fail
         self._pending: list[AdversarialTransfer] = []
         self._on_device: set[int] = set()
+        self._host_ends = HostEnds()
+        self._queued: deque[tuple[Moment, StorageWeakRef]] = deque()
+        self.num_reached = 0
 
     def empty_host(self, num_bytes: int) -> Tensor:
+        self._host_ends.drop_finished()
         return self._poisoned(num_bytes)
 
     def empty_device(self, num_bytes: int) -> Tensor:
@@ -56,19 +65,21 @@ class AdversarialCopier:
     def to_device(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
         self.tick()
         self.bytes_to_device += source.nbytes
-        return self._start(source, destination)
+        return self._start(source, destination, is_to_host=False)
 
     def to_host(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
         self.tick()
         self.bytes_to_host += source.nbytes
-        return self._start(source, destination)
+        return self._start(source, destination, is_to_host=True)
 
     def stall_ms(self) -> float:
+        self._host_ends.drop_finished()
         return 0.0
 
     def tick(self) -> None:
         """Count one operation, and fail it if it is the one."""
         self.num_operations += 1
+        self._advance()
         if self.num_operations == self._fail_at:
             raise InjectedError(f"operation {self._fail_at}")
         if self._schedule == "random":
@@ -80,8 +91,24 @@ class AdversarialCopier:
             self._pending.remove(transfer)
             transfer.destination.copy_(transfer.source)
 
-    def _start(self, source: Tensor, destination: Tensor) -> "AdversarialTransfer":
-        transfer = AdversarialTransfer(self, source, destination)
+    def waited(self, transfer: "AdversarialTransfer") -> None:
+        """The compute stream has waited for a copy: its host memory may be dropped, and is freed when it is over."""
+        host = transfer.destination if transfer.is_to_host else transfer.source
+        moment = Moment(self)
+        self._host_ends.hold(host, moment)
+        self._queued.append((moment, StorageWeakRef(host.untyped_storage())))
+
+    def _advance(self) -> None:
+        """The device comes on: it is as far behind the host as the schedule allows."""
+        lag = {"early": 0, "late": HOST_IS_AHEAD, "random": self._random.randint(0, HOST_IS_AHEAD)}[self._schedule]
+        for moment, memory in self._queued:
+            assert moment.query() or not memory.expired(), "host memory was freed while a copy of it may be queued"
+        self.num_reached = max(self.num_reached, self.num_operations - lag)
+        while self._queued and self._queued[0][0].query():
+            self._queued.popleft()
+
+    def _start(self, source: Tensor, destination: Tensor, is_to_host: bool) -> "AdversarialTransfer":
+        transfer = AdversarialTransfer(self, source, destination, is_to_host)
         self._pending.append(transfer)
         if self._schedule == "early":
             self.perform(transfer)
@@ -91,11 +118,27 @@ class AdversarialCopier:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
 
+class Moment:
+    """The device has done what the host had submitted when this was made."""
+
+    def __init__(self, copier: AdversarialCopier) -> None:
+        self._copier = copier
+        self._number = copier.num_operations
+
+    def query(self) -> bool:
+        return self._copier.num_reached >= self._number
+
+    def synchronize(self) -> None:
+        self._copier.num_reached = max(self._copier.num_reached, self._number)
+
+
 class AdversarialTransfer:
     """Holds its source by a weak reference only: who frees it before waiting is caught when the copy runs."""
 
-    def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor) -> None:
+    def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor, is_to_host: bool) -> None:
         self.destination = destination
+        self.is_to_host = is_to_host
+        self._was_waited_for = False
         self._copier = copier
         self._weak_source = StorageWeakRef(source.untyped_storage())
         self._view = source.dtype, source.storage_offset(), source.size(), source.stride()
@@ -111,3 +154,6 @@ class AdversarialTransfer:
         if self._copier._waits_fail:
             self._copier.tick()
         self._copier.perform(self)
+        if not self._was_waited_for:
+            self._was_waited_for = True
+            self._copier.waited(self)

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.activations import ActivationOffloader, wrap_forward_with_offload
+from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.activations.context import OffloadContext
 from hf_memopt.activations.payload import Restored
 from hf_memopt.transfer import Copier, SyncCopier
@@ -415,3 +418,38 @@ def test_a_context_inside_a_checkpointed_region_is_exact(make: Any) -> None:
 def test_bad_options_are_refused(option: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         ActivationOffloader(**option)
+
+
+def test_the_log_says_what_host_memory_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    arena = HostArena(SyncCopier())
+    with caplog.at_level(logging.INFO, "hf_memopt"):
+        blocks = [arena.acquire(2**20) for _ in range(512)]
+        arena.log_growth()
+        arena.log_growth()
+        for block in blocks:
+            assert block is not None
+            arena.release(block)
+        arena.trim()
+        arena.trim()
+    taken, given_back = (record.message for record in caplog.records)
+    assert re.fullmatch(r"activation offloading: took 0\.50 GiB of host memory in \d+\.\d s; .*", taken)
+    assert given_back.startswith("activation offloading: gave 0.50 GiB of host memory back")
+
+
+def test_everything_is_kept_while_a_cuda_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    offloader_module._say_captured.cache_clear()
+    copier = AdversarialCopier()
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=copier)
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING, "hf_memopt"):
+        for _ in range(2):
+            with offloader.offload_context(model):
+                model(torch.ones(2, 4)).tanh().sum().backward()
+    assert copier.num_operations == 0
+    assert [record.message for record in caplog.records] == [
+        "activation offloading: everything stays on the device while a CUDA graph is captured"
+    ]

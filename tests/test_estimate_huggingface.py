@@ -229,3 +229,15 @@ def test_unknown_models_are_refused(model: str) -> None:
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="no class of model_type='wav2vec2' for any task of seq2seq, masked, causal"):
         _ = HuggingFaceModel(folder_of("wav2vec2"), task="auto", seq_len=8).kind
+
+
+def test_fp16_and_bf16_take_different_kernels_on_turing(folder_of: FolderOf) -> None:
+    ungrouped = folder_of("qwen3", num_attention_heads=4, num_key_value_heads=4)
+
+    def saved_bytes(precision: str, card: str) -> int:
+        workload = HuggingFaceModel(ungrouped, seq_len=TOKENS, effective_batch=BATCH, precision=precision)
+        step = workload.step_with("none", "off", BATCH)
+        return estimate_peak_memory(step.setup, step.step, card=find_card(card)).phases["forward"]
+
+    assert saved_bytes("fp16", "t4") < saved_bytes("bf16", "t4")
+    assert saved_bytes("fp16", "rtx4070") == saved_bytes("bf16", "rtx4070")

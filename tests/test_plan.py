@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.planning import Lever, NothingFitsError, Row, SimulatedStep, TrainingPlan, plan
-from hf_memopt.planning.cards import ALLOWANCES, CARDS, GIB, Card, find_card, parse_size
+from hf_memopt.planning.cards import CARDS, GIB, Card, allowances, find_card, parse_size
 from hf_memopt.planning.plan_report import as_json, explain, headline, table
 
 MIB = 2**20
-KEPT = sum(ALLOWANCES.values())
+KEPT = sum(allowances().values())
 WIDTH, DEPTH = 256, 6
 
 
@@ -216,3 +216,9 @@ def test_cards_are_found_by_name_and_by_size() -> None:
 def test_a_card_smaller_than_what_it_keeps_for_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gpu='256MiB': .* kept for the device context"):
         plan(Toy(), gpu="256MiB", num_workers=1, progress=False)
+
+
+def test_cards_with_larger_workspaces_keep_more_for_themselves() -> None:
+    ampere, hopper = (sum(allowances(CARDS[name]).values()) for name in ("a100-80gb", "h100"))
+    assert hopper - ampere == 2 * (32 * MIB - 8320 * 1024)
+    assert sum(allowances().values()) == ampere

@@ -6,12 +6,14 @@ import weakref
 
 import pytest
 import torch
+from adversarial_copier import AdversarialCopier
 from counted_allocator import FakeCounters
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.teacher import OffloadedTeacher, offload, stream
 from hf_memopt.teacher.choose import Measured, choose
-from hf_memopt.transfer import SyncCopier
+from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
 
 MIB = 2**20
@@ -44,8 +46,15 @@ def x() -> Tensor:
 class Training:
     """A student whose activations take `outside_bytes`, and a teacher whose own pass takes `inside_bytes`."""
 
-    def __init__(self, network: nn.Module, counters: FakeCounters, outside_bytes: int, inside_bytes: int) -> None:
-        self.teacher = OffloadedTeacher(network, device="cuda", copier=SyncCopier())
+    def __init__(
+        self,
+        network: nn.Module,
+        counters: FakeCounters,
+        outside_bytes: int,
+        inside_bytes: int,
+        copier: Copier | None = None,
+    ) -> None:
+        self.teacher = OffloadedTeacher(network, device="cuda", copier=copier or SyncCopier())
         self._counters = counters
         self._outside_bytes, self._inside_bytes = outside_bytes, inside_bytes
         parameter = nn.Parameter(torch.zeros(1))
@@ -97,6 +106,28 @@ def test_headroom_decides_and_outputs_do_not_change(
     assert report.predicted_stall_ms is not None
     assert (report.host_bytes == 0) == (mode == "resident")
     assert counters.num_resets == 2 * 2  # both visits that were measured
+
+
+def test_a_resident_teacher_gives_the_host_copy_back(
+    network: nn.Module, counters: FakeCounters, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = AdversarialCopier("late")
+
+    class WaitingClock(HostClock):
+        """Whoever asks for a time waits for the device."""
+
+        def elapsed_s(self, start: float, end: float) -> float:
+            copier.num_reached = copier.num_operations
+            return super().elapsed_s(start, end)
+
+    monkeypatch.setattr(offload, "clock_for", lambda device: WaitingClock())
+    training = Training(network, counters, 10 * MIB, 10 * MIB, copier)
+    master = StorageWeakRef(training.teacher._residency._undecided[1].untyped_storage())
+    while training.teacher.report().mode != "resident":
+        assert not master.expired()
+        training.step(x)
+    gc.collect()
+    assert master.expired()
 
 
 def test_nothing_is_chosen_before_the_optimizer_has_its_state(

@@ -2,13 +2,21 @@
 
 import logging
 import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from torch import Tensor
 
 from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, copier_for, host_memory
+
+HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def test_sync_copier_copies_and_counts() -> None:
@@ -60,9 +68,14 @@ class FakeEvent:
     def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
         self.finished = False
+        self.num_queries = 0
 
     def query(self) -> bool:
+        self.num_queries += 1
         return self.finished
+
+    def synchronize(self) -> None:
+        self.finished = True
 
     def elapsed_time(self, other: "FakeEvent") -> float:
         assert self.enable_timing
@@ -87,6 +100,9 @@ class FakeStream:
     def record_event(self, event: FakeEvent) -> FakeEvent:
         self.log.append(("record_event", self, event))
         return event
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self, None))
 
     def __enter__(self) -> "FakeStream":
         self.log.append(("enter", self, None))
@@ -135,6 +151,136 @@ def test_stream_copier_waits_once_and_uses_one_stream_per_direction(compute: Fak
     assert (copier.bytes_to_device, copier.bytes_to_host) == (16, 16)
 
 
+def events_of(side: FakeStream) -> list[FakeEvent]:
+    """The ends of the copies on a stream."""
+    return [event for name, stream, event in FakeStream.log if name == "record_event" and stream is side]
+
+
+def copy_again(copier: StreamCopier) -> None:
+    copier.to_host(torch.zeros(4), torch.zeros(4))
+
+
+@pytest.mark.parametrize("look", [lambda copier: copier.empty_host(4), StreamCopier.stall_ms, copy_again])
+def test_stream_copier_keeps_host_memory_until_the_copy_is_over(
+    compute: FakeStream, look: Callable[[StreamCopier], object]
+) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    block = copier.empty_host(4)
+    memory = weakref.ref(block)
+    copier.to_device(block, copier.empty_device(4)).wait()
+    del block
+    look(copier)
+    assert memory() is not None
+    events_of(copier._stream_to_device)[0].finished = True
+    look(copier)
+    assert memory() is None
+
+
+def test_whoever_drops_a_stream_copier_waits_for_its_copies(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    copier.to_device(host, device).wait()
+    copier.to_host(device, host).wait()
+    ends = events_of(copier._stream_to_device) + events_of(copier._stream_to_host)
+    assert not any(event.finished for event in ends)
+    del copier
+    assert all(event.finished for event in ends)
+
+
+def test_a_copy_whose_end_cannot_be_noted_is_waited_for(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+
+    def refuse(stream: FakeStream, event: FakeEvent) -> FakeEvent:
+        raise RuntimeError("no more events")
+
+    monkeypatch.setattr(FakeStream, "record_event", refuse)
+    with pytest.raises(RuntimeError, match="no more events"):
+        copier.to_device(copier.empty_host(4), copier.empty_device(4))
+    assert ("synchronize", copier._stream_to_device, None) in FakeStream.log
+
+
+def test_a_forked_process_does_not_wait(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host = copier.empty_host(4)
+    copier.to_device(host, copier.empty_device(4)).wait()
+    (end,) = events_of(copier._stream_to_device)
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    del copier
+    assert not end.finished
+
+
+def test_a_second_compute_stream_is_ordered_too(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), RecordedMemory(4)
+    transfer = copier.to_device(host, device)
+    (end,) = events_of(copier._stream_to_device)
+    transfer.wait()
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    for _ in range(2):
+        transfer.wait()
+    assert [stream for name, stream, event in FakeStream.log if name == "wait_event" and event is end] == [
+        compute,
+        second,
+    ]
+    assert device.recorded == [second]
+
+
+def test_memory_is_ordered_for_the_stream_that_owns_it(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    transfer = copier.to_host(copier.empty_device(4), copier.empty_host(4))
+    (end,) = events_of(copier._stream_to_host)
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    transfer.wait()
+    ordered = [stream for name, stream, event in FakeStream.log if name == "wait_event" and event is end]
+    assert ordered == [second, compute]
+
+
+def test_copies_for_another_compute_stream_wait_for_those_before(
+    compute: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    copier.to_device(host, device).wait()
+    second = FakeStream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    FakeStream.log.clear()
+    copier.to_host(device, host)
+    assert ("wait_stream", copier._stream_to_host, copier._stream_to_device) in FakeStream.log
+    FakeStream.log.clear()
+    copier.to_host(device, host)
+    waits = [(stream, other) for name, stream, other in FakeStream.log if name == "wait_stream"]
+    assert waits == [(copier._stream_to_host, second)]
+
+
+class RecordedMemory(Tensor):
+    """Device memory that knows the streams that the allocator was told of."""
+
+    recorded: list[FakeStream]
+
+    def __new__(cls, num_bytes: int) -> "RecordedMemory":
+        memory = torch.zeros(num_bytes, dtype=torch.uint8).as_subclass(cls)
+        memory.recorded = []
+        return memory
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.append(stream)
+
+
+def test_stalls_are_asked_for_once_each(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    host, device = copier.empty_host(4), copier.empty_device(4)
+    for _ in range(300):
+        copier.to_device(host, device).wait()
+    events = {event for name, _, event in FakeStream.log if name == "record_event"}
+    # Of each wait and of each copy, the oldest that is under way; the device has come nowhere.
+    assert sum(event.num_queries for event in events) <= 3 * 300 + 2
+    for event in events:
+        event.finished = True
+    assert copier.stall_ms() == 300 * 2.5
+
+
 def test_stream_copier_adds_up_stalls_that_are_over(compute: FakeStream) -> None:
     copier = StreamCopier("cpu")
     tensor = torch.zeros(4)
@@ -146,17 +292,30 @@ def test_stream_copier_adds_up_stalls_that_are_over(compute: FakeStream) -> None
 
 
 class FakeRuntime:
+    """CUDA's books of registered memory; both calls answer with `error`."""
+
     def __init__(self, error: int) -> None:
         self.error = error
         self.registered: list[tuple[int, int]] = []
+        self.mapped_until_unregistered: list[bool] = []
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         self.registered.append((address, num_bytes))
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.mapped_until_unregistered.append(is_mapped(address))
         self.registered = [entry for entry in self.registered if entry[0] != address]
-        return 0
+        return self.error
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at an address. The heap may take a place at once that was unmapped just now."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "/dev/zero" in line
+    return False
 
 
 def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +332,55 @@ def test_pinned_memory_has_the_exact_size_and_is_given_back(monkeypatch: pytest.
     assert view.sum() == 3 * 990
     del view
     assert not runtime.registered
+
+
+@pytest.mark.skipif(HUGE_PAGES is None, reason="this system has no huge pages to ask for")
+@pytest.mark.parametrize(("num_bytes", "advice"), [(64 * 2**20 - 1, []), (64 * 2**20, [HUGE_PAGES])])
+def test_large_blocks_ask_for_huge_pages(num_bytes: int, advice: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=0))
+    monkeypatch.setattr(host_memory.Pages, "madvise", lambda self, option: given.append(option), raising=False)
+    host_memory.pinned_empty(num_bytes, torch.device("cuda"))
+    assert given == advice
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the kernel's list of mapped memory")
+def test_pages_are_unregistered_before_they_are_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = host_memory.pinned_empty(1000, torch.device("cuda"))
+    address = block.data_ptr()
+    assert is_mapped(address)
+    del block
+    assert runtime.mapped_until_unregistered == [True]
+    assert not is_mapped(address)
+
+
+def test_a_refused_unregistration_is_cleared_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = FakeRuntime(error=0)
+    cleared: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_clear_last_error", cleared.append)
+    host_memory._warn_still_registered.cache_clear()
+    blocks = [host_memory.pinned_empty(1000, torch.device("cuda")) for _ in range(3)]
+    runtime.error = 62
+    with caplog.at_level(logging.WARNING):
+        del blocks
+    assert cleared == 3 * [torch.device("cuda")]
+    assert [record.message for record in caplog.records] == [
+        "cannot give page-locked host memory back: cudaHostUnregister returned error 62"
+    ]
+
+
+def test_a_forked_process_leaves_the_registration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = host_memory.pinned_empty(1000, torch.device("cuda"))
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    del block
+    assert runtime.registered
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_and_said_once(

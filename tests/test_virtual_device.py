@@ -18,6 +18,7 @@ from hf_memopt.planning.virtual_device import DEVICE_TYPE, simulation
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
 class Operations(TorchDispatchMode):
@@ -40,11 +41,11 @@ def operations() -> Iterator[list[str]]:
         yield watch.names
 
 
-def simulated(function: Callable[[torch.device], Any]) -> Any:
+def simulated(function: Callable[[torch.device], Any], **options: Any) -> Any:
     """What `function` returns on the virtual device, in a process of its own."""
 
     def run() -> Any:
-        with simulation("cuda") as (device, _):
+        with simulation("cuda", **options) as (device, _):
             return function(device)
 
     return run_isolated(run)
@@ -76,7 +77,7 @@ ATTENTION = {
     "a width that flash pads": ({"dtype": HALF, "width": 60}, {FLASH}),
     "grouped queries": ({"dtype": HALF, "key_heads": 2}, {FLASH}),
     "float32": ({"dtype": WHOLE}, {EFFICIENT}),
-    "float32, grouped queries": ({"dtype": WHOLE, "key_heads": 2}, {EFFICIENT}),
+    "float32, grouped queries": ({"dtype": WHOLE, "key_heads": 2}, set()),
     "a mask": ({"dtype": HALF, "mask": "bool"}, {EFFICIENT}),
     "an additive mask": ({"dtype": WHOLE, "mask": "additive"}, {EFFICIENT}),
     "float64": ({"dtype": DOUBLE}, set()),
@@ -122,6 +123,12 @@ EXPECTED = {name: expected for name, (_, expected) in ATTENTION.items()} | {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_attention_kernel(name: str, kernels_chosen: dict[str, Any]) -> None:
     assert kernels_chosen[name] == EXPECTED[name]
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), {CUDNN}), ((8, 0), {FLASH}), ((7, 5), set())], ids=str)
+def test_the_card_decides_the_attention_kernel(capability: tuple[int, int], expected: set[str]) -> None:
+    options: dict[str, Any] = {"dtype": HALF, "key_heads": 2}
+    assert simulated(lambda device: attention_kernels(device, **options), capability=capability) == expected
 
 
 def test_softmax_from_float16_to_float32_is_one_kernel_and_from_bfloat16_two() -> None:

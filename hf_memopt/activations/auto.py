@@ -1,9 +1,13 @@
-"""Mode "auto": two passes are recorded, a plan is made after each, and remade when it stops to fit."""
+"""Mode "auto": two passes are recorded, a plan is made after each, and remade when it stops to fit.
+
+Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
+a whole, and where it was faster the plan is made again for times in proportion.
+"""
 
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,8 +16,8 @@ from hf_memopt.activations.bandwidth import measure_link
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.engine import Engine
 from hf_memopt.activations.planner import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.profile import Profile
 from hf_memopt.activations.recording import Makers, Recorder, Recording
+from hf_memopt.activations.rescaling import grown, scaled
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.timeline import Action, Link
 from hf_memopt.transfer.clock import HostClock
@@ -23,8 +27,8 @@ logger = logging.getLogger(__name__)
 # The first pass runs with cold caches and allocators, so its times are only good enough to start with.
 _RECORDED_PASSES = 2
 _MAX_CORRECTIONS = 3
-# Stalls beyond the predicted ones that are put down to noise, as a share of the step.
-_TOLERATED_STALL = 0.02
+# Differences from what was predicted that are put down to noise, as a share of the step.
+_TOLERATED = 0.02
 _SLOWER_LINK = 0.8
 # What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
@@ -73,6 +77,10 @@ class AutoMode:
         self._num_corrections = 0
         self._begun: weakref.ref[ForwardPass] | None = None
         self._ended: ForwardPass | None = None
+        # A pass whose end the device may still have to reach before it can be compared with the plan.
+        self._watched: ForwardPass | None = None
+        self._is_timed = False
+        self._computed_s = 0.0
         self._ran_out = False
         self._stalled_ms = 0.0
         # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
@@ -110,6 +118,9 @@ class AutoMode:
             on_end=self._end,
         )
         self._begun = weakref.ref(forward)
+        if self._is_to_be_timed(forward):
+            self._engine.clock.elapsed_s(forward.begun, forward.begun)
+            self._newly_stalled_s()
         return forward
 
     def review(self) -> None:
@@ -126,13 +137,14 @@ class AutoMode:
         if forward.recorder is not None:
             self.recording = forward.recorder.finish()
             self._num_recorded += 1
+            self._is_timed = False
             self._replan()
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
         elif self._has_less_room():
             self._replan()
-        elif self.plan is not None and self._engine.clock.reached(forward.ended):
-            self._correct(self.plan)
+        elif self.plan is not None and forward.plan is self.plan:
+            self._compare(forward, self.plan)
         if not self.is_recording and self._trims_left:
             self._trims_left -= 1
             self._engine.arena.trim()
@@ -146,6 +158,8 @@ class AutoMode:
 
     def _end(self, forward: ForwardPass) -> None:
         self._ended = forward
+        if self._is_to_be_timed(forward):
+            self._computed_s = forward.elapsed_s() - self._newly_stalled_s()
         if self._room is not None:
             self._ran_out = self._ran_out or self._room.ran_short()
             self._room.look_back(forward.peak_bytes)
@@ -183,17 +197,46 @@ class AutoMode:
         elif any(new > old for new, old in zip(sizes, self.recording.sizes, strict=True)):
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
-            self.recording = _grown(self.recording, sizes)
+            self.recording = grown(self.recording, sizes)
             self._replan()
 
-    def _correct(self, plan: Plan) -> None:
-        """Plan for a slower link when compute has waited longer than predicted."""
-        if isinstance(self._engine.clock, HostClock):  # whose copies never run beside compute
+    def _is_to_be_timed(self, forward: ForwardPass) -> bool:
+        """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
+        has_time_of_its_own = not isinstance(self._engine.clock, HostClock)  # whose copies never run beside compute
+        follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
+        return has_time_of_its_own and follows_plan and not self._is_timed
+
+    def _compare(self, forward: ForwardPass, plan: Plan) -> None:
+        """Plan again where passes are not as they were predicted."""
+        if isinstance(self._engine.clock, HostClock):
             return
-        stalled_ms = self._engine.copier.stall_ms()
-        excess_s = 1e-3 * (stalled_ms - self._stalled_ms) - plan.stall_s
-        self._stalled_ms = stalled_ms
-        if excess_s > _TOLERATED_STALL * plan.predicted_step_s and self._num_corrections < _MAX_CORRECTIONS:
+        if not self._is_timed:
+            self._is_timed = True
+            self._adjust_times(plan)
+            return
+        self._watched = self._watched or forward
+        # A host that runs ahead asks again when the next pass begins.
+        if self._engine.clock.reached(self._watched.ended):
+            watched, self._watched = self._watched, None
+            self._correct(watched, plan)
+
+    def _adjust_times(self, plan: Plan) -> None:
+        """Plan for the times of a pass that was not recorded."""
+        assert self.recording is not None
+        computed_s, expected_s = self._computed_s, plan.plain_step_s + plan.recompute_s
+        if computed_s <= 0 or abs(computed_s - expected_s) <= _TOLERATED * expected_s:
+            return
+        figures = 1e3 * computed_s, 1e3 * expected_s
+        logger.info("activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", *figures)
+        self.recording = scaled(self.recording, computed_s / expected_s)
+        self._replan()
+        self._trims_left = 2  # it may need less host memory
+
+    def _correct(self, forward: ForwardPass, plan: Plan) -> None:
+        """Plan for a slower link when compute has waited longer than predicted, and the pass taken longer."""
+        # Stalls of later passes, if the host is ahead, are among the new ones; the time of the pass is its own.
+        excess_s = min(self._newly_stalled_s() - plan.stall_s, forward.elapsed_s() - plan.predicted_step_s)
+        if excess_s > _TOLERATED * plan.predicted_step_s and self._num_corrections < _MAX_CORRECTIONS:
             self._num_corrections += 1
             assert self._link is not None
             self._link = Link(
@@ -201,6 +244,11 @@ class AutoMode:
             )
             logger.info("activation offloading: compute waited %.1f ms longer than predicted", 1e3 * excess_s)
             self._replan()
+
+    def _newly_stalled_s(self) -> float:
+        """How long compute has waited for copies since the last call or plan."""
+        before, self._stalled_ms = self._stalled_ms, self._engine.copier.stall_ms()
+        return 1e-3 * (self._stalled_ms - before)
 
     def _replan(self) -> None:
         if self._link is None:
@@ -211,7 +259,8 @@ class AutoMode:
             self.plan = self._plan_for_the_device()
         else:
             self.plan = self._plan_for_the_budget(is_first)
-        self._stalled_ms = self._engine.copier.stall_ms()
+        self._watched = None
+        self._newly_stalled_s()
         if self.plan is not None:
             logger.info("activation offloading: %s", self.plan.summary())
 
@@ -248,23 +297,3 @@ class AutoMode:
         assert self.recording is not None
         assert self._link is not None
         return make_plan(self.recording.profile, self._link, **limits)
-
-
-def _grown(recording: Recording, sizes: list[int]) -> Recording:
-    """The recording of a pass as large as the largest seen, its times in proportion."""
-    largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))
-    ratio = sum(largest) / sum(recording.sizes)
-    storages = [
-        replace(
-            storage,
-            num_bytes=largest[index] if index < len(largest) else round(ratio * storage.num_bytes),
-            saved_at_s=ratio * storage.saved_at_s,
-            uses_s=tuple(ratio * used_at for used_at in storage.uses_s),
-            recompute_s=None if storage.recompute_s is None else ratio * storage.recompute_s,
-            freed_s=None if storage.freed_s is None else ratio * storage.freed_s,
-        )
-        for index, storage in enumerate(recording.profile.storages)
-    ]
-    ends_s = tuple(ratio * end_s for end_s in recording.profile.backward_ends_s)
-    profile = Profile(tuple(storages), ratio * recording.profile.step_s, ends_s)
-    return replace(recording, profile=profile, sizes=largest)

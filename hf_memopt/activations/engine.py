@@ -115,6 +115,7 @@ class Engine:
 
     def begin_pass(self) -> None:
         """Forget the copies that are over, and count the peak anew."""
+        self.arena.log_growth()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.residency.settle()
         self.residency.peak_bytes = self.residency.now_bytes

@@ -131,13 +131,13 @@ class ActivationOffloader:
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload what is saved for backward inside. Backward may run inside the context or after it.
 
-        Does nothing where gradients are disabled when it is entered.
+        Does nothing where gradients are disabled when it is entered, or a CUDA graph is being captured.
 
         Args:
             model: its parameters and buffers are never moved, and its passes have a plan of their own. Without it
                 weights are recognised where autograd shows them as parameters, which casts and sharded weights do not.
         """
-        if not self.enabled or not torch.is_grad_enabled():
+        if not self.enabled or not torch.is_grad_enabled() or _is_captured():
             yield self
             return
         self._review(model)
@@ -316,6 +316,19 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
             return forward(*args, **kwargs)
 
     return wrapped
+
+
+def _is_captured() -> bool:
+    """Whether a CUDA graph is being captured: no event may be asked then, and no host memory registered."""
+    captured: bool = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    if captured:
+        _say_captured()
+    return captured
+
+
+@functools.cache
+def _say_captured() -> None:
+    logger.warning("activation offloading: everything stays on the device while a CUDA graph is captured")
 
 
 def _recreate(options: dict[str, Any]) -> ActivationOffloader:

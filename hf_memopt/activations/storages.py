@@ -211,10 +211,9 @@ class OffloadedStorage(LiveStorage):
 
     def _arrive(self) -> Tensor:
         assert self._memory is not None
-        if self._incoming is not None:
-            with self.label("wait for prefetch"):
-                self._incoming.wait()
-            self._incoming = None
+        assert self._incoming is not None
+        with self.label("wait for prefetch"):
+            self._incoming.wait()  # again for each use, which may be on another stream
         return self._memory
 
     def _give_up(self) -> None:
@@ -223,7 +222,7 @@ class OffloadedStorage(LiveStorage):
             self._release_source()
         elif self._memory is not None:
             self._arrive()
-            self._memory = None
+            self._memory = self._incoming = None
         self._engine.residency.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 

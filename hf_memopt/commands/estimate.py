@@ -61,7 +61,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     card = find_card(parsed.gpu) if parsed.gpu else None
     name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
-    # Where copies go, and how long they take, is a matter of some card; which one decides nothing but times.
+    # Where copies go, and how long they take, is a matter of some card; which one decides times, and the kernels of
+    # attention.
     estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=card or CARDS["rtx4070"])
     if card is None:
         estimate = dataclasses.replace(estimate, step_ms=None, stall_ms=None)

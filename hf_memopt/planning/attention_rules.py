@@ -9,28 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memopt.planning.attention_choice import Call, choose
 from hf_memopt.planning.autocast_rules import cast
 
 _aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def attention_as_on_cuda(device_type: str) -> Iterator[None]:
-    """`scaled_dot_product_attention` on this device follows torch's order on CUDA: flash, memory-efficient, math.
+def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Iterator[None]:
+    """`scaled_dot_product_attention` on this device runs what torch would choose on a card of this compute capability.
 
-    Source: `priority_order` and `can_use_*` of torch's sdp_utils.cpp. A function mode would be off inside backward,
-    where checkpointed regions run again, so the function itself is replaced.
+    A function mode would be off inside backward, where checkpointed regions run again, so the function itself is
+    replaced.
     """
     plain = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _attention(plain, device_type)
+    F.scaled_dot_product_attention = _attention(plain, device_type, capability)
     try:
         yield
     finally:
         F.scaled_dot_product_attention = plain
 
 
-def _attention(plain: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+def _attention(plain: Callable[..., Tensor], device_type: str, capability: tuple[int, int]) -> Callable[..., Tensor]:
     def attention(
         query: Tensor,
         key: Tensor,
@@ -44,7 +44,8 @@ def _attention(plain: Callable[..., Tensor], device_type: str) -> Callable[..., 
         if query.device.type == device_type and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value, attn_mask = (cast(each, dtype, device_type) for each in (query, key, value, attn_mask))
-        kernel = _kernel(query, key, value, attn_mask) if query.device.type == device_type else None
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        kernel = _KERNELS.get(choose(call, capability)) if query.device.type == device_type else None
         if kernel is None:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -53,17 +54,13 @@ def _attention(plain: Callable[..., Tensor], device_type: str) -> Callable[..., 
     return attention
 
 
-def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Callable[..., Tensor] | None:
-    """None stands for the math path."""
-    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        return None
-    flash = torch.backends.cuda.flash_sdp_enabled() and mask is None and query.dtype in _HALVES  # type: ignore[no-untyped-call]
-    if flash and same_width and query.shape[-1] <= 256:
-        return _flash
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALVES, torch.float32):  # type: ignore[no-untyped-call]
-        return _memory_efficient
-    return None
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    bias = None if mask is None else _additive(mask, query)
+    return _aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+        query, key, value, bias, _needs_grad(query, key, value), dropout_p, is_causal, False, scale=scale
+    )[0]
 
 
 def _flash(
@@ -80,20 +77,29 @@ def _flash(
 def _memory_efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
-    if key.shape[-3] != query.shape[-3]:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     bias = None if mask is None else _bias(mask, query, key)
     return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+        query, key, value, bias, _needs_grad(query, key, value), dropout_p, is_causal, scale=scale
     )[0]
+
+
+# All but the math path, which is torch's own.
+_KERNELS: dict[str, Callable[..., Tensor]] = {"cudnn": _cudnn, "flash": _flash, "efficient": _memory_efficient}
+
+
+def _needs_grad(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+
+
+def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask as the kernel takes it: additive, last dimension padded to 16, and expanded without memory."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _additive(mask, query)
     num_keys = mask.shape[-1]
     if num_keys % 16:
         mask = F.pad(mask, (0, -num_keys % 16))[..., :num_keys]

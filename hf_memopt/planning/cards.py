@@ -3,7 +3,9 @@
 import re
 from dataclasses import dataclass, replace
 
-GIB = 2**30
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+# Where no card is named: that of the desktop cards that are most common.
+DEFAULT_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Card:
         half_flops: of dense multiplications in bfloat16 or float16, accumulated in float32.
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
+        compute_capability: major and minor, by which torch chooses kernels.
     """
 
     name: str
@@ -25,40 +28,65 @@ class Card:
     half_flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
 
 
 def _card(
-    name: str, gib: float, float32_tflops: float, half_tflops: float, memory_gb_s: float, link_gb_s: float
+    name: str,
+    gib: float,
+    float32_tflops: float,
+    half_tflops: float,
+    memory_gb_s: float,
+    link_gb_s: float,
+    compute_capability: tuple[int, int],
 ) -> Card:
-    return Card(name, round(gib * GIB), float32_tflops * 1e12, half_tflops * 1e12, memory_gb_s * 1e9, link_gb_s * 1e9)
+    flops = float32_tflops * 1e12, half_tflops * 1e12
+    return Card(name, round(gib * GIB), *flops, memory_gb_s * 1e9, link_gb_s * 1e9, compute_capability)
 
 
 # The vendor's data sheets; links at 80 % of what the PCIe generation and width give.
 CARDS = {
     card.name: card
     for card in (
-        _card("t4", 15, 8.1, 65, 320, 12.6),
-        _card("rtx3060-12gb", 12, 12.7, 25.5, 360, 25),
-        _card("rtx3080-10gb", 10, 29.8, 59.5, 760, 25),
-        _card("rtx3090", 24, 35.6, 71, 936, 25),
-        _card("rtx4060ti-16gb", 16, 22.1, 44, 288, 12.6),
-        _card("rtx4070-laptop", 8, 15.6, 31, 256, 12.6),
-        _card("rtx4070", 12, 29.1, 58, 504, 25),
-        _card("rtx4080", 16, 48.7, 97.5, 717, 25),
-        _card("rtx4090", 24, 82.6, 165, 1008, 25),
-        _card("rtx5090", 32, 104.8, 210, 1792, 50),
-        _card("a10", 24, 31.2, 125, 600, 25),
-        _card("l4", 24, 30.3, 121, 300, 25),
-        _card("a100-40gb", 40, 19.5, 312, 1555, 25),
-        _card("a100-80gb", 80, 19.5, 312, 2039, 25),
-        _card("h100", 80, 67, 989, 3350, 50),
-        _card("h200", 141, 67, 989, 4800, 50),
+        _card("t4", 15, 8.1, 65, 320, 12.6, (7, 5)),
+        _card("rtx3060-12gb", 12, 12.7, 25.5, 360, 25, (8, 6)),
+        _card("rtx3080-10gb", 10, 29.8, 59.5, 760, 25, (8, 6)),
+        _card("rtx3090", 24, 35.6, 71, 936, 25, (8, 6)),
+        _card("rtx4060ti-16gb", 16, 22.1, 44, 288, 12.6, (8, 9)),
+        _card("rtx4070-laptop", 8, 15.6, 31, 256, 12.6, (8, 9)),
+        _card("rtx4070", 12, 29.1, 58, 504, 25, (8, 9)),
+        _card("rtx4080", 16, 48.7, 97.5, 717, 25, (8, 9)),
+        _card("rtx4090", 24, 82.6, 165, 1008, 25, (8, 9)),
+        _card("rtx5090", 32, 104.8, 210, 1792, 50, (12, 0)),
+        _card("a10", 24, 31.2, 125, 600, 25, (8, 6)),
+        _card("l4", 24, 30.3, 121, 300, 25, (8, 9)),
+        _card("a100-40gb", 40, 19.5, 312, 1555, 25, (8, 0)),
+        _card("a100-80gb", 80, 19.5, 312, 2039, 25, (8, 0)),
+        _card("h100", 80, 67, 989, 3350, 50, (9, 0)),
+        _card("h200", 141, 67, 989, 4800, 50, (9, 0)),
     )
 }
 
-# Memory that is not tensors. Assumed, not measured: the context depends on driver and card, the workspaces on which
-# kernels run.
-ALLOWANCES = {"device context": 512 * 2**20, "cuBLAS and cuDNN workspaces": 128 * 2**20}
+# cuBLAS's workspace in torch 2.11, by major compute capability: `parseChosenWorkspaceSize` of CublasHandlePool.cpp.
+# Each handle and stream has one, and autograd's thread has a handle of its own.
+_LARGE_WORKSPACE_BYTES, _WORKSPACE_BYTES = 32 * MIB, 8320 * KIB
+_LARGE_WORKSPACE_MAJORS = (9, 10, 12)
+_NUM_HANDLES = 2
+_OTHER_WORKSPACES_BYTES = 128 * MIB - _NUM_HANDLES * _WORKSPACE_BYTES
+
+
+def allowances(card: Card | None = None) -> dict[str, int]:
+    """Memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
+
+    Assumed, not measured: the context depends on driver and card, cuDNN's workspaces on which kernels run. Those of
+    convolutions may be far larger with `torch.backends.cudnn.benchmark`.
+    """
+    major, _ = DEFAULT_CAPABILITY if card is None else card.compute_capability
+    cublas_bytes = _LARGE_WORKSPACE_BYTES if major in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
+    return {
+        "device context": 512 * MIB,
+        "cuBLAS and cuDNN workspaces": _NUM_HANDLES * cublas_bytes + _OTHER_WORKSPACES_BYTES,
+    }
 
 
 def find_card(text: str, link_bytes_per_s: float | None = None) -> Card:

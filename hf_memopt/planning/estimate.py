@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_memopt.planning import allocator, kinds
-from hf_memopt.planning.cards import Card
+from hf_memopt.planning.cards import DEFAULT_CAPABILITY, Card
 from hf_memopt.planning.isolation import run_isolated
 from hf_memopt.planning.ledger import Ledger, StorageRecord
 from hf_memopt.planning.phases import Phases
@@ -95,7 +95,8 @@ def estimate_peak_memory(
         selected_fraction: which part of its input a selection by values takes (`nonzero`, boolean indexing), such as
             experts that tokens are routed to.
         num_top: how many tensors `top` lists.
-        card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds.
+        card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. Its
+            compute capability decides which kernels attention runs; without a card that of the desktop cards of 2023.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
@@ -149,7 +150,8 @@ def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: S
     phases = Phases()
     device_type, block_bytes = (DEVICE_TYPE, allocator.BLOCK_BYTES) if options.like == "cuda" else ("cpu", 1)
     with ExitStack() as stack:
-        device, unknowns = stack.enter_context(simulation(options.like, options.selected_fraction))
+        capability = options.card.compute_capability if options.card else DEFAULT_CAPABILITY
+        device, unknowns = stack.enter_context(simulation(options.like, options.selected_fraction, capability))
         unknowns.module = lambda: phases.module
         times = StepTimes(
             stack.enter_context(virtual_time(device_type, options.card)) if options.card else None, phases

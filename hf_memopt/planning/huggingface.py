@@ -68,7 +68,7 @@ class HuggingFaceModel:
     """A transformers model, a batch without padding, and an update as Accelerate runs it.
 
     Weights are neither downloaded nor allocated. The batch has no attention mask, so that attention may take the kernel
-    without one; labels are the inputs. fp16 is simulated as bf16, which has the same sizes; the loss scaler is not.
+    without one; labels are the inputs. fp16 is simulated without its loss scaler.
 
     Args:
         model: hub id, folder, or a config.json.
@@ -233,7 +233,10 @@ class _Update:
             model = _build(options, checkpointing)
             self._batch = _batch(options, micro_batch)
         optimizer = _OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
+        # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
+        self._accelerator.state._mixed_precision = options.precision
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._accelerator.state._mixed_precision = precision
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = num_micro_batches
         self._offloader = None

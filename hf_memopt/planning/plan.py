@@ -8,7 +8,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from hf_memopt.planning.cards import ALLOWANCES, Card, find_card, parse_size
+from hf_memopt.planning.cards import Card, allowances, find_card, parse_size
 from hf_memopt.planning.estimate import MemoryEstimate, SimulationOptions, simulate
 from hf_memopt.planning.isolation import run_all_isolated
 from hf_memopt.planning.phases import BACKWARD, FORWARD
@@ -120,10 +120,11 @@ class _Search:
     def __init__(self, workload: Workload, card: Card, host_bytes: int | None) -> None:
         self.host_bytes = host_bytes
         self._workload, self._card = workload, card
-        self._room_bytes = card.memory_bytes - sum(ALLOWANCES.values())
+        self._kept_bytes = sum(allowances(card).values())
+        self._room_bytes = card.memory_bytes - self._kept_bytes
         if self._room_bytes <= 0:
             raise ValueError(
-                f"gpu={card.name!r}: {card.memory_bytes} bytes are less than the {sum(ALLOWANCES.values())} that are "
+                f"gpu={card.name!r}: {card.memory_bytes} bytes are less than the {self._kept_bytes} that are "
                 "kept for the device context and libraries; use a larger one"
             )
         self._micro_batches = workload.micro_batches
@@ -190,7 +191,7 @@ class _Search:
             micro_batch=micro_batch,
             accumulation=accumulation,
             update_ms=_update_ms(estimate, accumulation / simulated.num_micro_batches),
-            needed_bytes=needed_bytes + sum(ALLOWANCES.values()),
+            needed_bytes=needed_bytes + self._kept_bytes,
             fits=fits_host and needed_bytes <= self._room_bytes,
             estimate=estimate,
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hf_memopt.planning.cards import ALLOWANCES
+from hf_memopt.planning.cards import allowances
 from hf_memopt.planning.plan import Row, TrainingPlan, describe
 from hf_memopt.planning.workload import Lever
 
@@ -50,7 +50,7 @@ def as_json(plan: TrainingPlan) -> dict[str, Any]:
         "workload": plan.workload,
         "card": asdict(plan.card),
         "host_bytes": plan.host_bytes,
-        "allowances": ALLOWANCES,
+        "allowances": allowances(plan.card),
         "rows": [_row_as_json(row) for row in plan.rows],
     }
 
@@ -86,8 +86,8 @@ def headline(plan: TrainingPlan) -> str:
 def explain(plan: TrainingPlan) -> list[str]:
     """Why each lever is used or not, from what was simulated."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
-    allowances = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in ALLOWANCES.items())
-    return [*lines, f"Kept free, assumed and not measured: {allowances}.", *_assumptions(plan)]
+    kept = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in allowances(plan.card).items())
+    return [*lines, f"Kept free, assumed and not measured: {kept}.", *_assumptions(plan)]
 
 
 def _explain_micro_batch(plan: TrainingPlan) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hf_memopt.planning.cards import ALLOWANCES, Card
+from hf_memopt.planning.cards import Card, allowances
 from hf_memopt.planning.estimate import MemoryEstimate
 from hf_memopt.planning.phases import OPTIMIZER
 from hf_memopt.reporting.tables import Table
@@ -44,9 +44,9 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
     return lines
 
 
-def needed_bytes(estimate: MemoryEstimate) -> int:
+def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
     """What a card must have: the allocator's memory and the allowances."""
-    return estimate.reserved_bytes + sum(ALLOWANCES.values())
+    return estimate.reserved_bytes + sum(allowances(card).values())
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
@@ -89,23 +89,23 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
     left_out = ("trace", "storage_kinds", "top")
     found = {name: getattr(estimate, name) for name in estimate.__dataclass_fields__ if name not in left_out}
     found["top"] = [asdict(tensor) for tensor in estimate.top]
-    found["allowances_bytes"] = ALLOWANCES
-    found["needed_bytes"] = needed_bytes(estimate)
+    found["allowances_bytes"] = allowances(card)
+    found["needed_bytes"] = needed_bytes(estimate, card)
     if card is not None:
         found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "fits": _fits(estimate, card)}
     return found
 
 
 def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
-    allowances = ", ".join(f"{name} {num_bytes / _MIB:.0f} MiB" for name, num_bytes in ALLOWANCES.items())
-    yield f"Besides tensors, assumed and not measured: {allowances}. Altogether {_gib(needed_bytes(estimate))}."
+    kept = ", ".join(f"{name} {num_bytes / _MIB:.0f} MiB" for name, num_bytes in allowances(card).items())
+    yield f"Besides tensors, assumed and not measured: {kept}. Altogether {_gib(needed_bytes(estimate, card))}."
     if card is not None:
         verdict = "It fits" if _fits(estimate, card) else "It does not fit"
         yield f"{verdict} on {card.name} ({_gib(card.memory_bytes)})."
 
 
 def _fits(estimate: MemoryEstimate, card: Card) -> bool:
-    return estimate.trace.fits(card.memory_bytes - sum(ALLOWANCES.values()))
+    return estimate.trace.fits(card.memory_bytes - sum(allowances(card).values()))
 
 
 def _closing(estimate: MemoryEstimate) -> Iterator[str]:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from hf_memopt.activations import context, device_room, kept_outputs, producers, tensors
 from hf_memopt.planning import attention_rules, autocast_rules
+from hf_memopt.planning.cards import DEFAULT_CAPABILITY
 from hf_memopt.planning.unknowns import Unknowns
 from hf_memopt.planning.virtual_weights import replace_memory, weights_come_and_go
 from hf_memopt.transfer import StreamCopier
@@ -85,12 +86,15 @@ def _register() -> list[torch.library.Library]:
 
 
 @contextmanager
-def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torch.device, Unknowns]]:
+def simulation(
+    like: str, selected_fraction: float = 1.0, capability: tuple[int, int] = DEFAULT_CAPABILITY
+) -> Iterator[tuple[torch.device, Unknowns]]:
     """Tensors made inside are fake; gives the device to build on and the record of guesses.
 
     Args:
         like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
         selected_fraction: see `Unknowns`.
+        capability: the compute capability of the accelerator, by which torch chooses kernels for attention.
 
     Call it in a process of its own: it stays registered, and an exception in a backend thread would end the process,
     which is why autograd's threads are off.
@@ -105,7 +109,7 @@ def simulation(like: str, selected_fraction: float = 1.0) -> Iterator[tuple[torc
             _register()
             device = torch.device(DEVICE_TYPE, 0)
             stack.enter_context(autocast_rules.shared_casts())
-            stack.enter_context(attention_rules.attention_as_on_cuda(DEVICE_TYPE))
+            stack.enter_context(attention_rules.attention_as_on_cuda(DEVICE_TYPE, capability))
             stack.enter_context(_autocast_for_cuda())
             stack.enter_context(_accelerate_on(device))
             # Its events know no time. Where there is a card, copies have a clock of their own.

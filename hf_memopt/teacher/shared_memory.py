@@ -1,7 +1,6 @@
 """One host copy of a teacher's weights for all processes of a machine."""
 
 import hashlib
-import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from hf_memopt.teacher.weights import PackedWeights
-from hf_memopt.transfer.host_memory import pinned_pages
+from hf_memopt.transfer.host_memory import Pages, pinned_pages
 
 
 class _Claim(NamedTuple):
@@ -60,17 +59,17 @@ def share(weights: PackedWeights, device: torch.device) -> Tensor:
     return pinned_pages(pages, device)
 
 
-def _write(weights: PackedWeights) -> tuple[mmap.mmap, int]:
+def _write(weights: PackedWeights) -> tuple[Pages, int]:
     file = os.memfd_create("hf_memopt-teacher")
     os.ftruncate(file, weights.num_bytes)
-    pages = mmap.mmap(file, weights.num_bytes)
+    pages = Pages(file, weights.num_bytes)
     weights.pack(torch.frombuffer(pages, dtype=torch.uint8))
     return pages, file
 
 
-def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:
+def _map(offer: _Offer, num_bytes: int) -> Pages:
     with Path(f"/proc/{offer.process}/fd/{offer.file}").open("r+b") as file:
-        return mmap.mmap(file.fileno(), num_bytes)
+        return Pages(file.fileno(), num_bytes)
 
 
 def _gather[T](value: T) -> list[T]:

@@ -1,6 +1,7 @@
 """Streaming: blocks of frozen weights come to the device as a module reads them, and leave when it is done."""
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from hf_memopt.teacher.stream_plan import StreamPlan, plan_stream, untraced_plan
 from hf_memopt.teacher.trace import Tracer, own_segments
 from hf_memopt.teacher.weights import PackedWeights, bind, views
 from hf_memopt.transfer import Copier
+from hf_memopt.transfer.host_memory import driver_is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -254,16 +256,19 @@ def readable_in_place(master: Tensor, device: torch.device) -> Tensor:
             f"mode='stream' needs host memory that {device} can read in place, which is page-locked memory on CUDA; "
             "raise the locked-memory limit (ulimit -l), or use mode='swap'"
         )
-    mapped = torch.as_tensor(_CudaArray(master), device=device)
+    mapped = torch.as_tensor(_CudaArray(master, device), device=device)
     assert mapped.data_ptr() == master.data_ptr(), "torch copied what it should have mapped"
     return mapped
 
 
 class _CudaArray:
-    """Page-locked host memory, described to torch as CUDA memory at the same address."""
+    """Page-locked host memory, described to torch as CUDA memory at the same address.
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    It dies with the last tensor of that memory, when queued work may still read it: the host waits for the device then.
+    """
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._memory, self._device, self._process = memory, device, os.getpid()
         self.__cuda_array_interface__ = {
             "shape": tuple(memory.shape),
             "typestr": "|u1",
@@ -271,3 +276,7 @@ class _CudaArray:
             "strides": None,
             "version": 2,
         }
+
+    def __del__(self) -> None:
+        if not driver_is_gone(self._process):
+            torch.accelerator.synchronize(self._device)

@@ -17,7 +17,7 @@ class Clock(Protocol):
         """Whether that moment is known to be over, without waiting."""
 
     def elapsed_s(self, start: Any, end: Any) -> float:
-        """Seconds between two marks; waits until the later one is reached."""
+        """Seconds between two marks, never negative; waits until both are reached."""
 
 
 class HostClock:
@@ -47,8 +47,10 @@ class StreamClock:
         return mark.query()
 
     def elapsed_s(self, start: torch.Event, end: torch.Event) -> float:
+        start.synchronize()
         end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
+        # Marks of two streams may lie the other way round.
+        return max(0.0, 1e-3 * start.elapsed_time(end))
 
 
 def clock_for(device: torch.device | str) -> Clock:

@@ -5,21 +5,26 @@ destination. It never touches streams or events itself, so that a test can put a
 copy as early, as late or as randomly as these rules allow and poisons what has been released.
 """
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hf_memopt.transfer.host_memory import pinned_empty
+from hf_memopt.transfer.host_memory import driver_is_gone, pinned_empty
 
 
 class Transfer(Protocol):
     """One copy under way."""
 
     def wait(self) -> None:
-        """Order all later work of the current compute stream after the copy. May be called more than once."""
+        """Order all later work of the current compute stream after the copy, and of the one that it was submitted on.
+
+        May be called more than once, on other streams too. Orders streams and not the host, which goes on at once.
+        """
 
 
 @runtime_checkable
@@ -27,7 +32,8 @@ class Copier(Protocol):
     """Moves bytes between host and device memory.
 
     A copy starts no earlier than the work that the compute stream already holds when it is submitted. Its source must
-    not be written, and neither end released, before `Transfer.wait` was called.
+    not be written, and neither end released, before `Transfer.wait` was called. Host memory may be dropped then, though
+    the copy may still be queued: the copier keeps it until the copy is over.
     """
 
     bytes_to_device: int
@@ -95,6 +101,42 @@ class _Finished:
 _FINISHED = _Finished()
 
 
+class Moment(Protocol):
+    """An event of a stream, as `torch.Event`."""
+
+    def query(self) -> bool:
+        """Whether the stream has reached it."""
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+
+
+class HostEnds:
+    """Host memory that queued copies of one stream read or write. It is held until they are over, whoever drops it."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Moment, Tensor]] = deque()
+
+    def hold(self, memory: Tensor, finished: Moment) -> None:
+        """Keep memory until the stream has reached `finished`, which it does after all that was given before."""
+        self._held.append((finished, memory))
+
+    def drop_finished(self) -> None:
+        """Let go of what is over, without waiting."""
+        # Taken out before it is asked: a destructor or another thread may get in between.
+        while self._held:
+            entry = self._held.popleft()
+            if not entry[0].query():
+                self._held.appendleft(entry)
+                return
+
+    def wait(self) -> None:
+        """Have the host wait until all is over."""
+        while self._held:
+            finished, _memory = self._held.popleft()
+            finished.synchronize()
+
+
 class StreamCopier:
     """Copies on side streams of an accelerator, one for each direction, without ever blocking the host.
 
@@ -104,20 +146,30 @@ class StreamCopier:
 
     Destinations come from the compute stream's memory pool and go back to it. That is safe without `record_stream`
     because a copy waits for the compute stream before it starts, and the compute stream waits for the copy before the
-    memory can be released (`Transfer.wait`).
+    memory can be released (`Transfer.wait`). Only what another stream reads than the one that it was allocated for is
+    recorded there. Whoever drops the copier waits for its copies, since the host memory goes with it.
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
+        self._process = os.getpid()
+        self._reading, self._writing = HostEnds(), HostEnds()
         self.device = torch.device(device)
         self._pin_memory = pin_memory
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._stream_to_device = torch.Stream(self.device)
         self._stream_to_host = torch.Stream(self.device)
-        self._waits: list[tuple[torch.Event, torch.Event]] = []
+        self._compute: torch.Stream | None = None
+        self._waits: deque[tuple[torch.Event, torch.Event]] = deque()
         self._stall_ms = 0.0
 
+    def __del__(self) -> None:
+        if not driver_is_gone(self._process):
+            self._reading.wait()
+            self._writing.wait()
+
     def empty_host(self, num_bytes: int) -> Tensor:
+        self._drop_finished()
         if self._pin_memory:
             return pinned_empty(num_bytes, self.device)
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -137,25 +189,47 @@ class StreamCopier:
         return self._copy(source, destination, self._stream_to_host)
 
     def stall_ms(self) -> float:
-        unfinished = []
-        for before, after in self._waits:
-            if after.query():
-                self._stall_ms += before.elapsed_time(after)
-            else:
-                unfinished.append((before, after))
-        self._waits = unfinished
+        self._drop_finished()
+        # Of one compute stream the oldest ends first, so that nothing is asked twice of a device that is far behind.
+        while self._waits:
+            before, after = self._waits.popleft()
+            if not after.query():
+                self._waits.appendleft((before, after))
+                break
+            self._stall_ms += before.elapsed_time(after)
         return self._stall_ms
 
     def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> Transfer:
         # The compute stream is looked up at every use: the caller may have entered another one since the last copy.
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        compute = torch.accelerator.current_stream(self.device)
+        if compute != self._compute:
+            self._follow(compute)
+        stream.wait_stream(compute)
         with stream:
             destination.copy_(source, non_blocking=True)
-            finished = stream.record_event(torch.Event(self.device))
-        return _StreamTransfer(self, finished, source, destination)
+            try:
+                finished = stream.record_event(torch.Event(self.device))
+            except RuntimeError:
+                stream.synchronize()  # nobody could tell when the copy is over
+                raise
+        is_read = stream is self._stream_to_device
+        ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
+        self._drop_finished()
+        ends.hold(host, finished)
+        return _StreamTransfer(self, finished, compute, memory, is_read)
 
-    def _order_after(self, finished: torch.Event) -> None:
-        compute = torch.accelerator.current_stream(self.device)
+    def _drop_finished(self) -> None:
+        self._reading.drop_finished()
+        self._writing.drop_finished()
+
+    def _follow(self, compute: torch.Stream) -> None:
+        """Another compute stream takes over. It has not waited for what is queued, and may be given the same memory."""
+        if self._compute is not None:
+            self._stream_to_device.wait_stream(self._stream_to_host)
+            self._stream_to_host.wait_stream(self._stream_to_device)
+        self._compute = compute
+
+    def _order_after(self, finished: torch.Event, compute: torch.Stream) -> None:
         before = compute.record_event(torch.Event(self.device, enable_timing=True))
         compute.wait_event(finished)
         after = compute.record_event(torch.Event(self.device, enable_timing=True))
@@ -165,17 +239,37 @@ class StreamCopier:
 
 
 class _StreamTransfer:
-    """Holds both ends until someone has waited, so that neither is freed under the copy."""
+    """Holds the device memory of a copy until someone has waited, so that it is not freed under the copy.
 
-    def __init__(self, copier: StreamCopier, finished: torch.Event, source: Tensor, destination: Tensor) -> None:
-        self._copier = copier
-        self._finished: torch.Event | None = finished
-        self._ends: tuple[Tensor, Tensor] | None = (source, destination)
+    Args:
+        copier: whose copy it is.
+        finished: its end.
+        owner: the compute stream that it was submitted on, to which the device memory returns.
+        memory: on the device.
+        is_read: whether later work reads the memory. Then it is held as long as this object, since that work may be on
+            other streams, of which the allocator has to be told.
+    """
+
+    def __init__(
+        self, copier: StreamCopier, finished: torch.Event, owner: torch.Stream, memory: Tensor, is_read: bool
+    ) -> None:
+        self._copier, self._finished, self._owner, self._is_read = copier, finished, owner, is_read
+        self._memory: Tensor | None = memory
+        self._ordered: list[torch.Stream] = []
 
     def wait(self) -> None:
-        if self._finished is not None:
-            self._copier._order_after(self._finished)
-            self._finished = self._ends = None
+        compute = torch.accelerator.current_stream(self._copier.device)
+        if compute in self._ordered:
+            return
+        for stream in (compute, self._owner):
+            if stream not in self._ordered:
+                self._copier._order_after(self._finished, stream)
+                self._ordered.append(stream)
+        if not self._is_read:
+            self._memory = None
+        elif compute != self._owner:
+            assert self._memory is not None
+            self._memory.record_stream(compute)
 
 
 def copier_for(device: torch.device | str, pin_memory: bool = True) -> Copier:

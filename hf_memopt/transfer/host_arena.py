@@ -1,10 +1,14 @@
 """Host memory for offloaded tensors: blocks of exact sizes, used again step after step."""
 
+import logging
+import time
 from collections import defaultdict
 
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier
+
+logger = logging.getLogger(__name__)
 
 
 class HostArena:
@@ -21,6 +25,8 @@ class HostArena:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         # Of each size, how many blocks have been free at every moment since the last `trim`.
         self._always_free: dict[int, int] = {}
+        self._new_bytes = 0
+        self._new_s = 0.0
         self.num_allocations = 0
         self.bytes_held = 0
         self.bytes_live = 0
@@ -33,9 +39,7 @@ class HostArena:
             if len(blocks) < self._always_free.get(num_bytes, 0):
                 self._always_free[num_bytes] = len(blocks)
         elif self._make_room(num_bytes):
-            block = self._copier.empty_host(num_bytes)
-            self.num_allocations += 1
-            self.bytes_held += num_bytes
+            block = self._allocate(num_bytes)
         else:
             return None
         self.bytes_live += num_bytes
@@ -48,12 +52,37 @@ class HostArena:
         self.bytes_live -= num_bytes
         self._free[num_bytes].append(block)
 
+    def log_growth(self) -> None:
+        """Say in the log how much has been taken since the last call, and how long that has held up the host."""
+        if self._new_bytes:
+            logger.info(
+                "activation offloading: took %.2f GiB of host memory in %.1f s; later passes use it again",
+                self._new_bytes / 2**30,
+                self._new_s,
+            )
+            self._new_bytes, self._new_s = 0, 0.0
+
     def trim(self) -> None:
         """Give up the free blocks that nobody has needed since the last call; none the first time."""
+        before = self.bytes_held
         for size, num_blocks in self._always_free.items():
             del self._free[size][:num_blocks]
             self.bytes_held -= num_blocks * size
         self._always_free = {size: len(blocks) for size, blocks in self._free.items()}
+        if self.bytes_held < before:
+            logger.info(
+                "activation offloading: gave %.2f GiB of host memory back, which nothing has used since it was planned",
+                (before - self.bytes_held) / 2**30,
+            )
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        begun = time.perf_counter()
+        block = self._copier.empty_host(num_bytes)
+        self._new_s += time.perf_counter() - begun
+        self._new_bytes += num_bytes
+        self.num_allocations += 1
+        self.bytes_held += num_bytes
+        return block
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop free blocks of other sizes, largest first, until `num_bytes` fit the budget."""

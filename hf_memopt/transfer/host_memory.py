@@ -5,15 +5,19 @@ import ctypes
 import logging
 import mmap
 import os
-import weakref
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+# From here on huge pages are asked for, which are faulted in and page-locked far faster; they round up to 2 MiB.
+_LARGE_BYTES = 64 * 2**20
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -29,10 +33,40 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         return _pinned_by_torch(num_bytes)
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return pinned_pages(mmap.mmap(-1, num_bytes), device)
+    pages = Pages(-1, num_bytes)
+    if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pinned_pages(pages, device)
 
 
-def pinned_pages(pages: mmap.mmap, device: torch.device) -> Tensor:
+class Pages(mmap.mmap):
+    """Memory of our own, of which CUDA is told before it is unmapped that it goes.
+
+    An `mmap` unmaps its memory when it dies and calls its weak references, finalizers among them, only then.
+    """
+
+    _registered: tuple[int, torch.device, int] | None = None
+
+    def register(self, address: int, device: torch.device) -> int:
+        """Page-lock the memory, which lies at `address`; CUDA's error code, 0 for none."""
+        error = int(_runtime().cudaHostRegister(address, len(self), 0))
+        if error:
+            _clear_last_error(device)
+        else:
+            self._registered = address, device, os.getpid()
+        return error
+
+    def __del__(self) -> None:
+        if self._registered is None:
+            return
+        address, device, process = self._registered
+        if not driver_is_gone(process) and (error := int(_runtime().cudaHostUnregister(address))):
+            _clear_last_error(device)
+            _warn_still_registered(error)
+
+
+def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
     """Page-lock memory that was mapped already, shared with other processes or not; all of it, as uint8.
 
     On CUDA only; elsewhere, and with one warning where it cannot be had, the memory stays pageable.
@@ -40,16 +74,15 @@ def pinned_pages(pages: mmap.mmap, device: torch.device) -> Tensor:
     block = torch.frombuffer(pages, dtype=torch.uint8)  # which keeps the pages, and every view of it does
     if device.type != "cuda":
         return block
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    error = pages.register(block.data_ptr(), device)
     if error:
-        _clear_last_error(device)
         _warn_pageable(f"cudaHostRegister returned error {error}")
-        return block
-    # Before they are unmapped; not at exit, when the driver may be gone already.
-    finalizer = weakref.finalize(pages, runtime.cudaHostUnregister, block.data_ptr())
-    finalizer.atexit = False
     return block
+
+
+def driver_is_gone(process: int) -> bool:
+    """Whether a destructor must leave the device alone: at exit, and in forks of the `process` that used it."""
+    return sys.is_finalizing() or os.getpid() != process
 
 
 def return_freed_memory() -> None:
@@ -85,8 +118,12 @@ def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterat
                 yield int(text)
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 def _clear_last_error(device: torch.device) -> None:
-    # A refused registration stays CUDA's "last error", which the next kernel launch would report as its own.
+    # What CUDA has refused stays its "last error", which the next kernel launch would report as its own.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
@@ -107,3 +144,9 @@ def _warn_pageable(reason: str) -> None:
         "Raise the locked-memory limit (ulimit -l) or free host memory.",
         reason,
     )
+
+
+@cache
+def _warn_still_registered(error: int) -> None:
+    """Once for each error: blocks are many."""
+    logger.warning("cannot give page-locked host memory back: cudaHostUnregister returned error %d", error)

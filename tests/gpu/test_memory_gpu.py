@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.memory import MemoryTracker, explain_oom
@@ -91,15 +92,12 @@ def test_counters_equal_those_of_the_public_interface() -> None:
 
 def test_the_host_never_waits(step: Any) -> None:
     tracker = MemoryTracker("cuda", reset_peaks=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         for name, phase in step.items():
             with tracker.phase(name):
                 phase()
         tracker.step()
         tracker.read()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_phase_does_not_wait_for_queued_work() -> None:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
@@ -79,13 +80,10 @@ def test_the_host_never_waits(network: nn.Module, x: Tensor) -> None:
     teacher = swapped(network)
     with teacher.onload() as module, torch.no_grad():
         module(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         teacher.prefetch()
         with teacher.onload() as module, torch.no_grad():
             module(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_master_is_pinned_and_has_its_exact_size(network: nn.Module) -> None:

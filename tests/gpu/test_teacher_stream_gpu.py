@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
@@ -110,13 +111,10 @@ def test_steady_state_never_waits_for_the_device(network: Network, tokens: Tenso
     for _ in range(2):
         with teacher.onload() as module:
             module(tokens)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         teacher.prefetch()
         with teacher.onload() as module:
             module(tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_auto_chooses_resident_where_there_is_room(network: Network, tokens: Tensor, want: Tensor) -> None:
