@@ -62,6 +62,9 @@ test-slow: $(READY) ## the tests that take minutes
 test-gpu: $(READY) ## the tests that need a GPU
 	$(PY) -m pytest -m "gpu or multi_gpu"
 
+test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime: a part of make test (Linux)
+	$(PY) -m pytest -n 2 tests/test_fake_gpu.py
+
 style: $(READY) ## format and fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -83,4 +86,4 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu test-fake-gpu style quality bench clean

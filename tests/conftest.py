@@ -16,6 +16,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# These need a process that runs on the fake CUDA runtime: tests/test_fake_gpu.py starts it.
+collect_ignore_glob = [] if "FAKE_CUDA_LIBRARIES" in os.environ else ["fake_cuda/*"]
+
 # The same examples in each run, whatever earlier runs found, and no limits of time, since machines are slow or busy.
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

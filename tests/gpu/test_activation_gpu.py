@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda.device import is_loaded
 from host_waits import host_never_waits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SLEEP_CYCLES = 40_000_000  # about 20 ms: far longer than any copy or kernel here
 MODES = ["all", "inputs", "auto"]
+WIDTH = 128 if is_loaded() else 512  # a fake GPU is as slow as a CPU
 BUDGET_SHARE = 0.4
 NUM_PASSES = 8  # enough for a plan to be made and followed
 
@@ -26,7 +28,7 @@ Gradients = list[Tensor]
 
 
 class Block(nn.Module):
-    """Saves ten times its input, in tensors of 4 and 16 MiB, and computes its gradients without atomic additions."""
+    """Saves ten times its input, in tensors of at least 1 MiB, and computes its gradients without atomic additions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """A stack of blocks, each checkpointed or not."""
 
-    def __init__(self, num_blocks: int = 6, width: int = 512) -> None:
+    def __init__(self, num_blocks: int = 6, width: int = WIDTH) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.checkpointing = False
@@ -73,7 +75,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(2048, 512, generator=torch.Generator().manual_seed(1)).cuda()
+    return torch.randn(2048, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -127,7 +129,8 @@ def test_compute_waits_for_slow_copies(model: nn.Module, x: Tensor, mode: str, p
     for _ in range(4):
         assert equal(gradients(model, x, offloader.offload_context(model)), want)
     torch.cuda.synchronize()
-    if mode != "auto":  # a plan may well avoid a link that is this slow
+    # A plan may well avoid a link that is this slow, and a fake GPU computes longer than copies sleep.
+    if mode != "auto" and not is_loaded():
         assert offloader.stats.stall_ms > 10
 
 

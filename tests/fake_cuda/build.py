@@ -1,0 +1,130 @@
+"""The fake CUDA runtime, built on demand into a cache folder by a C++ compiler, with headers of the wheels of torch."""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "runtime"
+RUNTIME = ["settings.cpp", "faults.cpp", "streams.cpp", "memory.cpp", "device.cpp", "unsupported.cpp"]
+OPERATORS = ["operators.cpp", "equivalents.cpp"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread"]
+
+Compiler = list[str]
+
+
+class CannotBuildError(Exception):
+    """Why there is no fake CUDA runtime here."""
+
+
+def built() -> Path:
+    """Folder of the three libraries: `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`. Half a minute if new."""
+    if platform.system() != "Linux":
+        raise CannotBuildError(f"the fake CUDA runtime needs Linux, this is {platform.system()}")
+    compiler = _compiler()
+    folder = _cache() / _key(compiler)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several processes builds, the others wait
+        if not folder.is_dir():
+            _build_into(folder, compiler)
+    return folder
+
+
+def _compiler() -> Compiler:
+    """From `CXX`, or what is there. It has to use libstdc++, as torch does."""
+    for name in [os.environ.get("CXX", ""), "g++", "clang++"]:
+        if name and shutil.which(name):
+            return [name]
+    raise CannotBuildError("the fake CUDA runtime needs g++ or clang++ with libstdc++ (Debian, Ubuntu: g++)")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memopt" / "fake_cuda"
+
+
+def _key(compiler: Compiler) -> str:
+    """A hash of all that the libraries follow from."""
+    import torch
+
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256(f"{version} {torch.__version__} {torch.__path__} {FLAGS}".encode())
+    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build_into(folder: Path, compiler: Compiler) -> None:
+    """Beside the folder, which gets its name when complete."""
+    draft = folder.with_suffix(".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    _build(draft, compiler)
+    draft.rename(folder)
+
+
+def _build(folder: Path, compiler: Compiler) -> None:
+    """Compiles two files at a time, then links."""
+    cuda = _cuda_headers()
+    torch_headers, torch_libraries = _torch_folders()
+    with ThreadPoolExecutor(2) as pool:
+        includes = {name: [*cuda, *torch_headers] for name in OPERATORS} | dict.fromkeys(RUNTIME, cuda)
+        for task in [pool.submit(_compile, compiler, name, folder, paths) for name, paths in includes.items()]:
+            task.result()
+    _run([*compiler, "-c", *FLAGS, str(SOURCES / "driver.cpp"), "-o", str(folder / "driver.o")])
+
+    # torch asks for each function in a version that is named like the library.
+    versions = folder / "versions.map"
+    versions.write_text("libcudart.so.13 { global: *; };\n")
+    _link(compiler, "libcudart.so.13", RUNTIME, folder, [f"-Wl,--version-script={versions}"])
+    runtime = [f"-L{folder}", "-l:libcudart.so.13"]
+    _link(compiler, "libcuda.so.1", ["driver.cpp"], folder, runtime)
+    libraries = ["-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
+    _link(compiler, "liboperators.so", OPERATORS, folder, [*runtime, f"-L{torch_libraries}", *libraries])
+    for leftover in [*folder.glob("*.o"), versions]:
+        leftover.unlink()
+
+
+def _compile(compiler: Compiler, name: str, folder: Path, includes: list[str]) -> None:
+    _run([*compiler, "-c", *FLAGS, *includes, str(SOURCES / name), "-o", str(folder / name.replace(".cpp", ".o"))])
+
+
+def _link(compiler: Compiler, library: str, sources: list[str], folder: Path, options: list[str]) -> None:
+    objects = [str(folder / name.replace(".cpp", ".o")) for name in sources]
+    # Symbols that only torch's own libraries define are found when those are loaded.
+    _run([*compiler, "-shared", *FLAGS, *objects, f"-Wl,-soname,{library}", *options, "-o", str(folder / library)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def _cuda_headers() -> list[str]:
+    """Options for the compiler: the CUDA wheel's headers, and Triton's copy of those that it leaves out."""
+    packages = Path(sysconfig.get_path("purelib"))
+    folders = [packages / "nvidia/cu13/include", packages / "triton/backends/nvidia/include"]
+    for folder in folders:
+        if not folder.is_dir():
+            raise CannotBuildError(f"the fake CUDA runtime needs torch for CUDA 13, whose wheels bring {folder}")
+    return [f"-I{folder}" for folder in folders]
+
+
+def _torch_folders() -> tuple[list[str], Path]:
+    """Options for the compiler, and the folder of the libraries."""
+    import torch
+
+    folder = Path(torch.__path__[0])
+    headers = [folder / "include", folder / "include/torch/csrc/api/include"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [abi, *(f"-isystem{path}" for path in headers)], folder / "lib"
+
+
+if __name__ == "__main__":
+    print(built())

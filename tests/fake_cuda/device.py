@@ -1,0 +1,131 @@
+"""The fake device of this process: its settings, faults that tests plan, and faults that it has found."""
+
+import ctypes
+import gc
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARIES = "FAKE_CUDA_LIBRARIES"  # environment variable: the folder that `build.built` returns
+
+
+def is_loaded() -> bool:
+    """Whether this process runs on the fake CUDA runtime."""
+    return LIBRARIES in os.environ
+
+
+def _load() -> ctypes.CDLL:
+    runtime = ctypes.CDLL("libcudart.so.13")  # the one that was preloaded
+    runtime.fake_cuda_get.restype = ctypes.c_double
+    runtime.fake_cuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    runtime.fake_cuda_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    runtime.fake_cuda_leave_free.argtypes = [ctypes.c_int, ctypes.c_int64]
+    runtime.fake_cuda_faults.restype = ctypes.c_char_p
+    for what in ["timed_events", "streams", "device_blocks", "registrations"]:
+        getattr(runtime, f"fake_cuda_num_{what}").restype = ctypes.c_int64
+    return runtime
+
+
+def install_operators() -> None:
+    """torch computes on the fake device from now on."""
+    import torch
+
+    operators = Path(os.environ[LIBRARIES]) / "liboperators.so"
+    torch.cuda.init()  # the allocator, which the operators watch
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.Stream(device)  # makes all streams that torch will ever make
+    ctypes.CDLL(str(operators)).fake_cuda_install_operators()
+
+
+@contextmanager
+def settings(**changed: float) -> Iterator[None]:
+    """Settings for a while, by the names in `runtime/runtime.hpp`: `kernel_s=0.01`, `seed=3`, `capability=90`.
+
+    torch reads the number of devices, their capability and their memory once.
+    """
+    runtime = _load()
+    before = {name: runtime.fake_cuda_get(name.encode()) for name in changed}
+    unknown = [name for name, value in before.items() if math.isnan(value)]
+    if unknown:
+        raise ValueError(f"the fake device has no settings {unknown}; runtime/settings.cpp lists them")
+    try:
+        for name, value in changed.items():
+            runtime.fake_cuda_set(name.encode(), value)
+        yield
+    finally:
+        for name, value in before.items():
+            runtime.fake_cuda_set(name.encode(), value)
+
+
+def fail(kind: str, k: int = 1, times: int = 1) -> None:
+    """The k-th call from now on fails, and those after it up to `times`: "malloc", "host_register", "copy", "event"."""
+    _load().fake_cuda_fail(kind.encode(), k, times)
+
+
+def leave_free(num_bytes: int, device: int = 0) -> None:
+    """Other processes take the device's memory, but for this much."""
+    _load().fake_cuda_leave_free(device, num_bytes)
+
+
+def give_back(device: int = 0) -> None:
+    """Other processes leave the device."""
+    _load().fake_cuda_give_back(device)
+
+
+def faults() -> list[str]:
+    """What has gone wrong since `forget_faults`, with errors that nobody has read."""
+    return _load().fake_cuda_faults().decode().splitlines()
+
+
+def forget_faults() -> None:
+    """Forgets faults, planned failures and errors; a device that an error broke works again."""
+    _load().fake_cuda_fail_no_more()
+    _load().fake_cuda_forget_faults()
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """A call of any thread that keeps the host waiting for the device is a fault."""
+    _load().fake_cuda_enter_region_without_waiting()
+    try:
+        yield
+    finally:
+        _load().fake_cuda_leave_region_without_waiting()
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What the process holds of the devices."""
+
+    registrations: int  # of host memory
+    device_blocks: int
+    events: int  # that take the time; torch's caches keep others
+    streams: int
+
+    def more_than(self, before: "Holdings") -> list[str]:
+        """What has come on top, one line each."""
+        now, then = vars(self), vars(before)
+        return [f"{now[name] - then[name]} {name} left over" for name in now if now[name] > then[name]]
+
+
+def holdings() -> Holdings:
+    """Without what garbage, work in progress and torch's caches hold. Waits for all devices."""
+    import torch
+
+    gc.collect()
+    for device in range(torch.cuda.device_count()):
+        if torch.cuda.is_initialized() and not _load().fake_cuda_is_broken(device):
+            torch.cuda.synchronize(device)
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    runtime = _load()
+    return Holdings(
+        runtime.fake_cuda_num_registrations(),
+        runtime.fake_cuda_num_device_blocks(),
+        runtime.fake_cuda_num_timed_events(),
+        runtime.fake_cuda_num_streams(),
+    )

@@ -1,0 +1,46 @@
+"""Processes on the fake CUDA runtime."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from fake_cuda.build import built
+from fake_cuda.device import LIBRARIES
+
+TESTS = Path(__file__).parent.parent
+
+
+def environment(**settings: object) -> dict[str, str]:
+    """Of a child process. Settings as in `runtime/runtime.hpp`: `capability=90` becomes FAKE_CUDA_CAPABILITY=90."""
+    libraries = built()
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        **{f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()},
+        LIBRARIES: str(libraries),
+        "LD_PRELOAD": f"{libraries / 'libcudart.so.13'}:{libraries / 'libcuda.so.1'}",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_MODULE_LOADING": "LAZY",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_JIT": "0",  # scripted functions would become GPU code
+    }
+
+
+def run_pytest(arguments: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
+    """pytest in a child process; its output and errors together."""
+    command = [sys.executable, "-m", "pytest", "-p", "fake_cuda.plugin", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
+        command, env=environment(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+
+
+def main() -> None:
+    """`python -m fake_cuda.launch SCRIPT [ARGUMENTS]`: a Python program on the fake runtime."""
+    install = "import sys, runpy; from fake_cuda import device; device.install_operators(); "
+    program = "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    os.execve(sys.executable, [sys.executable, "-c", install + program, *sys.argv[1:]], environment())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""pytest on the fake CUDA runtime: `-p fake_cuda.plugin` in a process that `launch.py` started.
+
+After each test the faults that the runtime has found are errors, and so is what the test has left on the devices.
+`expect_faults` takes those that a test has planted.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fake_cuda import device
+
+ExpectFaults = Callable[..., None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schedule-seed", type=int, default=None, help="delay each copy and kernel of the fake device by this schedule"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not device.is_loaded():
+        raise pytest.UsageError("fake_cuda.plugin needs a process that fake_cuda.launch has started")
+    config.addinivalue_line("markers", "leaves_on_device: holds device memory or registrations beyond its end")
+    device.install_operators()
+
+
+@pytest.fixture(autouse=True)
+def _schedule(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = request.config.getoption("--schedule-seed")
+    with device.settings(**({} if seed is None else {"seed": seed})):
+        yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there before the first test is no garbage, and need not be looked through after each."""
+    gc.collect()
+    gc.freeze()
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(request: pytest.FixtureRequest, _schedule: None) -> Iterator[None]:
+    device.forget_faults()
+    before = device.holdings()
+    yield
+    request.node.funcargs.clear()  # what other fixtures have made
+    found = device.faults()
+    if torch.cuda.get_sync_debug_mode():
+        torch.cuda.set_sync_debug_mode("default")
+        found.append("the sync debug mode was left on")
+    left = device.holdings().more_than(before)  # waits, so what was on its way has arrived
+    found += [fault for fault in device.faults() if fault not in found]
+    device.forget_faults()
+    # The traceback of a test that has failed holds whatever the test held.
+    if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_on_device") is None:
+        found += left
+    if found:
+        pytest.fail("the fake CUDA runtime has found\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def expect_faults(_no_faults: None) -> ExpectFaults:
+    """Checks that the faults so far are exactly those that contain these texts, one each, and forgets them."""
+
+    def expect(*texts: str) -> None:
+        found = device.faults()
+        device.forget_faults()
+        missing = [text for text in texts if not any(text in fault for fault in found)]
+        others = [fault for fault in found if not any(text in fault for text in texts)]
+        assert not missing, f"not found: {missing} in {found}"
+        assert not others, f"found as well: {others}"
+
+    return expect

@@ -1,0 +1,220 @@
+// Devices, and kernels: what is launched on a stream.
+#include "runtime.hpp"
+
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include "launch.hpp"
+
+using namespace fake_cuda;
+
+namespace {
+
+// The names of the kernels that libraries bring along as GPU code, which nothing here can run.
+std::map<const void*, std::string>& kernel_names() {
+  static auto* names = new std::map<const void*, std::string>;
+  return *names;
+}
+
+struct Configuration {
+  dim3 grid, block;
+  size_t shared_bytes;
+  cudaStream_t stream;
+};
+thread_local std::vector<Configuration> configurations;
+
+// torch.cuda._sleep(cycles) is the one GPU kernel that needs no GPU.
+constexpr double CYCLES_PER_S = 2e9;
+
+cudaError_t launch_gpu_code(const void* function, void** arguments, cudaStream_t handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  const std::string name = kernel_names().count(function) ? kernel_names()[function] : "of unknown name";
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "launch of " + name + ": no such stream");
+  if (name.find("spin_kernel") == std::string::npos)
+    return fault(cudaErrorNotSupported, "launch of GPU code, which nothing here can run: " + name);
+  const double seconds = static_cast<double>(*static_cast<int64_t*>(arguments[0])) / CYCLES_PER_S;
+  submit(*stream, [seconds] { wait_seconds(seconds); });
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t fake_cuda_launch(cudaStream_t handle, const char* name, const FakeCudaRange* memory, size_t num_ranges,
+                             void (*run)(void*), void (*dispose)(void*), void* data) {
+  auto job = std::shared_ptr<void>(data, dispose);
+  RETURN_IF_UNUSABLE(current_device());
+  Stream* stream = find_stream(handle);
+  const std::string kernel = name;
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, kernel + ": no such stream");
+  if (stream->device != current_device())
+    return fault(cudaErrorInvalidResourceHandle, kernel + ": the stream belongs to another device than the current one");
+  std::vector<FakeCudaRange> ranges(memory, memory + num_ranges);
+  submit(*stream, [=] {
+    stream->sleep_by_schedule();
+    wait_seconds(settings().kernel_s);
+    auto hold = hold_memory();
+    for (const auto& range : ranges) {
+      const Location location = locate(range_of(range.pointer, range.bytes));
+      const bool own = location.place == Place::device && location.device == stream->device;
+      if (range.bytes == 0 || own || location.place == Place::registered) continue;
+      break_device(stream->device, cudaErrorIllegalAddress,
+                   kernel + " on device " + std::to_string(stream->device) + " came to " + describe(location));
+      return;
+    }
+    if (device_error(stream->device) == cudaSuccess) run(job.get());
+  });
+  return cudaSuccess;
+}
+
+void fake_cuda_kernel_failed(const char* text) { break_device(current_device(), cudaErrorAssert, text); }
+
+void fake_cuda_wait(cudaStream_t handle) {
+  Stream* stream = find_stream(handle);
+  stream->wait(stream->last_position());
+}
+
+EXPORTED cudaError_t cudaGetDeviceCount(int* count) {
+  if (is_forked_child()) return cudaErrorInitializationError;
+  *count = settings().num_devices();
+  return cudaSuccess;
+}
+
+// Numbers of an A100, but for what the settings say.
+EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  if (is_forked_child()) return cudaErrorInitializationError;
+  if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaGetDeviceProperties: no such device");
+  *properties = {};
+  std::snprintf(properties->name, sizeof properties->name, "Fake GPU %d", device);
+  properties->uuid.bytes[15] = static_cast<char>(device + 1);
+  properties->totalGlobalMem = static_cast<size_t>(settings().memory_bytes());
+  properties->major = settings().major();
+  properties->minor = settings().minor();
+  properties->multiProcessorCount = 108;
+  properties->warpSize = 32;
+  properties->maxThreadsPerBlock = 1024;
+  properties->maxThreadsPerMultiProcessor = 2048;
+  properties->maxBlocksPerMultiProcessor = 32;
+  properties->maxThreadsDim[0] = properties->maxThreadsDim[1] = 1024;
+  properties->maxThreadsDim[2] = 64;
+  properties->maxGridSize[0] = 2147483647;
+  properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
+  properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+  properties->sharedMemPerBlock = 48 << 10;
+  properties->sharedMemPerBlockOptin = 163 << 10;
+  properties->sharedMemPerMultiprocessor = 164 << 10;
+  properties->l2CacheSize = 40 << 20;
+  properties->unifiedAddressing = 1;
+  properties->canUseHostPointerForRegisteredMem = 1;
+  properties->asyncEngineCount = 2;
+  properties->pciBusID = device;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = settings().major(); break;
+    case cudaDevAttrComputeCapabilityMinor: *value = settings().minor(); break;
+    case cudaDevAttrMultiProcessorCount: *value = 108; break;
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 163 << 10; break;
+    case cudaDevAttrWarpSize: *value = 32; break;
+    default: *value = 0;
+  }
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
+  std::snprintf(text, static_cast<size_t>(bytes), "0000:%02x:00.0", device);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = settings().peer_access != 0;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+
+EXPORTED cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+// ---- What the compiler of GPU code calls behind the `kernel<<<grid, block>>>(...)` notation.
+
+EXPORTED void** __cudaRegisterFatBinary(void*) {
+  static void* module;
+  return &module;
+}
+
+EXPORTED void __cudaRegisterFatBinaryEnd(void**) {}
+EXPORTED void __cudaUnregisterFatBinary(void**) {}
+EXPORTED char __cudaInitModule(void**) { return 1; }
+EXPORTED void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+
+EXPORTED void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*, void*, int*) {
+  kernel_names()[function] = name;
+}
+
+EXPORTED unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream) {
+  configurations.push_back({grid, block, shared_bytes, stream});
+  return 0;
+}
+
+EXPORTED cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes, cudaStream_t* stream) {
+  const Configuration last = configurations.back();
+  configurations.pop_back();
+  *grid = last.grid;
+  *block = last.block;
+  *shared_bytes = last.shared_bytes;
+  *stream = last.stream;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t __cudaGetKernel(const void** kernel, const void* function) {
+  *kernel = function;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launch_gpu_code(kernel, arguments, stream);
+}
+
+EXPORTED cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launch_gpu_code(function, arguments, stream);
+}
+
+EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function, void** arguments) {
+  return launch_gpu_code(function, arguments, configuration->stream);
+}
+
+EXPORTED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->numRegs = 32;
+  attributes->binaryVersion = attributes->ptxVersion = static_cast<int>(settings().capability);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}

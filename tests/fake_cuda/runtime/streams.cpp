@@ -1,0 +1,370 @@
+// Streams and events: CUDA's rules of order.
+#include "runtime.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <set>
+#include <thread>
+
+namespace fake_cuda {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Guards the sets below. What they hold is never deleted: a thread may still be about to look at it.
+std::mutex handles_mutex;
+uint64_t num_created = MAX_DEVICES;
+
+std::set<Stream*>& live_streams() {
+  static auto* all = new std::set<Stream*>;
+  return *all;
+}
+
+// A place in a stream's queue, and when the stream got there.
+struct Record {
+  Stream* stream;
+  uint64_t position = 0;
+  std::atomic<Clock::rep> time{0};
+};
+
+struct Event {
+  int device;
+  bool has_time;
+  std::shared_ptr<Record> record;  // of the last cudaEventRecord; none: nothing to wait for
+};
+
+std::set<Event*>& live_events() {
+  static auto* all = new std::set<Event*>;
+  return *all;
+}
+
+std::mutex submit_mutex;
+thread_local int device_of_thread = 0;
+
+Stream& default_stream(int device) {
+  static auto* all = new std::map<int, Stream*>;
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  Stream*& stream = (*all)[device];
+  if (!stream) stream = new Stream(device, device, cudaStreamDefault, 0);
+  live_streams().insert(stream);
+  return *stream;
+}
+
+bool is_default(const Stream& stream) { return stream.number < MAX_DEVICES; }
+
+std::vector<Stream*> streams_of(int device) {
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::vector<Stream*> found;
+  for (Stream* stream : live_streams())
+    if (stream->device == device) found.push_back(stream);
+  return found;
+}
+
+// A pseudo-random share of the longest delay that depends on nothing but the seed, the stream and the job's position.
+double scheduled_delay_s(uint64_t stream, uint64_t position) {
+  if (settings().seed < 0) return 0;
+  uint64_t x = static_cast<uint64_t>(settings().seed) * 0x9E3779B97F4A7C15u + stream * 0xBF58476D1CE4E5B9u + position;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  x ^= x >> 31;
+  double share = static_cast<double>(x >> 11) / (1ull << 53);
+  return share < 0.5 ? 0 : (share - 0.5) * 2 * settings().max_delay_s;  // half of all jobs run at once
+}
+
+void drain_at_exit() {
+  if (is_forked_child()) return;
+  for (int device = 0; device < settings().num_devices(); device++) wait_for_device(device);
+}
+
+Event* find_event(cudaEvent_t handle) {
+  auto* event = reinterpret_cast<Event*>(handle);
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  return live_events().count(event) ? event : nullptr;
+}
+
+std::shared_ptr<Record> record_of(const Event& event) {
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  return event.record;
+}
+
+}  // namespace
+
+Stream::Stream(int device, uint64_t number, unsigned flags, int priority)
+    : device(device), number(number), blocking(!(flags & cudaStreamNonBlocking)), priority(priority) {}
+
+uint64_t Stream::push(Job job) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_) {
+    started_ = true;
+    std::thread([this] { run(); }).detach();
+  }
+  jobs_.push_back(std::move(job));
+  changed_.notify_all();
+  return ++submitted_;
+}
+
+void Stream::run() {
+  device_of_thread = device;
+  for (;;) {
+    Job job;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return !jobs_.empty(); });
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    job();
+    job = nullptr;  // what it holds is gone before anyone can know that it has run
+    std::lock_guard<std::mutex> lock(mutex_);
+    finished_++;
+    changed_.notify_all();
+  }
+}
+
+void Stream::wait(uint64_t position) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return finished_ >= position; });
+}
+
+bool Stream::reached(uint64_t position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return finished_ >= position;
+}
+
+uint64_t Stream::last_position() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return submitted_;
+}
+
+void Stream::sleep_by_schedule() { wait_seconds(scheduled_delay_s(number, finished_)); }
+
+Stream* default_stream_of(int device) { return &default_stream(device); }
+
+int current_device() { return device_of_thread; }
+
+Stream* find_stream(cudaStream_t handle) {
+  if (reinterpret_cast<uintptr_t>(handle) <= 2) return &default_stream(current_device());
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  return live_streams().count(stream) ? stream : nullptr;
+}
+
+// The legacy default stream and the blocking streams of its device take turns: what is submitted to one side waits for
+// all that was submitted to the other before. torch's own streams are non-blocking and take no part.
+uint64_t submit(Stream& stream, Job job) {
+  static const int drain = std::atexit(drain_at_exit);
+  (void)drain;
+  std::lock_guard<std::mutex> lock(submit_mutex);
+  if (is_default(stream)) {
+    for (Stream* other : streams_of(stream.device)) {
+      if (!other->blocking || other == &stream) continue;
+      uint64_t position = other->last_position();
+      if (!other->reached(position)) stream.push([other, position] { other->wait(position); });
+    }
+  } else if (stream.blocking) {
+    Stream* legacy = &default_stream(stream.device);
+    uint64_t position = legacy->last_position();
+    if (!legacy->reached(position)) stream.push([legacy, position] { legacy->wait(position); });
+  }
+  return stream.push(std::move(job));
+}
+
+void wait_for_device(int device) {
+  for (Stream* stream : streams_of(device)) stream->wait(stream->last_position());
+}
+
+void wait_seconds(double seconds) {
+  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace fake_cuda
+
+using namespace fake_cuda;
+
+EXPORTED cudaError_t cudaGetDevice(int* device) {
+  *device = current_device();
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaSetDevice(int device) {
+  if (is_forked_child()) return cudaErrorInitializationError;
+  if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaSetDevice: no such device");
+  device_of_thread = device;
+  default_stream(device);
+  return cudaSuccess;
+}
+
+// A device has a context once it was chosen or used.
+EXPORTED int fake_cuda_context_exists(int device) { return !streams_of(device).empty(); }
+
+EXPORTED cudaError_t cudaDeviceSynchronize() {
+  RETURN_IF_UNUSABLE(current_device());
+  host_waits("cudaDeviceSynchronize");
+  wait_for_device(current_device());
+  return result(device_error(current_device()));
+}
+
+EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  RETURN_IF_UNUSABLE(current_device());
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  auto* stream = new Stream(current_device(), num_created++, flags, priority);
+  live_streams().insert(stream);
+  *handle = reinterpret_cast<cudaStream_t>(stream);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+
+// What is queued is still done.
+EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  if (is_forked_child()) return cudaErrorInitializationError;
+  Stream* stream = find_stream(handle);
+  if (!stream || is_default(*stream)) return fault(cudaErrorInvalidResourceHandle, "cudaStreamDestroy: no such stream");
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  live_streams().erase(stream);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamGetPriority: no such stream");
+  *priority = stream->priority;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamQuery: no such stream");
+  return result(stream->reached(stream->last_position()) ? cudaSuccess : cudaErrorNotReady);
+}
+
+EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamSynchronize: no such stream");
+  host_waits("cudaStreamSynchronize");
+  stream->wait(stream->last_position());
+  return result(device_error(stream->device));
+}
+
+EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
+  RETURN_IF_UNUSABLE(current_device());
+  if (planned_failure("event")) return result(cudaErrorUnknown);
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  auto* event = new Event{current_device(), !(flags & cudaEventDisableTiming), nullptr};
+  live_events().insert(event);
+  *handle = reinterpret_cast<cudaEvent_t>(event);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
+
+// Whoever waits for the event goes on waiting: the record outlives it.
+EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  if (is_forked_child()) return cudaErrorInitializationError;
+  Event* event = find_event(handle);
+  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventDestroy: no such event");
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  live_events().erase(event);
+  delete event;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle, unsigned) {
+  RETURN_IF_UNUSABLE(current_device());
+  Event* event = find_event(handle);
+  Stream* stream = find_stream(stream_handle);
+  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: no such event");
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: no such stream");
+  if (event->device != stream->device)
+    return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event belongs to another device than the stream");
+  auto record = std::make_shared<Record>();
+  record->stream = stream;
+  // Found by nobody before its position is known.
+  record->position = submit(*stream, [record] { record->time = Clock::now().time_since_epoch().count(); });
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  event->record = record;
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, 0);
+}
+
+// The stream, not the host, waits; and for the record that the event has now, whatever is recorded later.
+EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned) {
+  RETURN_IF_UNUSABLE(current_device());
+  Event* event = find_event(handle);
+  Stream* stream = find_stream(stream_handle);
+  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaStreamWaitEvent: no such event");
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamWaitEvent: no such stream");
+  if (auto record = record_of(*event)) submit(*stream, [record] { record->stream->wait(record->position); });
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  Event* event = find_event(handle);
+  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventQuery: no such event");
+  auto record = record_of(*event);
+  return result(!record || record->stream->reached(record->position) ? cudaSuccess : cudaErrorNotReady);
+}
+
+EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  Event* event = find_event(handle);
+  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventSynchronize: no such event");
+  host_waits("cudaEventSynchronize");
+  if (auto record = record_of(*event)) record->stream->wait(record->position);
+  return result(device_error(event->device));
+}
+
+EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first_handle, cudaEvent_t last_handle) {
+  RETURN_IF_UNUSABLE(current_device());
+  Event *first = find_event(first_handle), *last = find_event(last_handle);
+  if (!first || !last) return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: no such event");
+  if (!first->has_time || !last->has_time)
+    return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event was made without timing");
+  if (first->device != last->device)
+    return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: events of two devices");
+  auto from = record_of(*first), to = record_of(*last);
+  if (!from || !to) return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event was never recorded");
+  if (!from->stream->reached(from->position) || !to->stream->reached(to->position)) return result(cudaErrorNotReady);
+  *ms = std::chrono::duration<float, std::milli>(Clock::duration(to->time - from->time)).count();
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
+  RETURN_IF_UNUSABLE(current_device());
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaLaunchHostFunc: no such stream");
+  submit(*stream, [=] { function(data); });
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
+  RETURN_IF_UNUSABLE(current_device());
+  Stream* stream = find_stream(handle);
+  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamAddCallback: no such stream");
+  submit(*stream, [=] { function(handle, device_error(stream->device), data); });
+  return cudaSuccess;
+}
+
+EXPORTED int64_t fake_cuda_num_timed_events() {
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  return std::count_if(live_events().begin(), live_events().end(), [](Event* e) { return e->has_time; });
+}
+
+// Without the default streams, which nobody makes.
+EXPORTED int64_t fake_cuda_num_streams() {
+  std::lock_guard<std::mutex> lock(handles_mutex);
+  return std::count_if(live_streams().begin(), live_streams().end(), [](Stream* s) { return !is_default(*s); });
+}

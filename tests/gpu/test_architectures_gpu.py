@@ -1,0 +1,94 @@
+"""Gradients are bitwise the plain run's on every architecture, on a device with streams."""
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, Workload
+from fake_cuda.device import is_loaded
+from own_architectures import OWN_ARCHITECTURES
+from random_plans import RandomPlanner
+from torch import Tensor
+
+from hf_memopt import ActivationOffloader
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+]
+
+ALL = ARCHITECTURES | OWN_ARCHITECTURES
+
+# What these need of a GPU, and no CPU can do in its place.
+NOT_ON_A_FAKE_GPU = {
+    **dict.fromkeys(["gru", "lstm", "lstm_with_projections", "packed_gru"], "cuDNN's recurrent layers"),
+    **dict.fromkeys(["cells", "message_passing"], "fused recurrent cells"),
+    **dict.fromkeys(["graph_convolutions_coo", "graph_convolutions_csr"], "cuSPARSE"),
+    **dict.fromkeys(["mixtral", "qwen3_moe"], "grouped matrix products in float32"),
+}
+# These draw numbers by a generator of the CPU.
+ON_A_CPU_ALONE = ["hubert", "unet2d", "unet2d_condition", "autoencoder_kl", "dit", "fno"]
+ALL = {name: ALL[name] for name in ALL if name not in ON_A_CPU_ALONE}
+
+Gradients = list[Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(name: str) -> Iterator[None]:
+    """Weights and batches are made there."""
+    if is_loaded() and name in NOT_ON_A_FAKE_GPU:
+        pytest.skip(f"the fake GPU has no {NOT_ON_A_FAKE_GPU[name]}")
+    with torch.device("cuda"):
+        yield
+
+
+def gradients(workload: Workload, offloader: ActivationOffloader | None = None, autocast: bool = False) -> Gradients:
+    torch.manual_seed(7)  # dropout, layer drop and posterior samples are those of the plain run
+    context = nullcontext() if offloader is None else offloader.offload_context(workload.module)
+    with context, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = workload.loss()
+    loss.backward()
+    found = [parameter.grad for parameter in workload.module.parameters()]
+    workload.module.zero_grad()
+    return found
+
+
+def equal(first: Gradients, second: Gradients) -> bool:
+    """None, for a layer that was dropped or an input that does not occur, equals None alone."""
+    pairs = zip(first, second, strict=True)
+    return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
+    workload = ALL[name].build()
+    want = gradients(workload, autocast=autocast)
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0)
+    for _ in range(2):
+        assert equal(gradients(workload, offloader, autocast), want)
+    assert offloader.stats.bytes_moved > 0
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].can_checkpoint])
+def test_inputs_of_checkpoints_travel(name: str) -> None:
+    workload = ALL[name].build()
+    workload.checkpoint()
+    want = gradients(workload)
+    offloader = ActivationOffloader(mode="inputs", offload_threshold_mb=0)
+    for _ in range(2):
+        assert equal(gradients(workload, offloader), want)
+    assert offloader.stats.bytes_moved > 0
+
+
+@pytest.mark.parametrize(("index", "name"), list(enumerate(ALL)))
+def test_any_plan_is_followed(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_memopt.activations.auto.make_plan", RandomPlanner(random.Random(index)))
+    workload = ALL[name].build()
+    want = gradients(workload)
+    offloader = ActivationOffloader(mode="auto", offload_threshold_mb=0)
+    for _ in range(4):  # the first two are recorded, and a plan is made after each
+        assert equal(gradients(workload, offloader), want)

@@ -1,0 +1,36 @@
+"""What a GPU would be needed for, on the fake CUDA runtime: each file in a process of its own."""
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_cuda.build import CannotBuildError, built
+from fake_cuda.launch import run_pytest
+
+TESTS = Path(__file__).parent
+FILES = sorted(
+    path.relative_to(TESTS) for folder in ["fake_cuda", "gpu"] for path in (TESTS / folder).glob("test_*.py")
+)
+# Delays of copies and kernels, the same in each run. HF_MEMOPT_SEED chooses others.
+SCHEDULE = os.environ.get("HF_MEMOPT_SEED", "1")
+LONGEST_DELAY_S = 0.0003
+REQUIRED = bool(os.environ.get("CI") or os.environ.get("HF_MEMOPT_REQUIRE_FAKE_GPU"))
+
+
+@pytest.fixture(scope="module")
+def fake_gpu() -> None:
+    try:
+        built()
+    except CannotBuildError as error:
+        if REQUIRED:
+            pytest.fail(f"continuous integration needs the fake GPU: {error}", pytrace=False)
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_files_pass_on_the_fake_gpu(file: Path) -> None:
+    schedule = [] if file.parts[0] == "fake_cuda" else ["--schedule-seed", SCHEDULE]
+    run = run_pytest([str(TESTS / file), "-m", "not slow", "-q", *schedule], max_delay_s=LONGEST_DELAY_S)
+    if run.returncode:
+        pytest.fail(f"{file} on the fake GPU:\n{run.stdout}", pytrace=False)
