@@ -183,3 +183,18 @@ def test_torch_chooses_attention_by_the_compute_capability(capability: str, kern
     )
     choice = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}[kernel]
     assert found.stdout.strip() == f"({capability[0]}, {capability[1]}) {choice}", found.stderr
+
+
+def test_grouped_attention_with_dropout_is_that_of_repeated_keys() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 8, 16, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+
+    def run(repeats: int) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in (query, key, value)]
+        keys, values = (each.repeat_interleave(repeats, 1) for each in leaves[1:])
+        torch.manual_seed(1)
+        output = F.scaled_dot_product_attention(leaves[0], keys, values, dropout_p=0.5, enable_gqa=repeats == 1)
+        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    for grouped, repeated in zip(run(1), run(2), strict=True):
+        torch.testing.assert_close(grouped, repeated)  # sums over a group may be rounded in between

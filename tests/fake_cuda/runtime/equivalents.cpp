@@ -38,12 +38,15 @@ struct Attention {
   std::optional<Tensor> bias;
   bool is_causal;
   double dropout, scale;
+  int64_t heads_per_key;
 
   Attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> bias, bool is_causal, double dropout,
             std::optional<double> scale)
       : query(q), key(k), value(v), bias(bias), is_causal(is_causal), dropout(dropout),
-        scale(scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))) {
-    TORCH_CHECK_NOT_IMPLEMENTED(dropout == 0 || q.size(1) == k.size(1), "The fake GPU has no grouped attention with dropout");
+        scale(scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))))), heads_per_key(q.size(1) / k.size(1)) {
+    if (dropout == 0) return;  // the CPU's kernel takes groups of heads as they are
+    key = at::repeat_interleave(key, heads_per_key, 1);
+    value = at::repeat_interleave(value, heads_per_key, 1);
   }
 
   Tensor probabilities() const {
@@ -63,12 +66,17 @@ struct Attention {
 
   Tensor forward(uint64_t seed) const { return at::matmul(probabilities() * kept(seed), value); }
 
+  // The gradient of a key head is the sum over the query heads that share it.
+  Tensor over_group(const Tensor& grad) const {
+    return heads_per_key == 1 ? grad : grad.unflatten(1, {-1, heads_per_key}).sum(2);
+  }
+
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, uint64_t seed) const {
     const Tensor p = probabilities(), mask = kept(seed);
     const Tensor grad_p = at::matmul(grad, value.transpose(-2, -1)) * mask;
     const Tensor grad_scores = p * (grad_p - (grad_p * p).sum(-1, /*keepdim=*/true)) * scale;
-    return {at::matmul(grad_scores, key), at::matmul(grad_scores.transpose(-2, -1), query),
-            at::matmul((p * mask).transpose(-2, -1), grad)};
+    return {at::matmul(grad_scores, key), over_group(at::matmul(grad_scores.transpose(-2, -1), query)),
+            over_group(at::matmul((p * mask).transpose(-2, -1), grad))};
   }
 };
 
