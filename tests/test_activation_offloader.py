@@ -1,10 +1,12 @@
 """ActivationOffloader: bitwise gradients whatever is saved and whenever copies happen, and nothing left behind."""
 
+import _thread
 import copy
 import gc
 import logging
 import pickle
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from adversarial_copier import AdversarialCopier, InjectedError
 from gradients import equal, take_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG_S
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -453,3 +456,16 @@ def test_everything_is_kept_while_a_cuda_graph_is_captured(
     assert [record.message for record in caplog.records] == [
         "activation offloading: everything stays on the device while a CUDA graph is captured"
     ]
+
+
+def test_threads_without_python_frames_save_tensors() -> None:
+    """As autograd's thread of an accelerator does in a backward pass that is to be differentiated."""
+    tensor, packed = torch.randn(4), []
+    with ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier()).offload_context():
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    _thread.start_new_thread(packed.extend, (map(pack, [tensor]),))
+    deadline = time.monotonic() + HANG_S
+    while not packed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (payload,) = packed
+    assert torch.equal(unpack(payload), tensor)

@@ -85,8 +85,9 @@ class OffloadContext:
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
             return Kept(tensor)
-        # What backward itself saves (recomputation, double backward) is used at once.
-        caller = sys._getframe(1)
+        # What backward itself saves (recomputation, double backward) is used at once. On an accelerator autograd's own
+        # threads save it, in which nobody calls this hook as far as Python knows.
+        caller = sys._getframe().f_back
         if in_backward() or called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
             return self._keep(tensor)
         forward = self._pass_on(tensor.device)

@@ -1,0 +1,111 @@
+"""Recipes through their own entry points on a GPU: the same weights, to the bit, whatever is offloaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerators
+import pytest
+import test_recipe_causal_lm
+import test_recipe_fluxflow
+import test_recipe_lgt
+import test_recipe_neural_operator
+import torch
+from hf_memopt.recipes import (
+    fluxflow_report,
+    lgt_images,
+    neural_operator_report,
+    train_causal_lm,
+    train_fluxflow,
+    train_lgt,
+    train_neural_operator,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("quick_plans"),
+]
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe at toy size.
+
+    Attributes:
+        main: its entry point.
+        flags: what is trained, and for how long.
+        output: the flag that names the folder.
+        offload: the prefix of the flags about offloading.
+        weights: what the recipe leaves in the folder.
+    """
+
+    main: Callable[[list[str]], Any]
+    flags: tuple[str, ...]
+    output: str
+    weights: Callable[[Path], Weights]
+    offload: str = "--"
+
+    def run(self, folder: Path, *flags: str) -> Weights:
+        accelerators.forget_accelerator()
+        self.main([*self.flags, f"{self.output}={folder}", *flags])
+        return self.weights(folder)
+
+
+def neural_operator_weights(folder: Path) -> Weights:
+    state = torch.load(folder / "model_state_dict.pt", weights_only=False)
+    return {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+RECIPES = {
+    "language model": Recipe(
+        train_causal_lm.main,
+        (*test_recipe_causal_lm.TINY, "--max_steps=4", "--eval_every=4"),
+        "--output_dir",
+        lambda folder: load_file(folder / "model.safetensors"),
+    ),
+    "neural operator": Recipe(
+        train_neural_operator.main,
+        (*test_recipe_neural_operator.TINY, "--epochs=2"),
+        "--output_dir",
+        neural_operator_weights,
+    ),
+    "LGT": Recipe(
+        train_lgt.main,
+        tuple(flag for flag in test_recipe_lgt.FLAGS if "cpu_copies" not in flag),
+        "--checkpoint.save_dir",
+        lambda folder: load_file(folder / "model.safetensors"),
+        offload="--offload.",
+    ),
+    "FluxFlow": Recipe(
+        train_fluxflow.main,
+        (*test_recipe_fluxflow.TINY, "--max_steps=4", "--offload_threshold_mb=0.001"),
+        "--output_dir",
+        lambda folder: test_recipe_fluxflow.weights(folder),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def only_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without figures, and with data of this test's own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
+    monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
+    monkeypatch.setattr(lgt_images, "draw_panels", lambda *arguments: None)
+    monkeypatch.setattr(lgt_images, "draw_curves", lambda *arguments: None)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_offloading_changes_no_bit_of_the_weights(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name]
+    plain = recipe.run(tmp_path / "off", f"{recipe.offload}offload=off")
+    for mode in ("all", "auto"):
+        offloaded = recipe.run(tmp_path / mode, f"{recipe.offload}offload={mode}")
+        assert plain.keys() == offloaded.keys()
+        assert all(torch.equal(plain[weight], offloaded[weight]) for weight in plain)
