@@ -4,7 +4,6 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 
 import pytest
@@ -13,8 +12,8 @@ from adversarial_copier import AdversarialCopier
 from architectures import ARCHITECTURES, Workload
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
-from torch import Tensor
 from weights_at_home import forbid_weights
+from workload_gradients import equal, gradients, loss_of
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
@@ -33,8 +32,6 @@ COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: 
 # The search for a plan takes longer than everything else, so that the others are slow tests.
 PLANNED = ["gpt_neox", "opt", "bert", "mixtral", "resnet", "convnext", "hubert"]
 BUDGET_SHARES = {"gpt2": 0.95}  # its logits alone are most of what it saves
-
-Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -73,26 +70,6 @@ def build(name: str, checkpointing: bool = False) -> Workload:
     if checkpointing:
         workload.checkpoint()
     return workload
-
-
-def loss_of(workload: Workload, autocast: bool = False, offloader: ActivationOffloader | None = None) -> Tensor:
-    torch.manual_seed(7)  # dropout, layer drop and posterior samples are those of the plain run
-    context = nullcontext() if offloader is None else offloader.offload_context(workload.module)
-    with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return workload.loss()
-
-
-def gradients(workload: Workload, autocast: bool = False, offloader: ActivationOffloader | None = None) -> Gradients:
-    loss_of(workload, autocast, offloader).backward()
-    found = [parameter.grad for parameter in workload.module.parameters()]
-    workload.module.zero_grad()
-    return found
-
-
-def equal(first: Gradients, second: Gradients) -> bool:
-    """None, for a layer that was dropped or an input that does not occur, equals None alone."""
-    pairs = zip(first, second, strict=True)
-    return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def make_offloader(workload: Workload, settings: Settings) -> ActivationOffloader:

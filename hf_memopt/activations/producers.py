@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from hf_memopt.activations.calling import calling_module
@@ -94,7 +93,7 @@ class Recipe:
         self.module: weakref.ref[nn.Module] | None = None
         self.output: int | None = None
         self.version = self.num_writes = 0
-        self.storage: StorageWeakRef | None = None
+        self.storage: StoragePin | None = None
 
 
 class Producers(TorchDispatchMode):
@@ -195,7 +194,7 @@ class Producers(TorchDispatchMode):
             recipe.output = None if outputs is not result else position
             recipe.version = output._version
             recipe.num_writes = self.num_writes(output.untyped_storage()._cdata)
-            recipe.storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
+            recipe.storage = StoragePin(output.untyped_storage())
             self._recipes[output.untyped_storage()._cdata] = recipe
 
 

@@ -4,6 +4,7 @@ The third way, computing it again, is in `recompute.py`.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +30,7 @@ class View(Protocol):
     read_in: int
 
 
-class LiveStorage:
+class LiveStorage(ABC):
     """One device storage that a forward pass saved.
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
@@ -113,13 +114,13 @@ class LiveStorage:
         if self._num_left <= 0 or backward == 0:
             self._give_up()
 
+    @abstractmethod
     def _bring(self, backward: int) -> Tensor:
         """The bytes on the device, wherever they are now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _give_up(self) -> None:
         """Nobody asks for them any more, for now. The caller may still be at work on them."""
-        raise NotImplementedError
 
 
 class KeptStorage(LiveStorage):

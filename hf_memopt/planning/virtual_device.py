@@ -215,7 +215,6 @@ def _fakes_are_plain() -> Iterator[None]:
         # Precision and conjugation inside of kernels make no difference to sizes, and the keys are other ones.
         patch.object(producers, "call_as_plain", _call),
         patch.object(kept_outputs, "call_as_plain", _call),
-        patch.object(kept_outputs, "no_dispatch", contextlib.nullcontext),
     ):
         PLAIN_TYPES.add(FakeTensor)
         device_room.UNLIMITED.add(DEVICE_TYPE)

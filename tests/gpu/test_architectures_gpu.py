@@ -2,15 +2,14 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Workload
+from architectures import ARCHITECTURES
 from fake_cuda.device import is_loaded
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
-from torch import Tensor
+from workload_gradients import equal, gradients
 
 from hf_memopt import ActivationOffloader
 
@@ -33,8 +32,6 @@ NOT_ON_A_FAKE_GPU = {
 ON_A_CPU_ALONE = ["hubert", "unet2d", "unet2d_condition", "autoencoder_kl", "dit", "fno"]
 ALL = {name: ALL[name] for name in ALL if name not in ON_A_CPU_ALONE}
 
-Gradients = list[Tensor | None]
-
 
 @pytest.fixture(autouse=True)
 def on_gpu(name: str) -> Iterator[None]:
@@ -45,23 +42,6 @@ def on_gpu(name: str) -> Iterator[None]:
         yield
 
 
-def gradients(workload: Workload, offloader: ActivationOffloader | None = None, autocast: bool = False) -> Gradients:
-    torch.manual_seed(7)  # dropout, layer drop and posterior samples are those of the plain run
-    context = nullcontext() if offloader is None else offloader.offload_context(workload.module)
-    with context, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        loss = workload.loss()
-    loss.backward()
-    found = [parameter.grad for parameter in workload.module.parameters()]
-    workload.module.zero_grad()
-    return found
-
-
-def equal(first: Gradients, second: Gradients) -> bool:
-    """None, for a layer that was dropped or an input that does not occur, equals None alone."""
-    pairs = zip(first, second, strict=True)
-    return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
@@ -69,7 +49,7 @@ def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
     want = gradients(workload, autocast=autocast)
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0)
     for _ in range(2):
-        assert equal(gradients(workload, offloader, autocast), want)
+        assert equal(gradients(workload, autocast, offloader), want)
     assert offloader.stats.bytes_moved > 0
 
 
@@ -80,7 +60,7 @@ def test_inputs_of_checkpoints_travel(name: str) -> None:
     want = gradients(workload)
     offloader = ActivationOffloader(mode="inputs", offload_threshold_mb=0)
     for _ in range(2):
-        assert equal(gradients(workload, offloader), want)
+        assert equal(gradients(workload, offloader=offloader), want)
     assert offloader.stats.bytes_moved > 0
 
 
@@ -91,4 +71,4 @@ def test_any_plan_is_followed(index: int, name: str, monkeypatch: pytest.MonkeyP
     want = gradients(workload)
     offloader = ActivationOffloader(mode="auto", offload_threshold_mb=0)
     for _ in range(4):  # the first two are recorded, and a plan is made after each
-        assert equal(gradients(workload, offloader), want)
+        assert equal(gradients(workload, offloader=offloader), want)

@@ -178,8 +178,3 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[first.element_size()]
     equal_bits = first.view(bits) == second.view(bits)
     return bool((equal_bits | (first.isnan() & second.isnan())).all())
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    # A copy, because the values of a sparse tensor cannot be viewed as real.
-    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
