@@ -13,19 +13,17 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
-from hf_memopt.activations.payload import Kept, KeptView, Restored
+from hf_memopt.activations.payload import KeptView, Payload, Restored, restore
 from hf_memopt.activations.producers import Producers
 from hf_memopt.activations.recompute import Computation, RecomputedStorage, Resolver, Source
-from hf_memopt.activations.residency import in_backward
+from hf_memopt.activations.residency import NO_BACKWARD, current_backward, in_backward
 from hf_memopt.activations.schedule import ForwardPass
-from hf_memopt.activations.storages import KeptStorage, LiveStorage
-from hf_memopt.activations.tensors import VersionGuard, is_plain
+from hf_memopt.activations.storages import LiveStorage
+from hf_memopt.activations.tensors import is_plain
 from hf_memopt.activations.timeline import Action
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
 logger = logging.getLogger(__name__)
-
-Payload = Kept | Restored
 
 
 @dataclass
@@ -76,21 +74,25 @@ class OffloadContext:
         if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
         if tensor.layout is not torch.strided or tensor.is_nested:  # memory of another kind, which is not counted
-            return Kept(tensor)
+            return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         if num_bytes < self._threshold_bytes:
-            return self._keep(tensor)
+            self._counters.bytes_kept += tensor.nbytes
+            return tensor.detach(), tensor._version
         key = storage._cdata
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
-            return Kept(tensor)
+            return tensor.detach(), tensor._version
         # What backward itself saves (recomputation, double backward) is used at once. On an accelerator autograd's own
         # threads save it, in which nobody calls this hook as far as Python knows.
-        caller = sys._getframe().f_back
-        if in_backward() or called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
+        if current_backward() != NO_BACKWARD:
             return self._keep(tensor)
-        forward = self._pass_on(tensor.device)
+        if self._inputs_only or not tensor.requires_grad:
+            caller = sys._getframe().f_back
+            if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
+                return self._keep(tensor)
+        forward = self._passes.get(tensor.device) or self._begin(tensor.device)
         if forward is None:
             return self._keep(tensor)
         if forward.recorder is None and self._producers is None:
@@ -103,16 +105,16 @@ class OffloadContext:
         """The saved tensor, on its device and ready for the compute stream."""
         if self._producers is not None and in_backward():
             self._producers.leave_node()
-        return payload.restore()
+        return restore(payload)
 
     def _save(self, tensor: Tensor, key: int, num_bytes: int, forward: ForwardPass) -> Payload:
         live = forward.engine.find(tensor, key)
         if live is None or live.saved_by is not forward:
             live = self._place(tensor, key, num_bytes, live, forward)
             live.saved_by = forward
-        elif not isinstance(live, KeptStorage):
+        elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
-        if not isinstance(live, KeptStorage):
+        if not live.is_kept:
             return Restored(live, tensor)
         if live.is_weight:
             self._counters.bytes_weights += tensor.nbytes
@@ -129,7 +131,7 @@ class OffloadContext:
         computation = None
         if self._producers is not None and (forward.recorder is not None or action is Action.RECOMPUTE):
             computation = self._resolve(tensor, forward)
-        stays = tensor.grad_fn is None and may_be_cast_of_frozen_weight(tensor)
+        stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
         stays = stays or (computation is not None and computation.reads_weights_alone())
         if forward.recorder is not None:
             forward.recorder.saved(tensor.untyped_storage(), index, stays)
@@ -146,27 +148,24 @@ class OffloadContext:
     def _put(
         self, action: Action, tensor: Tensor, forward: ForwardPass, index: int, computation: Computation | None
     ) -> LiveStorage:
-        guard = VersionGuard(tensor)
         if action is Action.RECOMPUTE and computation is not None:
-            return self._recompute(tensor, guard, forward, index, computation)
+            return self._recompute(tensor, forward, index, computation)
         if action is Action.KEEP:
-            return forward.engine.keep(tensor, guard, forward, index)
+            return forward.engine.keep(tensor, forward, index)
         # Also what was to be computed again, but has come about otherwise than when it was recorded.
-        return forward.engine.offload(tensor, guard, forward, index)
+        return forward.engine.offload(tensor, forward, index)
 
     def _resolve(self, tensor: Tensor, forward: ForwardPass) -> Computation | None:
         assert self._producers is not None
         return Resolver(self._producers, forward.engine.get).resolve(self._producers.operand(tensor))
 
-    def _recompute(
-        self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int, computation: Computation
-    ) -> LiveStorage:
+    def _recompute(self, tensor: Tensor, forward: ForwardPass, index: int, computation: Computation) -> LiveStorage:
         places: dict[int, int] = {}
         for source in computation.sources():
             place = places.setdefault(source.key, len(places))
             if source.live is None:
                 self._save_source(source, forward, forward.source(index, place))
-        live = RecomputedStorage(tensor, guard, forward, index, computation)
+        live = RecomputedStorage(tensor, forward, index, computation)
         forward.engine.register(live)
         forward.watch(live)
         self._counters.bytes_recomputed += live.num_bytes
@@ -179,26 +178,26 @@ class OffloadContext:
         if source.live is None:
             stays = forward.action(index, source.num_bytes) is Action.KEEP
             put = forward.engine.keep if stays else forward.engine.offload
-            source.live = put(source.tensor, source.guard, forward, index)
+            source.live = put(source.tensor, forward, index)
             assert self._producers is not None
             source.live.num_writes = self._producers.num_writes(source.key)
         source.tensor = None
 
-    def _pass_on(self, device: torch.device) -> ForwardPass | None:
+    def _begin(self, device: torch.device) -> ForwardPass | None:
         if device not in self._passes:
             self._passes[device] = self._begin_pass(device)
         return self._passes[device]
 
-    def _keep(self, tensor: Tensor) -> Kept:
+    def _keep(self, tensor: Tensor) -> Payload:
         self._counters.bytes_kept += tensor.nbytes
-        return Kept(tensor)
+        return tensor.detach(), tensor._version
 
-    def _keep_subclass(self, tensor: Tensor) -> Kept:
+    def _keep_subclass(self, tensor: Tensor) -> Payload:
         name = type(tensor).__name__
         if not isinstance(tensor, nn.Parameter) and name not in self._counters.subclasses:
             self._counters.subclasses.add(name)
             logger.info("activation offloading: saved tensors of type %s stay on the device", name)
-        return Kept(tensor)
+        return tensor.detach(), tensor._version
 
 
 def storages_of(model: nn.Module | None) -> frozenset[int]:

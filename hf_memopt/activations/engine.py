@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hf_memopt.activations.residency import Residency
 from hf_memopt.activations.schedule import ForwardPass, ReloadOrders
-from hf_memopt.activations.storages import KeptStorage, LiveStorage, OffloadedStorage
-from hf_memopt.activations.tensors import VersionGuard
+from hf_memopt.activations.storages import KeptStorage, LiveStorage, OffloadedStorage, TracedStorage
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.host_arena import HostArena
@@ -48,7 +47,7 @@ class Engine:
         if entry is None:
             return None
         found = entry()
-        return found if found is not None and found.guard.covers(tensor) else None
+        return found if found is not None and found.covers(tensor) else None
 
     def register(self, storage: LiveStorage) -> None:
         """Have `find` find it."""
@@ -60,20 +59,21 @@ class Engine:
         if entry is not None and entry() is None:
             del self._storages[key]
 
-    def keep(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> KeptStorage:
+    def keep(self, tensor: Tensor, forward: ForwardPass, index: int) -> KeptStorage:
         """Leave a storage where it is."""
-        storage = KeptStorage(tensor, guard, forward, index)
+        storage = KeptStorage(tensor, forward, index)
         self.register(storage)
         return storage
 
-    def offload(self, tensor: Tensor, guard: VersionGuard, forward: ForwardPass, index: int) -> LiveStorage:
+    def offload(self, tensor: Tensor, forward: ForwardPass, index: int) -> LiveStorage:
         """Start copying a storage to the host, or keep it where the host has no room."""
         block = self.arena.acquire(tensor.untyped_storage().nbytes())
         if block is None:
-            return self.keep(tensor, guard, forward, index)
-        storage = OffloadedStorage(tensor, guard, forward, index, block)
+            return self.keep(tensor, forward, index)
+        kind = TracedStorage if forward.is_traced else OffloadedStorage
+        storage = kind(tensor, forward, index, block)
         self.bytes_moved += storage.num_bytes
-        self.register(storage)
+        self._storages[storage.key] = weakref.ref(storage)
         forward.add(storage)
         return storage
 

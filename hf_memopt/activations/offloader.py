@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.auto import AutoMode, Limits
-from hf_memopt.activations.context import Counters, OffloadContext, Payload, storages_of
+from hf_memopt.activations.context import Counters, OffloadContext, storages_of
 from hf_memopt.activations.coverage import active_in
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.engine import Engine
-from hf_memopt.activations.payload import Restored
+from hf_memopt.activations.payload import Payload, Restored, restore
 from hf_memopt.activations.planner import InfeasibleBudgetError
 from hf_memopt.activations.producers import Producers
 from hf_memopt.activations.ranks import raise_on_all_ranks
@@ -182,7 +182,7 @@ class ActivationOffloader:
 
     def fetch_tensor(self, payload: Payload) -> Tensor:
         """The tensor that `offload_tensor` took, on its device, without gradient history."""
-        return payload.restore()
+        return restore(payload)
 
     @property
     def stats(self) -> OffloadStats:

@@ -64,7 +64,7 @@ class Operand:
         self.version = tensor._version
         self.num_writes = num_writes
         # As long as this exists, no other storage is given the same key.
-        self._storage = StoragePin(storage)
+        self._storage = StoragePin.of(storage)
         self._tensor = weakref.ref(tensor)
         self.weight = tensor if self.key in weights or is_parameter(tensor) else None
         # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
@@ -194,7 +194,7 @@ class Producers(TorchDispatchMode):
             recipe.output = None if outputs is not result else position
             recipe.version = output._version
             recipe.num_writes = self.num_writes(output.untyped_storage()._cdata)
-            recipe.storage = StoragePin(output.untyped_storage())
+            recipe.storage = StoragePin.of(output.untyped_storage())
             self._recipes[output.untyped_storage()._cdata] = recipe
 
 

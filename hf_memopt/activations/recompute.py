@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class Source:
         self.key, self.meta = operand.key, operand.meta
         self.live, self.tensor = live, tensor
         if live is not None:
-            self.guard, self.num_bytes = live.guard, live.num_bytes
+            self.guard, self.num_bytes = live.twin(), live.num_bytes
         else:
             assert tensor is not None
             self.guard, self.num_bytes = VersionGuard(tensor), tensor.untyped_storage().nbytes()
@@ -48,7 +49,7 @@ class Source:
         if self.live is not None:
             return self.live.pin
         assert self.tensor is not None
-        return StoragePin(self.tensor.untyped_storage())
+        return StoragePin.of(self.tensor.untyped_storage())
 
 
 class Weight:
@@ -211,10 +212,10 @@ class Resolver:
     def _live(self, operand: Operand) -> LiveStorage | None:
         """The live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
-        if live is None or live.guard.version != operand.version or live.guard.was_modified():
+        if live is None or live.version != operand.version or live.was_modified():
             return None
         tensor = operand.alive()
-        is_same = live.num_writes == operand.num_writes if tensor is None else live.guard.covers(tensor)
+        is_same = live.num_writes == operand.num_writes if tensor is None else live.covers(tensor)
         return live if is_same else None
 
 
@@ -225,12 +226,12 @@ class RecomputedStorage(LiveStorage):
         computation: with the live storage of every source in place; this object keeps them until it has been computed.
     """
 
-    def __init__(
-        self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int, computation: Computation
-    ) -> None:
+    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_sources")
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, computation: Computation) -> None:
         self._counted_bytes = 0
         self._sources: list[LiveStorage] = []
-        super().__init__(tensor, guard, forward, index)
+        super().__init__(tensor, forward, index)
         self._computation: Computation | None = computation
         self._device_type = tensor.device.type
         self._memory: Tensor | None = None
@@ -242,7 +243,7 @@ class RecomputedStorage(LiveStorage):
 
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
-            with self.label("recompute"):
+            with self.label("recompute") if self.forward.is_traced else nullcontext():
                 is_first = self._computed_in != backward
                 self._computed_in = backward
                 memory = {source: source.fetch(backward, is_first) for source in self._sources}
@@ -274,4 +275,4 @@ class RecomputedStorage(LiveStorage):
         if not sys.is_finalizing():
             self._drop_sources()
             self.forward.engine.forget(self.key)
-            self.forward.engine.residency.remove(self._counted_bytes)
+            self.forward.engine.residency.now_bytes -= self._counted_bytes

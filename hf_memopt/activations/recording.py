@@ -129,7 +129,7 @@ class Recorder:
     def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
         """Note that autograd saved a storage, inside of `working`, and whether it never goes to the host."""
         key = storage._cdata
-        self._pins.append(StoragePin(storage))
+        self._pins.append(StoragePin.of(storage))
         self._events[-1].saved = index
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()

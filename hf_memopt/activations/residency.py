@@ -3,16 +3,23 @@
 That is the order in which a caching allocator counts too, so the figure does not depend on how far the device has come.
 """
 
+from collections.abc import Callable
+
 import torch
 
 NO_BACKWARD = -1  # what torch calls the backward pass of a thread that is in none
+# The number of the backward pass that this thread is in, `NO_BACKWARD` outside. torch's own functions: they are asked
+# once or twice for every saved tensor.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the backward pass that this thread is in leaves its graph to another one.
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Residency:
     """Bytes now and at most, of the storages above the offloader's threshold.
 
     A storage whose last use has begun stays counted until another autograd node takes its turn, since the node at work
-    still reads it.
+    still reads it. Who gives memory up otherwise takes it out of `now_bytes`.
     """
 
     def __init__(self) -> None:
@@ -28,10 +35,6 @@ class Residency:
         self.now_bytes += num_bytes
         if self.now_bytes > self.peak_bytes:
             self.peak_bytes = self.now_bytes
-
-    def remove(self, num_bytes: int) -> None:
-        """Memory that has been given up."""
-        self.now_bytes -= num_bytes
 
     def remove_after_node(self, num_bytes: int) -> None:
         """Memory that the autograd node at work is the last to use."""
@@ -52,16 +55,6 @@ def current_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def current_backward() -> int:
-    """The number of the backward pass that this thread is in, `NO_BACKWARD` outside."""
-    return torch._C._current_graph_task_id()
-
-
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != NO_BACKWARD
-
-
-def graph_is_retained() -> bool:
-    """Whether the backward pass that this thread is in leaves its graph to another one."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return current_backward() != NO_BACKWARD

@@ -10,7 +10,7 @@ import torch
 
 from hf_memopt.activations.planner import Plan
 from hf_memopt.activations.residency import NO_BACKWARD, current_backward
-from hf_memopt.activations.storages import LiveStorage, OffloadedStorage
+from hf_memopt.activations.storages import LiveStorage, OffloadedStorage, is_profiling
 from hf_memopt.activations.timeline import Action
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class ForwardPass:
         self.sizes: list[int] = []
         self.peak_bytes = 0
         self.begun: Any = engine.clock.mark()
+        # Whether torch.profiler runs, and is to show copies.
+        self.is_traced = is_profiling()
         self.ended: Any = None
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording
@@ -141,7 +143,8 @@ class ForwardPass:
         self._offloaded_sizes[index] = num_bytes
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes
-        self._bytes_before = []
+        if self._bytes_before:
+            self._bytes_before = []  # the order has another place
         in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
         self.engine.leave(storage, in_flight_bytes)
 
@@ -222,7 +225,7 @@ class ForwardPass:
     def _find_order(self) -> None:
         self._order = self.plan.reload_order if self.plan else self.engine.orders.order(self._offloaded_sizes)
         self._positions = {index: position for position, index in enumerate(self._order)}
-        sizes = (self._offloaded_sizes.get(index, 0) for index in self._order)
+        sizes = [self._offloaded_sizes.get(index, 0) for index in self._order]
         self._bytes_before = list(itertools.accumulate(sizes, initial=0))
         self._fetched_to = self._last_used = 0
 

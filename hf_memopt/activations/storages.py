@@ -5,8 +5,9 @@ The third way, computing it again, is in `recompute.py`.
 
 import sys
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,7 @@ from hf_memopt.transfer import Transfer
 if TYPE_CHECKING:
     from hf_memopt.activations.schedule import ForwardPass
 
-
-NOTHING = nullcontext()
-is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class View(Protocol):
@@ -30,7 +29,7 @@ class View(Protocol):
     read_in: int
 
 
-class LiveStorage(ABC):
+class LiveStorage(VersionGuard, ABC):
     """One device storage that a forward pass saved.
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
@@ -38,15 +37,34 @@ class LiveStorage(ABC):
     brought back goes after its last use in that backward.
 
     Args:
-        tensor: any view of the storage.
-        guard: of a tensor that shares the storage's version counter.
+        tensor: a view of the storage that shares the version counter of all that are to be views of this object.
         forward: the pass that saved it, which knows what will be needed next.
         index: its place in the pass.
     """
 
-    def __init__(self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_num_left",
+        "forward",
+        "index",
+        "is_weight",
+        "key",
+        "num_bytes",
+        "num_dependents",
+        "num_views",
+        "num_writes",
+        "pin",
+        "read_in",
+        "saved_by",
+    )
+
+    # Whether its kind stays on the device.
+    is_kept: ClassVar[bool] = False
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int) -> None:
+        super().__init__(tensor)
         storage = tensor.untyped_storage()
-        self.forward, self.index, self.guard = forward, index, guard
+        self.forward, self.index = forward, index
         self.num_bytes = storage.nbytes()
         # Those that are alive: saved tensors, and storages that are still to be computed from this one.
         self.num_views = self.num_dependents = 0
@@ -57,10 +75,10 @@ class LiveStorage(ABC):
         # How many writes to its memory had been seen when it was saved, where they are watched.
         self.num_writes: int | None = None
         # The backward that read it last, and, if that retains its graph, how many have not read it there yet.
-        self.read_in, self._num_left = 0, 0
+        self.read_in = self._num_left = 0
         self.key = storage._cdata
         # As long as this exists, no other storage is given the same key, however dead this one is.
-        self.pin = StoragePin(storage)
+        self.pin = StoragePin.of(storage)
 
     def use(self, view: View) -> Tensor:
         """`fetch` for a saved tensor that autograd unpacks."""
@@ -81,17 +99,26 @@ class LiveStorage(ABC):
             backward: the number of the backward at work, 0 for none.
             is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
         """
-        self.guard.check()
+        if self.alias._version != self.version:
+            self.check()
         memory = self._bring(backward)
         if graph_is_retained():
             self._count_read(backward, is_first)
         self.read_in = backward
         return memory
 
+    def note_use(self, view: View) -> None:
+        """A saved tensor is unpacked, of which nothing has to be fetched."""
+        backward = self.forward.note_backward()
+        recorder = self.forward.recorder
+        if recorder is not None and view.read_in != backward:
+            with recorder.using(self.index):
+                view.read_in = backward
+
     def drop_view(self) -> None:
         """A saved tensor is gone."""
         self.num_views -= 1
-        if self.num_views == 0 and self.forward.recorder is not None:
+        if self.num_views == 0 and self.forward.recorder is not None and not sys.is_finalizing():
             self.forward.recorder.freed(self.index)
 
     def end_backward(self, backward: int) -> None:
@@ -100,9 +127,7 @@ class LiveStorage(ABC):
             self._give_up()
 
     def label(self, what: str) -> AbstractContextManager[object]:
-        """A range in the trace of torch.profiler, where it is running."""
-        if not is_profiling():
-            return NOTHING
+        """A range in the trace of torch.profiler."""
         owner = self.forward.owner(self.index)
         name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
         return torch.profiler.record_function(name.rstrip())
@@ -126,18 +151,14 @@ class LiveStorage(ABC):
 class KeptStorage(LiveStorage):
     """Stays on the device."""
 
-    def __init__(self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int) -> None:
-        super().__init__(tensor, guard, forward, index)
+    __slots__ = ("_tensor",)
+
+    is_kept = True
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int) -> None:
+        super().__init__(tensor, forward, index)
         self._tensor = tensor.detach()
         forward.engine.residency.add(self.num_bytes)
-
-    def note_use(self, view: View) -> None:
-        """A saved tensor is unpacked, of which nothing has to be fetched."""
-        backward = self.forward.note_backward()
-        recorder = self.forward.recorder
-        if recorder is not None and view.read_in != backward:
-            with recorder.using(self.index):
-                view.read_in = backward
 
     def _bring(self, backward: int) -> Tensor:
         return bytes_of(self._tensor)
@@ -148,7 +169,7 @@ class KeptStorage(LiveStorage):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.forward.engine.forget(self.key)
-            self.forward.engine.residency.remove(self.num_bytes)
+            self.forward.engine.residency.now_bytes -= self.num_bytes
 
 
 class OffloadedStorage(LiveStorage):
@@ -158,53 +179,73 @@ class OffloadedStorage(LiveStorage):
         block: host memory of the storage's size. Returned to the arena when this object dies.
     """
 
-    def __init__(self, tensor: Tensor, guard: VersionGuard, forward: "ForwardPass", index: int, block: Tensor) -> None:
+    __slots__ = (
+        "_block",
+        "_counted_bytes",
+        "_engine",
+        "_incoming",
+        "_may_be_noise",
+        "_memory",
+        "_outgoing",
+        "_source",
+        "is_leaving",
+    )
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, block: Tensor) -> None:
         self._block = block
+        self._engine = engine = forward.engine
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
-        self._engine = forward.engine
         self._source: Tensor | None = None
         self._memory: Tensor | None = None
         self._counted_bytes = 0
         # Whether it waits, among others, for its device memory to be given up.
         self.is_leaving = False
-        super().__init__(tensor, guard, forward, index)
+        # Only what autograd does not differentiate may be noise.
+        self._may_be_noise = not tensor.requires_grad
+        super().__init__(tensor, forward, index)
         source = bytes_of(tensor)
-        with self.label("offload"):
-            self._outgoing = self._engine.copier.to_host(source, block)
+        self._outgoing = engine.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
-        self._engine.residency.add(self.num_bytes)
+        engine.residency.add(self.num_bytes)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the device has none of the bytes, and none are on their way."""
+        return self._source is None and self._memory is None
 
     def let_go(self) -> None:
         """Give up the device memory; compute that reuses it is ordered after the copy."""
         if self._source is not None:
             self._release_source()
-            self._engine.residency.remove(self._counted_bytes)
+            self._engine.residency.now_bytes -= self._counted_bytes
             self._counted_bytes = 0
 
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
-        if self._source is None and self._memory is None:
-            with self.label("prefetch"):
-                memory = self._engine.empty_device(self.num_bytes)
-                self._incoming = self._engine.copier.to_device(self._block, memory)
-            self._memory = memory
-            self._counted_bytes = self.num_bytes
-            self._engine.residency.add(self.num_bytes)
+        if self._source is not None or self._memory is not None:
+            return
+        engine, num_bytes = self._engine, self.num_bytes
+        memory = engine.empty_device(num_bytes)
+        self._incoming = engine.copier.to_device(self._block, memory)
+        self._memory = memory
+        self._counted_bytes = num_bytes
+        engine.residency.add(num_bytes)
 
     def release(self) -> None:
         """Give up the device memory, wherever backward is."""
-        if self._source is not None or self._memory is not None:
+        if not self.is_away:
             self._give_up()
 
     def _bring(self, backward: int) -> Tensor:
         if self._source is not None and torch.is_grad_enabled():
             self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
         if self._source is None:
-            refuse_rrelu()
-        if self._source is None and self._memory is None:
-            self.prefetch()  # before those that follow, if nobody has asked for it yet
+            if self._may_be_noise:
+                refuse_rrelu()
+            if self._memory is None:
+                self.prefetch()  # before those that follow, if nobody has asked for it yet
         elif self.is_leaving:
             self._engine.stay(self)
         self.forward.about_to_use(self)
@@ -213,8 +254,7 @@ class OffloadedStorage(LiveStorage):
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         assert self._incoming is not None
-        with self.label("wait for prefetch"):
-            self._incoming.wait()  # again for each use, which may be on another stream
+        self._incoming.wait()  # again for each use, which may be on another stream
         return self._memory
 
     def _give_up(self) -> None:
@@ -229,20 +269,44 @@ class OffloadedStorage(LiveStorage):
 
     def _release_source(self) -> None:
         assert self._outgoing is not None
-        self._engine.stay(self)
-        with self.label("wait for offload"):
-            self._outgoing.wait()
+        if self.is_leaving:
+            self._engine.stay(self)
+        self._outgoing.wait()
         self._source = None
 
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
         # The host block is written or read until both copies are over.
-        for transfer in (self._outgoing, self._incoming):
-            if transfer is not None:
-                transfer.wait()
+        if self._source is not None:
+            self._release_source()
+        if self._incoming is not None:
+            self._incoming.wait()
         engine = self._engine
         engine.forget(self.key)
-        engine.stay(self)
-        engine.residency.remove(self._counted_bytes)
+        engine.residency.now_bytes -= self._counted_bytes
         engine.arena.release(self._block)
+
+
+class TracedStorage(OffloadedStorage):
+    """The same under torch.profiler, with a range in the trace for each copy and each wait."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, block: Tensor) -> None:
+        self.forward, self.index, self.num_bytes = forward, index, block.nbytes
+        with self.label("offload"):
+            super().__init__(tensor, forward, index, block)
+
+    def prefetch(self) -> None:
+        if self.is_away:
+            with self.label("prefetch"):
+                super().prefetch()
+
+    def _arrive(self) -> Tensor:
+        with self.label("wait for prefetch"):
+            return super()._arrive()
+
+    def _release_source(self) -> None:
+        with self.label("wait for offload"):
+            super()._release_source()

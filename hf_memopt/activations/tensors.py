@@ -1,12 +1,25 @@
 """Tensors taken apart: memory, the view of it, and the count of in-place modifications."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._autograd import _unsafe_set_version_counter
 
 from hf_memopt.transfer.plain import PLAIN_TYPES
 
-_nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
+    """Tensors without memory, made when they are first asked for. Their `.data` is a new one, whose modifications are
+    counted apart, in a third of the time of `torch.empty(0)`."""
+
+    def __missing__(self, key: tuple[torch.dtype, torch.device]) -> Tensor:
+        with torch.inference_mode(False):
+            self[key] = torch.empty(0, dtype=key[0], device=key[1])
+        return self[key]
+
+
+_EMPTY = _Empty()
 
 
 class ViewMeta:
@@ -21,28 +34,30 @@ class ViewMeta:
 
     def of(self, memory: Tensor) -> Tensor:
         """The same view of other memory of the storage's size."""
-        view = _blank(self._dtype, memory.device)
+        view = _EMPTY[self._dtype, memory.device].data
         view.set_(memory.untyped_storage(), self._offset, self._size, self._stride)
         if self._conj:
             view = torch._conj(view)
         return torch._neg_view(view) if self._neg else view
 
 
-class StoragePin:
+class StoragePin(int):
     """As long as it exists, no other storage is given this one's key, however dead this one is.
 
-    torch's `StorageWeakRef`, without what that looks up each time: five times faster.
+    The weak reference's own number, which it frees. torch's `StorageWeakRef` takes five times as long.
     """
 
-    __slots__ = ("_reference",)
+    __slots__ = ()
 
     _free = staticmethod(UntypedStorage._free_weak_ref)
 
-    def __init__(self, storage: UntypedStorage) -> None:
-        self._reference = storage._weak_ref()
+    @classmethod
+    def of(cls, storage: UntypedStorage) -> "StoragePin":
+        reference: Any = storage._weak_ref()
+        return cls(reference)
 
     def __del__(self) -> None:
-        self._free(self._reference)
+        self._free(self)
 
 
 class VersionGuard:
@@ -51,18 +66,25 @@ class VersionGuard:
     A detached alias shares the version counter; giving it other data does not change that (canary-tested).
 
     Attributes:
+        alias: shares the tensor's version counter.
         version: of the bytes that it guards.
     """
 
-    __slots__ = ("_alias", "_shape", "version")
+    __slots__ = ("alias", "shape", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._alias = _alias_without_memory(tensor)
-        self._shape = tensor.shape
+        self.alias = _alias_without_memory(tensor)
+        self.shape = tensor.shape
         self.version = tensor._version
 
+    def twin(self) -> "VersionGuard":
+        """A guard of the same bytes and nothing more."""
+        twin = VersionGuard.__new__(VersionGuard)
+        twin.alias, twin.shape, twin.version = self.alias, self.shape, self.version
+        return twin
+
     def was_modified(self) -> bool:
-        return self._alias._version != self.version
+        return self.alias._version != self.version
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor of the same storage still has the bytes that are guarded.
@@ -70,17 +92,17 @@ class VersionGuard:
         Equal version numbers alone say nothing: what `unsafe_chunk` returns lies in one storage, and each part counts
         its own modifications.
         """
-        return tensor._version == self.version and same_counter(tensor, self._alias)
+        return tensor._version == self.version and same_counter(tensor, self.alias)
 
     def check(self) -> None:
         """Raise the error of autograd's own check, which saved-tensor hooks switch off."""
-        if self._alias._version != self.version:
-            raise modified_in_place(self._alias, self._shape, self.version)
+        if self.alias._version != self.version:
+            raise modified_in_place(self.alias, self.shape, self.version)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of a tensor, `(num_bytes,)` uint8."""
-    return _blank(torch.uint8, tensor.device).set_(tensor.untyped_storage())
+    return _EMPTY[torch.uint8, tensor.device].data.set_(tensor.untyped_storage())
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -111,18 +133,5 @@ def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> Runti
 
 def _alias_without_memory(tensor: Tensor) -> Tensor:
     alias = tensor.detach()
-    alias.data = _no_data(tensor.dtype, tensor.device)
+    alias.data = _EMPTY[tensor.dtype, tensor.device]
     return alias
-
-
-def _blank(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor without memory, whose modifications are counted apart; `torch.empty(0)` takes thrice as long."""
-    return _no_data(dtype, device).data
-
-
-def _no_data(dtype: torch.dtype, device: torch.device) -> Tensor:
-    found = _nothing.get((dtype, device))
-    if found is None:
-        with torch.inference_mode(False):
-            found = _nothing[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-    return found

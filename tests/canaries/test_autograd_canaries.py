@@ -52,7 +52,7 @@ def test_a_weak_reference_reserves_the_key_of_a_dead_storage() -> None:
         tensor = torch.empty(1000)
         keys.add(tensor.untyped_storage()._cdata)
         references.append(StorageWeakRef(tensor.untyped_storage()))
-        pins.append(StoragePin(tensor.untyped_storage()))
+        pins.append(StoragePin.of(tensor.untyped_storage()))
     assert len(keys) == 100
     assert all(reference.expired() for reference in references[:-1])
     references.clear()
