@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 # wait too. Two let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
+# How many orders are remembered, each of as many numbers as a pass has storages.
+_NUM_ORDERS = 256
+
+
+class ReloadOrder:
+    """In which order storages are to be brought back.
+
+    Args:
+        indices: of the storages.
+        sizes: bytes by index; what is missing there has not been offloaded.
+
+    Attributes:
+        positions: in the order, by index.
+        bytes_before: what lies before each position, and last all of it.
+    """
+
+    def __init__(self, indices: Sequence[int], sizes: dict[int, int]) -> None:
+        self.indices = indices
+        self.positions = {index: position for position, index in enumerate(indices)}
+        self.bytes_before = list(itertools.accumulate([sizes.get(index, 0) for index in indices], initial=0))
 
 
 class ReloadOrders:
@@ -29,14 +49,24 @@ class ReloadOrders:
 
     def __init__(self) -> None:
         # By index and size of what was offloaded: passes over other shapes do not disturb what was learned.
-        self._orders: dict[tuple[tuple[int, int], ...], Sequence[int]] = {}
+        self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], ReloadOrder] = {}
 
-    def order(self, sizes: dict[int, int]) -> Sequence[int]:
-        """Indices in the order of use; the reverse of saving until backward has shown better."""
-        return self._orders.get(tuple(sizes.items())) or list(sizes)[::-1]
+    def order(self, sizes: dict[int, int]) -> ReloadOrder:
+        """The order of use; the reverse of saving until backward has shown better."""
+        return self._orders.get(_key(sizes)) or ReloadOrder(list(sizes)[::-1], sizes)
 
-    def learn(self, sizes: dict[int, int], order: Sequence[int]) -> None:
-        self._orders[tuple(sizes.items())] = order
+    def learn(self, sizes: dict[int, int], indices: Sequence[int]) -> None:
+        """Backward has used everything."""
+        key = _key(sizes)
+        known = self._orders.pop(key, None)
+        # The newest last: shapes that never come again are forgotten.
+        self._orders[key] = known if known and known.indices == indices else ReloadOrder(indices, sizes)
+        if len(self._orders) > _NUM_ORDERS:
+            del self._orders[next(iter(self._orders))]
+
+
+def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(sizes), tuple(sizes.values())
 
 
 class ForwardPass:
@@ -94,10 +124,8 @@ class ForwardPass:
         self._largest_bytes = 0
         self._used: dict[int, None] = {}
         self._used_now: set[int] = set()
-        # In which order storages are to be brought back, the bytes before each place in it, and how far that has come.
-        self._order: Sequence[int] = ()
-        self._positions: dict[int, int] = {}
-        self._bytes_before: list[int] = []
+        # In which order storages are to be brought back, None until somebody asks, and how far that has come.
+        self._order: ReloadOrder | None = None
         self._fetched_to = self._last_used = 0
 
     @property
@@ -143,8 +171,7 @@ class ForwardPass:
         self._offloaded_sizes[index] = num_bytes
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes
-        if self._bytes_before:
-            self._bytes_before = []  # the order has another place
+        self._order = None
         in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
         self.engine.leave(storage, in_flight_bytes)
 
@@ -162,13 +189,15 @@ class ForwardPass:
 
     def about_to_use(self, storage: OffloadedStorage) -> None:
         """Note the use and start the copies of what follows."""
-        self._used[storage.index] = None
-        self._used_now.add(storage.index)
-        if self.plan is None and len(self._used) == len(self._offloaded):
-            self.engine.orders.learn(self._offloaded_sizes, list(self._used))
+        index = storage.index
+        self._used_now.add(index)
+        if index not in self._used:
+            self._used[index] = None
+            if self.plan is None and len(self._used) == len(self._offloaded):
+                self.engine.orders.learn(self._offloaded_sizes, list(self._used))
         room = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._largest_bytes
         if room:
-            self._prefetch_after(storage.index, room)
+            self._prefetch_after(index, room)
 
     def note_backward(self) -> int:
         """The number of the backward at work, 0 for none; has its end noted."""
@@ -207,27 +236,26 @@ class ForwardPass:
             self._on_end(self)
 
     def _prefetch_after(self, index: int, room: int) -> None:
-        if not self._bytes_before:
-            self._find_order()
+        order = self._order or self._find_order()
+        indices, bytes_before = order.indices, order.bytes_before
         # What a plan did not foresee has no place in its order, and nothing follows it.
-        first = self._positions.get(index, len(self._order) - 1) + 1
+        first = order.positions.get(index, len(indices) - 1) + 1
         if first < self._last_used:  # not the order that was foreseen, or another backward
             self._fetched_to = 0
         self._last_used = first
-        limit = self._bytes_before[first] + room
+        limit = bytes_before[first] + room
         position = max(first, self._fetched_to)  # up to there nothing is left to fetch
-        while position < len(self._order) and self._bytes_before[position + 1] <= limit:
-            if not self._prefetch(self._order[position]):
+        while position < len(indices) and bytes_before[position + 1] <= limit:
+            if not self._prefetch(indices[position]):
                 break
             position += 1
         self._fetched_to = position
 
-    def _find_order(self) -> None:
-        self._order = self.plan.reload_order if self.plan else self.engine.orders.order(self._offloaded_sizes)
-        self._positions = {index: position for position, index in enumerate(self._order)}
-        sizes = [self._offloaded_sizes.get(index, 0) for index in self._order]
-        self._bytes_before = list(itertools.accumulate(sizes, initial=0))
+    def _find_order(self) -> ReloadOrder:
+        sizes = self._offloaded_sizes
+        self._order = ReloadOrder(self.plan.reload_order, sizes) if self.plan else self.engine.orders.order(sizes)
         self._fetched_to = self._last_used = 0
+        return self._order
 
     def _prefetch(self, index: int) -> bool:
         """Start bringing a storage back, if it is still to be used; false where there is no memory for it."""
