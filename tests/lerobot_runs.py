@@ -47,11 +47,13 @@ def run(command: Callable[[], Any], *flags: str) -> str:
     return log.getvalue()
 
 
-def train_flags(student: Path, dataset: Path, output: Path, *, steps: int, batch_size: int = 2) -> list[str]:
-    """The flags of a short run on the CPU that logs every step and saves at the end."""
+def train_flags(
+    student: Path, dataset: Path, output: Path, *, steps: int, batch_size: int = 2, device: str = "cpu"
+) -> list[str]:
+    """The flags of a short run that logs every step and saves at the end."""
     return [
         f"--policy.path={student}",
-        "--policy.device=cpu",
+        f"--policy.device={device}",
         "--policy.push_to_hub=false",
         *dataset_flags(dataset),
         "--num_workers=0",
