@@ -101,8 +101,8 @@ def to_random_target(output: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
     def loss() -> Tensor:
         value = output()
-        target = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-        return nn.functional.mse_loss(value.float(), target)
+        target = torch.randn(value.shape, generator=torch.Generator().manual_seed(1), device="cpu")
+        return nn.functional.mse_loss(value.float(), target.to(value.device))
 
     return loss
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from diffusers import UNet2DModel  # noqa: F401 (while the CPU is the default device: importing it makes tensors)
 from fake_cuda.device import is_loaded
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
@@ -28,9 +29,6 @@ NOT_ON_A_FAKE_GPU = {
     **dict.fromkeys(["graph_convolutions_coo", "graph_convolutions_csr"], "cuSPARSE"),
     **dict.fromkeys(["mixtral", "qwen3_moe"], "grouped matrix products in float32"),
 }
-# These draw numbers by a generator of the CPU.
-ON_A_CPU_ALONE = ["hubert", "unet2d", "unet2d_condition", "autoencoder_kl", "dit", "fno"]
-ALL = {name: ALL[name] for name in ALL if name not in ON_A_CPU_ALONE}
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +43,8 @@ def on_gpu(name: str) -> Iterator[None]:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
+    if autocast and name == "fno":
+        pytest.skip("cuFFT knows no bfloat16, and CUDA's autocast lets it have some")
     workload = ALL[name].build()
     want = gradients(workload, autocast=autocast)
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0)
