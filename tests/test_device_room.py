@@ -13,6 +13,7 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto
 from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.activations.device_room import USABLE, DeviceRoom
+from hf_memopt.activations.planner import InfeasibleBudgetError
 from hf_memopt.activations.timeline import Link
 
 WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
@@ -196,6 +197,26 @@ def test_running_out_in_a_planned_pass_makes_the_plan_smaller(
     now = plan_of(offloader, model).plan
     assert now is None or now.predicted_peak_bytes <= 0.7 * planned
     assert offloader.stats.host_bytes_live == 0
+
+
+def test_a_log_that_is_kept_keeps_no_errors(
+    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error leads to all tensors of the step that it came from."""
+    model, x, card = chain(), torch.randn(LARGEST_BATCH, WIDTH), Card(2**40)
+    tight = make(card, budget_gib=1e-9)
+    train_step(model, x, card, tight)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        train_step(model, x, card, tight)
+    offloader = make(card, budget_gib=error.value.smallest_bytes / 2**30)
+    for _ in range(3):
+        train_step(model, x, card, offloader)
+    plan_of(offloader, model).out_of_memory()
+    with caplog.at_level(logging.INFO):
+        train_step(model, x, card, offloader)
+    assert "going on with the smallest" in caplog.text
+    values = [value for record in caplog.records for value in record.args or ()]
+    assert not [value for value in values if isinstance(value, BaseException)]
 
 
 class BigOnce:

@@ -277,7 +277,7 @@ class AutoMode:
         except InfeasibleBudgetError as error:
             if is_first:
                 raise
-            logger.warning("%s; going on with the smallest", error)
+            logger.warning("%s; going on with the smallest", str(error))
             return self._make_plan(error.smallest_bytes)
 
     def _plan_for_the_device(self) -> Plan | None:
@@ -288,7 +288,7 @@ class AutoMode:
         try:
             return self._make_plan(None, self._limit_bytes)
         except InfeasibleBudgetError as error:
-            logger.info("activation offloading: %s; until then everything is offloaded", error)
+            logger.info("activation offloading: %s; until then everything is offloaded", str(error))
             return None
 
     def _make_plan(self, budget_bytes: int | None, device_limit_bytes: int | None = None) -> Plan:

@@ -92,7 +92,7 @@ def counters_for(device: torch.device) -> Counters | None:
         counters.read()
         counters.free_and_total()
     except RuntimeError as error:
-        logger.warning("memory on %s: no allocator counters (%s), so only host memory is reported", device, error)
+        logger.warning("memory on %s: no allocator counters (%s), so only host memory is reported", device, str(error))
         return None
     return counters
 
