@@ -275,12 +275,13 @@ def test_share_prefix_on_names_the_weight_that_differs(trained_student: Path, to
         student.load_teacher_model()
 
 
-def test_diagnosis_of_an_offloaded_teacher(toy_student: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "why"), [("swap", ""), ("stream", ": stream was asked for")])
+def test_diagnosis_of_an_offloaded_teacher(mode: str, why: str, toy_student: Path, tmp_path: Path) -> None:
     student = Path(shutil.copytree(toy_student, tmp_path / "student"))
-    edit_config(teacher_offload="swap")(student)
+    edit_config(teacher_offload=mode)(student)
     text = diagnose(str(student), "cpu")
     assert "Device: cpu\n" in text
-    assert "Status: ✓ ON CPU (offloaded)" in text
+    assert f"Status: ✓ ON CPU (offloaded{why})" in text
     assert "Shared prefix: on" in text
 
 

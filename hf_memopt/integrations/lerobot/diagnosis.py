@@ -34,7 +34,8 @@ def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
         source = student.config.couplings_path
         return ["Teacher Model: none", f"  Targets: {f'from {source}' if source else 'of the student itself'}"]
     mib = 2**20
-    status = "offloaded" if report.mode == "swap" else f"not offloaded: {report.reason}"
+    said = {"swap": "offloaded", "stream": f"offloaded: {report.reason}"}
+    status = said.get(report.mode, f"not offloaded: {report.reason}")
     lines = [
         "Teacher Model Device:",
         f"  Checkpoint: {student.config.teacher_model_path}",
