@@ -1,12 +1,12 @@
 """Gradients are bitwise the plain run's on every architecture, on a device with streams."""
 
+import functools
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from diffusers import UNet2DModel  # noqa: F401 (while the CPU is the default device: importing it makes tensors)
 from fake_cuda.device import is_loaded
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
@@ -31,11 +31,18 @@ NOT_ON_A_FAKE_GPU = {
 }
 
 
+@functools.cache
+def import_what_it_needs(name: str) -> None:
+    """While the CPU is the default device: some libraries make tensors when they are imported, and keep them."""
+    ALL[name].build()
+
+
 @pytest.fixture(autouse=True)
 def on_gpu(name: str) -> Iterator[None]:
     """Weights and batches are made there."""
     if is_loaded() and name in NOT_ON_A_FAKE_GPU:
         pytest.skip(f"the fake GPU has no {NOT_ON_A_FAKE_GPU[name]}")
+    import_what_it_needs(name)
     with torch.device("cuda"):
         yield
 
