@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "runtime"
-RUNTIME = ["settings.cpp", "faults.cpp", "streams.cpp", "memory.cpp", "device.cpp", "unsupported.cpp"]
-OPERATORS = ["operators.cpp", "equivalents.cpp"]
+DRIVER = SOURCES / "driver.cpp"
+OPERATORS = sorted(SOURCES.glob("operators/*.cpp"))
+RUNTIME = sorted(set(SOURCES.rglob("*.cpp")) - {DRIVER, *OPERATORS})
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread"]
 
 Compiler = list[str]
@@ -23,7 +24,7 @@ class CannotBuildError(Exception):
 
 
 def built() -> Path:
-    """Folder of the three libraries: `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`. Half a minute if new."""
+    """Folder of the three libraries: `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`. A minute if new."""
     if platform.system() != "Linux":
         raise CannotBuildError(f"the fake CUDA runtime needs Linux, this is {platform.system()}")
     compiler = _compiler()
@@ -54,8 +55,8 @@ def _key(compiler: Compiler) -> str:
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     digest = hashlib.sha256(f"{version} {torch.__version__} {torch.__path__} {FLAGS}".encode())
-    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
-        digest.update(path.read_bytes())
+    for path in [*sorted(SOURCES.rglob("*.?pp")), Path(__file__)]:
+        digest.update(f"{path.relative_to(SOURCES.parent)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -73,29 +74,33 @@ def _build(folder: Path, compiler: Compiler) -> None:
     cuda = _cuda_headers()
     torch_headers, torch_libraries = _torch_folders()
     with ThreadPoolExecutor(2) as pool:
-        includes = {name: [*cuda, *torch_headers] for name in OPERATORS} | dict.fromkeys(RUNTIME, cuda)
-        for task in [pool.submit(_compile, compiler, name, folder, paths) for name, paths in includes.items()]:
+        includes = {source: [*cuda, *torch_headers] for source in OPERATORS} | dict.fromkeys([*RUNTIME, DRIVER], cuda)
+        for task in [pool.submit(_compile, compiler, source, folder, paths) for source, paths in includes.items()]:
             task.result()
-    _run([*compiler, "-c", *FLAGS, str(SOURCES / "driver.cpp"), "-o", str(folder / "driver.o")])
 
     # torch asks for each function in a version that is named like the library.
     versions = folder / "versions.map"
     versions.write_text("libcudart.so.13 { global: *; };\n")
     _link(compiler, "libcudart.so.13", RUNTIME, folder, [f"-Wl,--version-script={versions}"])
     runtime = [f"-L{folder}", "-l:libcudart.so.13"]
-    _link(compiler, "libcuda.so.1", ["driver.cpp"], folder, runtime)
+    _link(compiler, "libcuda.so.1", [DRIVER], folder, runtime)
     libraries = ["-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
     _link(compiler, "liboperators.so", OPERATORS, folder, [*runtime, f"-L{torch_libraries}", *libraries])
     for leftover in [*folder.glob("*.o"), versions]:
         leftover.unlink()
 
 
-def _compile(compiler: Compiler, name: str, folder: Path, includes: list[str]) -> None:
-    _run([*compiler, "-c", *FLAGS, *includes, str(SOURCES / name), "-o", str(folder / name.replace(".cpp", ".o"))])
+def _compile(compiler: Compiler, source: Path, folder: Path, includes: list[str]) -> None:
+    options = [*FLAGS, f"-I{SOURCES}", *includes]
+    _run([*compiler, "-c", *options, str(source), "-o", str(_object(source, folder))])
 
 
-def _link(compiler: Compiler, library: str, sources: list[str], folder: Path, options: list[str]) -> None:
-    objects = [str(folder / name.replace(".cpp", ".o")) for name in sources]
+def _object(source: Path, folder: Path) -> Path:
+    return folder / "-".join(source.relative_to(SOURCES).with_suffix(".o").parts)
+
+
+def _link(compiler: Compiler, library: str, sources: list[Path], folder: Path, options: list[str]) -> None:
+    objects = [str(_object(source, folder)) for source in sources]
     # Symbols that only torch's own libraries define are found when those are loaded.
     _run([*compiler, "-shared", *FLAGS, *objects, f"-Wl,-soname,{library}", *options, "-o", str(folder / library)])
 

@@ -79,7 +79,7 @@ bool is_forked_child();
     if (cudaError_t error = device_error(device)) return result(error);       \
   } while (0)
 
-// ---- memory.cpp: who owns which bytes.
+// ---- memory/: who owns which bytes.
 
 struct Range {
   uintptr_t begin = 0;
@@ -109,7 +109,7 @@ std::shared_lock<std::shared_mutex> hold_memory();
 uint64_t begin_flight(const Range& range);
 void end_flight(uint64_t flight);
 
-// ---- streams.cpp: order.
+// ---- order/: what is done when.
 
 using Job = std::function<void()>;
 
@@ -128,7 +128,6 @@ class Stream {
   const uint64_t number;
   const bool blocking;  // waits for the legacy default stream, which waits for it
   const int priority;
-  std::atomic<bool> destroyed{false};
 
  private:
   void run();

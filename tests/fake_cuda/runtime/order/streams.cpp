@@ -1,4 +1,4 @@
-// Streams and events: CUDA's rules of order.
+// Streams: each does its work in order, on a thread of its own.
 #include "runtime.hpp"
 
 #include <algorithm>
@@ -10,32 +10,12 @@
 namespace fake_cuda {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// Guards the sets below. What they hold is never deleted: a thread may still be about to look at it.
-std::mutex handles_mutex;
+// Guards the set below. What it holds is never deleted: a thread may still be about to look at it.
+std::mutex streams_mutex;
 uint64_t num_created = MAX_DEVICES;
 
 std::set<Stream*>& live_streams() {
   static auto* all = new std::set<Stream*>;
-  return *all;
-}
-
-// A place in a stream's queue, and when the stream got there.
-struct Record {
-  Stream* stream;
-  uint64_t position = 0;
-  std::atomic<Clock::rep> time{0};
-};
-
-struct Event {
-  int device;
-  bool has_time;
-  std::shared_ptr<Record> record;  // of the last cudaEventRecord; none: nothing to wait for
-};
-
-std::set<Event*>& live_events() {
-  static auto* all = new std::set<Event*>;
   return *all;
 }
 
@@ -44,7 +24,7 @@ thread_local int device_of_thread = 0;
 
 Stream& default_stream(int device) {
   static auto* all = new std::map<int, Stream*>;
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   Stream*& stream = (*all)[device];
   if (!stream) stream = new Stream(device, device, cudaStreamDefault, 0);
   live_streams().insert(stream);
@@ -54,7 +34,7 @@ Stream& default_stream(int device) {
 bool is_default(const Stream& stream) { return stream.number < MAX_DEVICES; }
 
 std::vector<Stream*> streams_of(int device) {
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   std::vector<Stream*> found;
   for (Stream* stream : live_streams())
     if (stream->device == device) found.push_back(stream);
@@ -75,17 +55,6 @@ double scheduled_delay_s(uint64_t stream, uint64_t position) {
 void drain_at_exit() {
   if (is_forked_child()) return;
   for (int device = 0; device < settings().num_devices(); device++) wait_for_device(device);
-}
-
-Event* find_event(cudaEvent_t handle) {
-  auto* event = reinterpret_cast<Event*>(handle);
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  return live_events().count(event) ? event : nullptr;
-}
-
-std::shared_ptr<Record> record_of(const Event& event) {
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  return event.record;
 }
 
 }  // namespace
@@ -146,7 +115,7 @@ int current_device() { return device_of_thread; }
 Stream* find_stream(cudaStream_t handle) {
   if (reinterpret_cast<uintptr_t>(handle) <= 2) return &default_stream(current_device());
   auto* stream = reinterpret_cast<Stream*>(handle);
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   return live_streams().count(stream) ? stream : nullptr;
 }
 
@@ -213,7 +182,7 @@ EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest)
 
 EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
   RETURN_IF_UNUSABLE(current_device());
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   auto* stream = new Stream(current_device(), num_created++, flags, priority);
   live_streams().insert(stream);
   *handle = reinterpret_cast<cudaStream_t>(stream);
@@ -227,7 +196,7 @@ EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (is_forked_child()) return cudaErrorInitializationError;
   Stream* stream = find_stream(handle);
   if (!stream || is_default(*stream)) return fault(cudaErrorInvalidResourceHandle, "cudaStreamDestroy: no such stream");
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   live_streams().erase(stream);
   return cudaSuccess;
 }
@@ -255,93 +224,6 @@ EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return result(device_error(stream->device));
 }
 
-EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
-  RETURN_IF_UNUSABLE(current_device());
-  if (planned_failure("event")) return result(cudaErrorUnknown);
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  auto* event = new Event{current_device(), !(flags & cudaEventDisableTiming), nullptr};
-  live_events().insert(event);
-  *handle = reinterpret_cast<cudaEvent_t>(event);
-  return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
-
-// Whoever waits for the event goes on waiting: the record outlives it.
-EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
-  if (is_forked_child()) return cudaErrorInitializationError;
-  Event* event = find_event(handle);
-  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventDestroy: no such event");
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  live_events().erase(event);
-  delete event;
-  return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle, unsigned) {
-  RETURN_IF_UNUSABLE(current_device());
-  Event* event = find_event(handle);
-  Stream* stream = find_stream(stream_handle);
-  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: no such event");
-  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: no such stream");
-  if (event->device != stream->device)
-    return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event belongs to another device than the stream");
-  auto record = std::make_shared<Record>();
-  record->stream = stream;
-  // Found by nobody before its position is known.
-  record->position = submit(*stream, [record] { record->time = Clock::now().time_since_epoch().count(); });
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  event->record = record;
-  return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  return cudaEventRecordWithFlags(event, stream, 0);
-}
-
-// The stream, not the host, waits; and for the record that the event has now, whatever is recorded later.
-EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned) {
-  RETURN_IF_UNUSABLE(current_device());
-  Event* event = find_event(handle);
-  Stream* stream = find_stream(stream_handle);
-  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaStreamWaitEvent: no such event");
-  if (!stream) return fault(cudaErrorInvalidResourceHandle, "cudaStreamWaitEvent: no such stream");
-  if (auto record = record_of(*event)) submit(*stream, [record] { record->stream->wait(record->position); });
-  return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  RETURN_IF_UNUSABLE(current_device());
-  Event* event = find_event(handle);
-  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventQuery: no such event");
-  auto record = record_of(*event);
-  return result(!record || record->stream->reached(record->position) ? cudaSuccess : cudaErrorNotReady);
-}
-
-EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
-  RETURN_IF_UNUSABLE(current_device());
-  Event* event = find_event(handle);
-  if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventSynchronize: no such event");
-  host_waits("cudaEventSynchronize");
-  if (auto record = record_of(*event)) record->stream->wait(record->position);
-  return result(device_error(event->device));
-}
-
-EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first_handle, cudaEvent_t last_handle) {
-  RETURN_IF_UNUSABLE(current_device());
-  Event *first = find_event(first_handle), *last = find_event(last_handle);
-  if (!first || !last) return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: no such event");
-  if (!first->has_time || !last->has_time)
-    return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event was made without timing");
-  if (first->device != last->device)
-    return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: events of two devices");
-  auto from = record_of(*first), to = record_of(*last);
-  if (!from || !to) return fault(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event was never recorded");
-  if (!from->stream->reached(from->position) || !to->stream->reached(to->position)) return result(cudaErrorNotReady);
-  *ms = std::chrono::duration<float, std::milli>(Clock::duration(to->time - from->time)).count();
-  return cudaSuccess;
-}
-
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
   RETURN_IF_UNUSABLE(current_device());
   Stream* stream = find_stream(handle);
@@ -358,13 +240,8 @@ EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallba
   return cudaSuccess;
 }
 
-EXPORTED int64_t fake_cuda_num_timed_events() {
-  std::lock_guard<std::mutex> lock(handles_mutex);
-  return std::count_if(live_events().begin(), live_events().end(), [](Event* e) { return e->has_time; });
-}
-
 // Without the default streams, which nobody makes.
 EXPORTED int64_t fake_cuda_num_streams() {
-  std::lock_guard<std::mutex> lock(handles_mutex);
+  std::lock_guard<std::mutex> lock(streams_mutex);
   return std::count_if(live_streams().begin(), live_streams().end(), [](Stream* s) { return !is_default(*s); });
 }

@@ -1,0 +1,176 @@
+// What the host does for an operator, which is what it does for a GPU: it finds the results' shapes (by the operator's
+// "meta" kernel), takes memory from torch's CUDA allocator, puts a job on the current stream and goes on.
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <set>
+
+#include "launch.hpp"
+#include "values.hpp"
+
+namespace fake_cuda {
+namespace {
+
+// Besides single numbers, these take tensors of the host: their indices.
+const std::set<std::string> TAKE_HOST_TENSORS = {"aten::index", "aten::index_put", "aten::index_put_",
+                                                 "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"};
+
+bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+bool writes(const OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), is_written);
+}
+
+// ---- Checks that CUDA's operators make
+
+c10::Device device_of(const OperatorHandle& op, const Stack& arguments) {
+  std::optional<c10::Device> device;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    for_each_tensor(arguments[i], [&](const Tensor& tensor) {
+      if (!tensor.is_cuda()) {
+        const bool allowed = tensor.dim() == 0 || TAKE_HOST_TENSORS.count(op.schema().name());
+        TORCH_CHECK(allowed && !is_written(op.schema().arguments()[i]),
+                    "Expected all tensors to be on the same device, but found at least two devices, cuda and ",
+                    tensor.device(), "! (when checking ", op.operator_name(), ")");
+        return;
+      }
+      TORCH_CHECK(!device || *device == tensor.device(),
+                  "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+                  tensor.device(), "! (when checking ", op.operator_name(), ")");
+      device = tensor.device();
+    });
+    if (!device && arguments[i].isDevice() && arguments[i].toDevice().is_cuda()) device = arguments[i].toDevice();
+  }
+  return device && device->has_index() ? *device : c10::Device(at::kCUDA, c10::cuda::current_device());
+}
+
+bool has_mask(const Stack& arguments) {
+  bool found = false;
+  for (const IValue& value : arguments)
+    if (value.isOptionalTensorList())
+      for_each_tensor(value, [&](const Tensor& t) { found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; });
+  return found;
+}
+
+// Operators whose results have a shape that depends on the data. CUDA's make the host wait, and so do these.
+bool shape_depends_on_data(const OperatorHandle& op, const Stack& arguments) {
+  if (TAKE_HOST_TENSORS.count(op.schema().name())) return has_mask(arguments);
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+}
+
+// ---- Results
+
+// Shape, strides and type alone. Single numbers of the host stay what they are: they take part in type promotion.
+Tensor for_meta(const Tensor& tensor) {
+  if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return tensor;
+  Tensor shape = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
+  shape._set_conj(tensor.is_conj());
+  shape._set_neg(tensor.is_neg());
+  return shape;
+}
+
+void drop_generators(const OperatorHandle& op, Stack& shapes) {
+  for (size_t i = 0; i < shapes.size(); i++)
+    if (is_generator(op.schema().arguments()[i])) shapes[i] = IValue();
+}
+
+Tensor new_on_device(const Tensor& like, c10::Device device) {
+  if (!like.defined()) return like;
+  return at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
+}
+
+// The operator's meta kernel on the shapes of its arguments: the results' shapes, or errors about the arguments.
+// Nothing if there is no such kernel.
+std::optional<Stack> infer(const OperatorHandle& op, Stack& shapes) {
+  if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
+  Stack stack = shapes;
+  try {
+    op.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  }
+  for (const IValue& value : stack)
+    if (!value.isTensor() && !value.isTensorList() && !value.isNone()) return std::nullopt;
+  return stack;
+}
+
+// Results that CUDA's host code would give another shape before it launches the kernel: `out=` of the wrong size.
+void resize_outputs(const OperatorHandle& op, const Stack& arguments, const Stack& shapes) {
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (!op.schema().arguments()[i].is_out() || !arguments[i].isTensor()) continue;
+    const Tensor &out = arguments[i].toTensor(), &shape = shapes[i].toTensor();
+    if (out.sizes() == shape.sizes()) continue;
+    out.resize_(shape.sizes());
+    out.as_strided_(shape.sizes(), shape.strides());
+  }
+}
+
+// What an operator that writes into its arguments returns: those of its arguments that its schema names.
+void return_written(const OperatorHandle& op, const Stack& arguments, Stack* stack) {
+  for (const auto& result : op.schema().returns()) {
+    TORCH_CHECK(result.alias_info(), op.operator_name(), " writes and makes new tensors as well");
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const auto* alias = op.schema().arguments()[i].alias_info();
+      if (alias && alias->beforeSet() == result.alias_info()->beforeSet()) stack->push_back(arguments[i]);
+    }
+  }
+}
+
+bool has_outputs_to_resize(const OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) { return argument.is_out(); });
+}
+
+// Runs the job now and makes results of the shape that it found.
+Stack run_and_wait(const OperatorHandle& op, const Stack& arguments, c10::Device device) {
+  Stack results;
+  launch(op, arguments, {}, device, &results);
+  fake_cuda_wait(c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_CHECK(cudaGetLastError());
+  return map_stack(results, device.type(), [&](const Tensor& result) {
+    Tensor moved = new_on_device(result, device);
+    if (moved.defined()) alias_on_cpu(moved).copy_(result);
+    return moved;
+  });
+}
+
+}  // namespace
+
+void run_on_fake_device(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  const c10::Device device = device_of(op, arguments);
+  const c10::cuda::CUDAGuard guard(device);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      find_equivalent(op.operator_name()) || op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+      "The fake GPU cannot run ", op.operator_name(),
+      ": there is no CPU kernel. tests/fake_cuda/runtime/operators/equivalents.cpp is the place for one");
+
+  const bool waits = shape_depends_on_data(op, arguments);
+  if (waits) c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream());
+
+  Stack shapes = map_stack(arguments, at::kMeta, for_meta);
+  drop_generators(op, shapes);
+  const std::optional<Stack> inferred = waits ? std::nullopt : infer(op, shapes);
+
+  if (writes(op)) {
+    TORCH_CHECK(inferred || !has_outputs_to_resize(op), "The fake GPU cannot run ", op.operator_name(), ": no meta kernel");
+    if (inferred) resize_outputs(op, arguments, shapes);
+    launch(op, arguments, {}, device, nullptr);
+    return_written(op, arguments, stack);
+    return;
+  }
+  if (!inferred) {
+    for (IValue& result : run_and_wait(op, arguments, device)) stack->push_back(std::move(result));
+    return;
+  }
+  Stack outputs = map_stack(*inferred, device.type(), [&](const Tensor& shape) { return new_on_device(shape, device); });
+  launch(op, arguments, outputs, device, nullptr);
+  for (IValue& output : outputs) stack->push_back(std::move(output));
+}
+
+}  // namespace fake_cuda
