@@ -33,4 +33,4 @@ def test_files_pass_on_the_fake_gpu(file: Path) -> None:
     schedule = [] if file.parts[0] == "fake_cuda" else ["--schedule-seed", SCHEDULE]
     run = run_pytest([str(TESTS / file), "-m", "not slow", "-q", *schedule], max_delay_s=LONGEST_DELAY_S, devices=2)
     if run.returncode:
-        pytest.fail(f"{file} on the fake GPU:\n{run.stdout}", pytrace=False)
+        pytest.fail(f"{file} on the fake GPU, {' '.join(schedule)}:\n{run.stdout}", pytrace=False)

@@ -23,7 +23,7 @@ def _load() -> ctypes.CDLL:
     runtime.fake_cuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
     runtime.fake_cuda_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     runtime.fake_cuda_leave_free.argtypes = [ctypes.c_int, ctypes.c_int64]
-    runtime.fake_cuda_faults.restype = ctypes.c_char_p
+    runtime.fake_cuda_faults.restype = runtime.fake_cuda_delays.restype = ctypes.c_char_p
     for what in ["timed_events", "streams", "device_blocks", "registrations"]:
         getattr(runtime, f"fake_cuda_num_{what}").restype = ctypes.c_int64
     return runtime
@@ -58,6 +58,16 @@ def settings(**changed: float) -> Iterator[None]:
     finally:
         for name, value in before.items():
             runtime.fake_cuda_set(name.encode(), value)
+
+
+def restart_schedule() -> None:
+    """The same work gets the same delays from here on."""
+    _load().fake_cuda_restart_schedule()
+
+
+def delays() -> list[list[float]]:
+    """Those of the schedule since its restart, in seconds, of each copy and kernel: by stream, the first used first."""
+    return [[float(delay) for delay in line.split()] for line in _load().fake_cuda_delays().decode().splitlines()]
 
 
 def fail(kind: str, k: int = 1, times: int = 1) -> None:

@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _schedule(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = request.config.getoption("--schedule-seed")
+    device.restart_schedule()  # a test that fails does so again when it runs alone
     with device.settings(**({} if seed is None else {"seed": seed})):
         yield
 

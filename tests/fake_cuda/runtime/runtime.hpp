@@ -122,7 +122,6 @@ class Stream {
   void wait(uint64_t position);
   bool reached(uint64_t position);
   uint64_t last_position();
-  void sleep_by_schedule();  // the seeded delay of the job that runs now
 
   const int device;
   const uint64_t number;
@@ -147,6 +146,9 @@ Stream* default_stream_of(int device);
 
 // Puts a job behind all that the stream has to wait for.
 uint64_t submit(Stream& stream, Job job);
+
+// The same for copies and kernels, each of which takes longer by the schedule's next delay.
+uint64_t submit_by_schedule(Stream& stream, Job job);
 
 void wait_for_device(int device);
 void wait_seconds(double seconds);

@@ -25,7 +25,6 @@ struct Copy {
   Stream* stream;
 
   void run() const {
-    stream->sleep_by_schedule();
     wait_seconds(seconds_of(from_location.place, to_location.place, to.bytes));
     auto hold = hold_memory();
     const Location to_now = locate(to), from_now = locate(from);
@@ -44,7 +43,7 @@ struct Copy {
 void copy_in_stream(const Copy& copy) {
   const uint64_t reading = copy.from_location.place == Place::registered ? begin_flight(copy.from) : 0;
   const uint64_t writing = copy.to_location.place == Place::registered ? begin_flight(copy.to) : 0;
-  submit(*copy.stream, [=] {
+  submit_by_schedule(*copy.stream, [=] {
     copy.run();
     end_flight(reading);
     end_flight(writing);
@@ -58,7 +57,7 @@ void copy_pageable(const Copy& copy) {
   constexpr size_t taken_at_once = 64 << 10;
   if (is_pageable(copy.to_location)) {
     host_waits("a copy to pageable memory");
-    copy.stream->wait(submit(*copy.stream, [=] { copy.run(); }));
+    copy.stream->wait(submit_by_schedule(*copy.stream, [=] { copy.run(); }));
     return;
   }
   if (copy.from.bytes > taken_at_once) {
@@ -67,7 +66,7 @@ void copy_pageable(const Copy& copy) {
   }
   const char* bytes = reinterpret_cast<const char*>(copy.from.begin);
   auto buffer = std::make_shared<std::vector<char>>(bytes, bytes + copy.from.bytes);
-  submit(*copy.stream, [=] {
+  submit_by_schedule(*copy.stream, [=] {
     Copy staged = copy;
     staged.from = range_of(buffer->data(), buffer->size());
     staged.from_location = locate(staged.from);
@@ -132,8 +131,7 @@ EXPORTED cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cud
   const Range range = range_of(pointer, bytes);
   if (bytes == 0) return cudaSuccess;
   if (locate(range).place != Place::device) return fault(cudaErrorInvalidValue, "cudaMemset of memory that is not a device's");
-  submit(*stream, [=] {
-    stream->sleep_by_schedule();
+  submit_by_schedule(*stream, [=] {
     auto hold = hold_memory();
     if (locate(range).place == Place::device) std::memset(pointer, value, bytes);
     else break_device(stream->device, cudaErrorIllegalAddress, "cudaMemset came to memory that was freed meanwhile");

@@ -49,8 +49,7 @@ cudaError_t fake_cuda_launch(cudaStream_t handle, const char* name, const FakeCu
   if (stream->device != current_device())
     return fault(cudaErrorInvalidResourceHandle, kernel + ": the stream belongs to another device than the current one");
   std::vector<FakeCudaRange> ranges(memory, memory + num_ranges);
-  submit(*stream, [=] {
-    stream->sleep_by_schedule();
+  submit_by_schedule(*stream, [=] {
     wait_seconds(settings().kernel_s);
     auto hold = hold_memory();
     for (const auto& range : ranges) {

@@ -41,17 +41,6 @@ std::vector<Stream*> streams_of(int device) {
   return found;
 }
 
-// A pseudo-random share of the longest delay that depends on nothing but the seed, the stream and the job's position.
-double scheduled_delay_s(uint64_t stream, uint64_t position) {
-  if (settings().seed < 0) return 0;
-  uint64_t x = static_cast<uint64_t>(settings().seed) * 0x9E3779B97F4A7C15u + stream * 0xBF58476D1CE4E5B9u + position;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  x ^= x >> 31;
-  double share = static_cast<double>(x >> 11) / (1ull << 53);
-  return share < 0.5 ? 0 : (share - 0.5) * 2 * settings().max_delay_s;  // half of all jobs run at once
-}
-
 void drain_at_exit() {
   if (is_forked_child()) return;
   for (int device = 0; device < settings().num_devices(); device++) wait_for_device(device);
@@ -105,8 +94,6 @@ uint64_t Stream::last_position() {
   std::lock_guard<std::mutex> lock(mutex_);
   return submitted_;
 }
-
-void Stream::sleep_by_schedule() { wait_seconds(scheduled_delay_s(number, finished_)); }
 
 Stream* default_stream_of(int device) { return &default_stream(device); }
 
