@@ -1,8 +1,7 @@
-"""Host memory for offloaded tensors: blocks of exact sizes, used again step after step."""
+"""Host memory for offloaded tensors: blocks that are used again step after step."""
 
 import logging
 import time
-from collections import defaultdict
 
 from torch import Tensor
 
@@ -10,9 +9,15 @@ from hf_memopt.transfer.copier import Copier
 
 logger = logging.getLogger(__name__)
 
+# How much larger a block may be than what is put into it.
+_LARGER = 2
+
 
 class HostArena:
     """Hands out host blocks and takes them back. A training step that repeats finds every block it needs.
+
+    Steps of other sizes use the same blocks where these are large enough but not far too large; a block that is not
+    quite large enough gives way to a new one. So what is held does not grow with the number of sizes.
 
     Args:
         copier: allocates the blocks, pinned where it can.
@@ -22,7 +27,8 @@ class HostArena:
     def __init__(self, copier: Copier, budget_bytes: int | None = None) -> None:
         self._copier = copier
         self._budget_bytes = budget_bytes
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: dict[int, list[Tensor]] = {}
+        self._lent: dict[int, Tensor] = {}  # by address
         # Of each size, how many blocks have been free at every moment since the last `trim`.
         self._always_free: dict[int, int] = {}
         self._new_bytes = 0
@@ -32,25 +38,24 @@ class HostArena:
         self.bytes_live = 0
 
     def acquire(self, num_bytes: int) -> Tensor | None:
-        """A block of exactly `num_bytes`, uint8, or None if the budget has no room for it."""
-        blocks = self._free[num_bytes]
-        if blocks:
-            block = blocks.pop()
-            if len(blocks) < self._always_free.get(num_bytes, 0):
-                self._always_free[num_bytes] = len(blocks)
+        """`num_bytes` of host memory, uint8, or None if the budget has no room for them."""
+        sizes = [num_bytes] if num_bytes in self._free else self._free_sizes(num_bytes, _LARGER * num_bytes)
+        if sizes:
+            block = self._take(min(sizes))
         elif self._make_room(num_bytes):
             block = self._allocate(num_bytes)
         else:
             return None
-        self.bytes_live += num_bytes
-        return block
+        self._lent[block.data_ptr()] = block
+        self.bytes_live += block.nbytes
+        return block if block.nbytes == num_bytes else block[:num_bytes]
 
-    def release(self, block: Tensor) -> None:
-        """Take back a block that nothing reads or writes any more."""
-        num_bytes = block.nbytes
+    def release(self, memory: Tensor) -> None:
+        """Take back what nothing reads or writes any more."""
+        block = self._lent.pop(memory.data_ptr())
         self._copier.release(block)
-        self.bytes_live -= num_bytes
-        self._free[num_bytes].append(block)
+        self.bytes_live -= block.nbytes
+        self._free.setdefault(block.nbytes, []).append(block)
 
     def log_growth(self) -> None:
         """Say in the log how much has been taken since the last call, and how long that has held up the host."""
@@ -65,9 +70,9 @@ class HostArena:
     def trim(self) -> None:
         """Give up the free blocks that nobody has needed since the last call; none the first time."""
         before = self.bytes_held
-        for size, num_blocks in self._always_free.items():
-            del self._free[size][:num_blocks]
-            self.bytes_held -= num_blocks * size
+        for size, num_blocks in list(self._always_free.items()):
+            for _ in range(num_blocks):
+                self._drop(size)
         self._always_free = {size: len(blocks) for size, blocks in self._free.items()}
         if self.bytes_held < before:
             logger.info(
@@ -84,12 +89,26 @@ class HostArena:
         self.bytes_held += num_bytes
         return block
 
+    def _free_sizes(self, least: int, most: int) -> list[int]:
+        return [size for size in self._free if least <= size <= most]
+
+    def _take(self, size: int) -> Tensor:
+        blocks = self._free[size]
+        block = blocks.pop()
+        self._always_free[size] = min(self._always_free.get(size, 0), len(blocks))
+        if not blocks:
+            del self._free[size]
+        return block
+
+    def _drop(self, size: int) -> None:
+        self.bytes_held -= self._take(size).nbytes
+
     def _make_room(self, num_bytes: int) -> bool:
-        """Drop free blocks of other sizes, largest first, until `num_bytes` fit the budget."""
+        """Drop the free block that is nearly large enough, and others, largest first, until the rest fits the budget."""
+        if sizes := self._free_sizes(-(-num_bytes // _LARGER), num_bytes):
+            self._drop(max(sizes))
         if self._budget_bytes is None:
             return True
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self.bytes_held + num_bytes > self._budget_bytes:
-                self.bytes_held -= self._free[size].pop().nbytes
-                self._always_free[size] = min(self._always_free.get(size, 0), len(self._free[size]))
+        while self._free and self.bytes_held + num_bytes > self._budget_bytes:
+            self._drop(max(self._free))
         return self.bytes_held + num_bytes <= self._budget_bytes
