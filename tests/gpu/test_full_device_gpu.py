@@ -1,0 +1,109 @@
+"""Mode "auto" without a budget, for a thousand steps on a device that has room only if everything is offloaded."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from fake_cuda import device as fake_device
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MIB = 2**20
+NUM_STEPS = 1000
+WIDTH, NUM_LAYERS = 64, 6
+LARGEST_BATCH, LONGEST = 32, 1024  # 8 MiB in a tensor of this many tokens
+LARGEST_TEMPORARY_BYTES = 2 * MIB
+NUM_LOGGED = 3
+SLACK = 1.1  # for what the allocator cannot use of the memory that it has taken, which differs from step to step
+
+
+class Training:
+    """Layers that save much and compute little, and a user who allocates besides. Each step needs another amount."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH).to(device))
+        self.layers = nn.Sequential(*(nn.LeakyReLU(0.9) for _ in range(NUM_LAYERS)))
+        self.data = torch.randn(2 * LARGEST_BATCH * LONGEST, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.logged: deque[Tensor] = deque(maxlen=NUM_LOGGED)
+
+    def step(self, lots: torch.Generator, offloader: ActivationOffloader | None, largest: bool = False) -> None:
+        """One step of random size, or of the largest."""
+
+        def up_to(most: int) -> int:
+            drawn = int(torch.randint(1, 9 * most // 8 + 1, (), generator=lots))  # the largest at every ninth time
+            return most if largest else min(drawn, most)
+
+        batch, length, begin = up_to(LARGEST_BATCH), up_to(LONGEST), up_to(LARGEST_BATCH * LONGEST)
+        x = self.data[begin:][: batch * length].view(batch, length, WIDTH).to(self.device)
+        with offloader.offload_context(self.layers) if offloader else nullcontext():
+            y = self.layers(x * self.weight)
+            temporary = torch.ones(up_to(LARGEST_TEMPORARY_BYTES), dtype=torch.uint8, device=self.device)
+            loss = nn.functional.mse_loss(y, x)
+        del temporary
+        loss.backward()
+        with torch.no_grad():
+            self.weight.add_(self.weight.grad, alpha=-0.1)
+        self.weight.grad = None
+        self.logged.append(y.detach()[0, : up_to(length)].clone())
+
+    def train(self, num_steps: int, offloader: ActivationOffloader | None = None, largest: bool = False) -> Tensor:
+        """The weight in the end. The same steps whenever they are as many."""
+        lots = torch.Generator().manual_seed(0)
+        for _ in range(num_steps):
+            self.step(lots, offloader, largest)
+        return self.weight.detach()
+
+
+def free_cache() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def only(num_bytes: int) -> Iterator[None]:
+    """This process can have so much of the device, with what it has already."""
+    free_cache()
+    if fake_device.is_loaded():
+        fake_device.leave_free(num_bytes - torch.cuda.memory_reserved())
+    else:
+        torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.mem_get_info()[1])
+    try:
+        yield
+    finally:
+        free_cache()
+        if fake_device.is_loaded():
+            fake_device.give_back()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def make_offloader(**options: str) -> ActivationOffloader:
+    return ActivationOffloader(offload_threshold_mb=0.1, prefetch_ahead=1, **options)
+
+
+def room_for_everything_offloaded() -> int:
+    """Bytes that steps of the largest size fit into, by what the allocator takes for them."""
+    training = Training()
+    torch.cuda.reset_peak_memory_stats()
+    training.train(3, make_offloader(mode="all"), largest=True)
+    return int(SLACK * torch.cuda.max_memory_reserved())
+
+
+def test_a_thousand_steps_where_only_everything_offloaded_fits() -> None:
+    room_bytes = room_for_everything_offloaded()
+    offloader = make_offloader()
+    with only(room_bytes):
+        found = Training().train(NUM_STEPS, offloader)
+        with pytest.raises(torch.OutOfMemoryError):
+            Training().train(NUM_STEPS)
+    # What a fake GPU computes is to the bit what a CPU does, which is faster.
+    plain = Training("cpu" if fake_device.is_loaded() else "cuda").train(NUM_STEPS)
+    assert torch.equal(found.cpu(), plain.cpu())
+    assert offloader.stats.bytes_moved > 0
+    # Batches of hundreds of sizes share the host's blocks.
+    assert offloader.stats.host_bytes_pinned < 4 * room_bytes
