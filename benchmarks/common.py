@@ -24,8 +24,11 @@ _PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "lerobot", "dif
 
 
 def current_device() -> torch.device:
-    """The machine's accelerator, or the CPU."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    """The current accelerator, with its index, which some of torch's functions ask for; or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

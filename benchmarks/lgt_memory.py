@@ -105,7 +105,8 @@ def limit_memory(device: torch.device, card_gb: float | None) -> None:
     """Let this process's tensors have what a card of this size leaves them."""
     if device.type == "cuda" and card_gb is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, USABLE_SHARE * card_gb * 2**30 / total_bytes), device)
+        # Of the current device: the one that Accelerate names has no index, which this function asks for.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, USABLE_SHARE * card_gb * 2**30 / total_bytes))
 
 
 def outcome(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def run_pytest(arguments: list[str], **settings: object) -> subprocess.Completed
 
 def main() -> None:
     """`python -m fake_cuda.launch SCRIPT [ARGUMENTS]`: a Python program on the fake runtime."""
-    install = "import sys, runpy; from fake_cuda import device; device.install_operators(); "
-    program = "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    install = "import os, sys, runpy; from fake_cuda import device; device.install_operators(); "
+    folder = "sys.argv = sys.argv[1:]; sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0]))); "
+    program = folder + "runpy.run_path(sys.argv[0], run_name='__main__')"
     os.execve(sys.executable, [sys.executable, "-c", install + program, *sys.argv[1:]], environment())
 
 

@@ -1,0 +1,50 @@
+"""Benchmarks as the tests of their parts for accelerators run them."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerators import forget_accelerator
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NO_LIMIT = "--time-limit-s=3600"
+
+Load = Callable[[str], Any]
+
+
+@contextmanager
+def benchmarks_as_scripts() -> Iterator[Load]:
+    """Imports files of benchmarks/, which is no package, as running them as scripts would; undone afterwards."""
+    threads, before = torch.get_num_threads(), set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which benchmarks set, and here is taken back
+        yield importlib.import_module
+    for name in set(sys.modules) - before:  # what they keep on the device goes with them
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.set_num_threads(threads)
+    forget_accelerator()
+
+
+def results_of(output: Path) -> dict[str, Any]:
+    """Of a benchmark that has found the GPU."""
+    results: dict[str, Any] = json.loads(output.read_text())
+    assert results["hardware"]["device"] == "cuda"
+    return results
+
+
+def cells_of(output: Path) -> list[dict[str, Any]]:
+    """Of a benchmark that has ended, none of them failed."""
+    results = results_of(output)
+    assert results["complete"]
+    assert {cell["error"] for cell in results["cells"] if "error" in cell} == set()
+    cells: list[dict[str, Any]] = results["cells"]
+    return cells
