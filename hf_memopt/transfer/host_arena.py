@@ -104,7 +104,7 @@ class HostArena:
         self.bytes_held -= self._take(size).nbytes
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Drop the free block that is nearly large enough, and others, largest first, until the rest fits the budget."""
+        """Drop the free block that is nearly large enough, and others, largest first, until the budget has room."""
         if sizes := self._free_sizes(-(-num_bytes // _LARGER), num_bytes):
             self._drop(max(sizes))
         if self._budget_bytes is None:
