@@ -28,7 +28,7 @@ class HostArena:
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._free: dict[int, list[Tensor]] = {}
-        self._lent: dict[int, Tensor] = {}  # by address
+        self._lent: dict[int, Tensor] = {}  # by key of the storage
         # Of each size, how many blocks have been free at every moment since the last `trim`.
         self._always_free: dict[int, int] = {}
         self._new_bytes = 0
@@ -46,13 +46,13 @@ class HostArena:
             block = self._allocate(num_bytes)
         else:
             return None
-        self._lent[block.data_ptr()] = block
+        self._lent[block.untyped_storage()._cdata] = block
         self.bytes_live += block.nbytes
         return block if block.nbytes == num_bytes else block[:num_bytes]
 
     def release(self, memory: Tensor) -> None:
         """Take back what nothing reads or writes any more."""
-        block = self._lent.pop(memory.data_ptr())
+        block = self._lent.pop(memory.untyped_storage()._cdata)
         self._copier.release(block)
         self.bytes_live -= block.nbytes
         self._free.setdefault(block.nbytes, []).append(block)

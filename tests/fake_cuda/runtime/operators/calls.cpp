@@ -1,5 +1,5 @@
-// What the host does for an operator, which is what it does for a GPU: it finds the results' shapes (by the operator's
-// "meta" kernel), takes memory from torch's CUDA allocator, puts a job on the current stream and goes on.
+// What the host does for an operator, which is what it does for a GPU: it finds the results' shapes,
+// takes memory from torch's CUDA allocator, puts a job on the current stream and goes on.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -64,49 +64,9 @@ bool shape_depends_on_data(const OperatorHandle& op, const Stack& arguments) {
 
 // ---- Results
 
-// Shape, strides and type alone. Single numbers of the host stay what they are: they take part in type promotion.
-Tensor for_meta(const Tensor& tensor) {
-  if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return tensor;
-  Tensor shape = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
-  shape._set_conj(tensor.is_conj());
-  shape._set_neg(tensor.is_neg());
-  return shape;
-}
-
-void drop_generators(const OperatorHandle& op, Stack& shapes) {
-  for (size_t i = 0; i < shapes.size(); i++)
-    if (is_generator(op.schema().arguments()[i])) shapes[i] = IValue();
-}
-
 Tensor new_on_device(const Tensor& like, c10::Device device) {
   if (!like.defined()) return like;
   return at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
-}
-
-// The operator's meta kernel on the shapes of its arguments: the results' shapes, or errors about the arguments.
-// Nothing if there is no such kernel.
-std::optional<Stack> infer(const OperatorHandle& op, Stack& shapes) {
-  if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
-  Stack stack = shapes;
-  try {
-    op.callBoxed(stack);
-  } catch (const c10::NotImplementedError&) {
-    return std::nullopt;
-  }
-  for (const IValue& value : stack)
-    if (!value.isTensor() && !value.isTensorList() && !value.isNone()) return std::nullopt;
-  return stack;
-}
-
-// Results that CUDA's host code would give another shape before it launches the kernel: `out=` of the wrong size.
-void resize_outputs(const OperatorHandle& op, const Stack& arguments, const Stack& shapes) {
-  for (size_t i = 0; i < arguments.size(); i++) {
-    if (!op.schema().arguments()[i].is_out() || !arguments[i].isTensor()) continue;
-    const Tensor &out = arguments[i].toTensor(), &shape = shapes[i].toTensor();
-    if (out.sizes() == shape.sizes()) continue;
-    out.resize_(shape.sizes());
-    out.as_strided_(shape.sizes(), shape.strides());
-  }
 }
 
 // What an operator that writes into its arguments returns: those of its arguments that its schema names.
@@ -118,11 +78,6 @@ void return_written(const OperatorHandle& op, const Stack& arguments, Stack* sta
       if (alias && alias->beforeSet() == result.alias_info()->beforeSet()) stack->push_back(arguments[i]);
     }
   }
-}
-
-bool has_outputs_to_resize(const OperatorHandle& op) {
-  const auto& arguments = op.schema().arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) { return argument.is_out(); });
 }
 
 // Runs the job now and makes results of the shape that it found.
@@ -153,13 +108,10 @@ void run_on_fake_device(const OperatorHandle& op, c10::DispatchKeySet, Stack* st
   const bool waits = shape_depends_on_data(op, arguments);
   if (waits) c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream());
 
-  Stack shapes = map_stack(arguments, at::kMeta, for_meta);
-  drop_generators(op, shapes);
-  const std::optional<Stack> inferred = waits ? std::nullopt : infer(op, shapes);
+  const std::optional<Stack> inferred = waits ? std::nullopt : infer_results(op, arguments);
 
   if (writes(op)) {
-    TORCH_CHECK(inferred || !has_outputs_to_resize(op), "The fake GPU cannot run ", op.operator_name(), ": no meta kernel");
-    if (inferred) resize_outputs(op, arguments, shapes);
+    TORCH_CHECK(inferred || !resizes_outputs(op), "The fake GPU cannot run ", op.operator_name(), ": no meta kernel");
     launch(op, arguments, {}, device, nullptr);
     return_written(op, arguments, stack);
     return;

@@ -15,6 +15,15 @@ using torch::jit::Stack;
 
 void run_on_fake_device(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack);
 
+// ---- shapes.cpp: which shapes results have.
+
+// The results as tensors without memory, and outputs (`out=`) resized; errors about the arguments. Nothing where no "meta"
+// kernel says it.
+std::optional<Stack> infer_results(const OperatorHandle& op, const Stack& arguments);
+
+// Whether it has arguments that are given the results' shape.
+bool resizes_outputs(const OperatorHandle& op);
+
 // ---- jobs.cpp: what the stream does.
 
 // Puts a call of the CPU's kernel on the current stream. What it returns is copied to `outputs`, device memory, or put
