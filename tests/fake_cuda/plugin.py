@@ -15,7 +15,7 @@ from fake_cuda import device
 
 ExpectFaults = Callable[..., None]
 
-LONGEST_MOMENT_S = 1.0
+LONGEST_MOMENT_S = 20  # on a machine that does much else
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
