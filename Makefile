@@ -59,8 +59,12 @@ test: $(READY) ## the default test suite (CPU, no network)
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
 
-test-gpu: $(READY) ## the tests that need a GPU
-	$(PY) -m pytest -m "gpu or multi_gpu"
+test-gpu: ## the tests that need a GPU; PYTHON=python3 for the interpreter at hand instead of .venv
+	$(if $(PYTHON),,$(MAKE) setup)
+	$(or $(PYTHON),$(PY)) -m pytest -m "gpu or multi_gpu" tests/gpu
+
+gpu-bundle: $(READY) ## wheels and a head script for a GPU machine without a network: .whl and .gpu
+	$(PY) benchmarks/gpu_bundle.py --pip "$(UV)" tool run pip
 
 test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime: a part of make test (Linux)
 	$(PY) -m pytest -n 2 tests/test_fake_gpu.py
@@ -86,4 +90,4 @@ bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
 clean: ## remove the environment and all outputs
 	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu test-fake-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench clean

@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "hardware": _hardware(device),
         "versions": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": measured_commit(),
         "date": date.today().isoformat(),
     }
 
@@ -74,8 +74,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit measured, with `-dirty` when tracked files differ from it; None outside a git checkout."""
+def measured_commit() -> str | None:
+    """The commit measured, with `-dirty` when tracked files differ from it.
+
+    Where a checkout travels without git, `HF_MEMOPT_COMMIT` says it (`make gpu-bundle`); else None.
+    """
+    if commit := os.environ.get("HF_MEMOPT_COMMIT"):
+        return commit
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, check=False)

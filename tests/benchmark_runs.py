@@ -29,7 +29,8 @@ def benchmarks_as_scripts() -> Iterator[Load]:
     for name in set(sys.modules) - before:  # what they keep on the device goes with them
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
     torch.set_num_threads(threads)
     forget_accelerator()
 

@@ -199,19 +199,6 @@ def test_verdicts_compare_times_peaks_and_predictions(load: Load, capsys: pytest
     assert "target 0.25" not in printed  # is about another length
 
 
-@pytest.mark.gpu
-def test_on_an_accelerator_times_and_peaks_are_measured(load: Load, tmp_path: Path) -> None:
-    options = ["--size", "real", "--tokens", "2048", "--modes", "none", "checkpointing", "ours inputs"]
-    found = run_toy(load, tmp_path, *options, "--link-divisors", "1")
-    cells = {cell["mode"]: cell for cell in found["cells"]}
-    for cell in cells.values():
-        assert cell["step_ms"]["num_steps"] >= 2
-        assert cell["gradients_equal"]
-    assert cells["checkpointing"]["peak_bytes"] < cells["none"]["peak_bytes"]
-    saved, temporary = (found["workloads"][0][f"{name}_bytes"] for name in ("saved", "temporary"))
-    assert cells["none"]["peak_over_weights_bytes"] == pytest.approx(saved + temporary, rel=0.02)
-
-
 # ------------------------------------------------------------------------------------------------ offload_bytes
 
 

@@ -69,12 +69,3 @@ def test_an_estimate_takes_the_kernels_of_its_card() -> None:
 
     turing, ada = (estimate_peak_memory(setup, step, card=CARDS[name]).peak_bytes for name in ("t4", "rtx4070"))
     assert turing - ada > 2 * 4 * 512 * 512 * 2  # the math path keeps all probabilities
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_table_is_what_torch_chooses_here() -> None:
-    capability = torch.cuda.get_device_capability()
-    if capability not in CAPABILITIES:
-        pytest.skip(f"no column for compute capability {capability}; python tests/attention_choices.py makes one")
-    assert not [case for case, kernels in TABLE.items() if attention_choices.chosen(case) != kernels[capability]]

@@ -224,18 +224,6 @@ def test_documentation_quotes_the_committed_results(file: str, load: Load, capsy
     assert capsys.readouterr().out.strip() in DOCUMENTATION
 
 
-@pytest.mark.gpu
-def test_on_an_accelerator_times_peaks_and_copies_are_measured(load: Load, tmp_path: Path) -> None:
-    cells = by_mode(run_toy(load, tmp_path, "--dtypes", "float32", "--steps", "3"))
-    for mode in OWN_MODES:
-        assert cells[mode]["step_ms"]["num_steps"] >= 2
-        assert {"teacher", "forward", "backward", "optimizer"} <= cells[mode]["peak_device_bytes"].keys()
-    assert cells["swap"]["target_equal"]
-    moved = cells["swap"]["traffic_bytes"]
-    assert moved["profiler"]["host_to_device"] >= moved["copier"]["host_to_device"]
-    assert cells["seed"]["traffic_bytes"]["profiler"]["device_to_host"] >= moved["copier"]["host_to_device"] // 2
-
-
 def test_cache_clearing_runs_a_step_of_its_workload(
     load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,20 +207,3 @@ def test_the_quiet_command_tells_problems_by_its_status(
     assert main(["doctor", "--device", "cpu", "--quiet"]) == 1
     assert capsys.readouterr().out == "datasets is not installed: pip install datasets\n"
     assert main(["doctor", "--device", "cpu"]) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_examined() -> None:
-    machine = examine("cuda:0")
-    (gpu,) = machine.devices
-    assert gpu.obstacle is None
-    assert gpu.model == torch.cuda.get_device_name(0)
-    assert gpu.free_gib is not None
-    assert gpu.total_gib is not None
-    assert 0 < gpu.free_gib <= gpu.total_gib
-    assert gpu.can_pin
-    assert gpu.pinned is not None
-    assert gpu.pageable is not None
-    assert min(gpu.pinned.to_host_gb_per_s, gpu.pageable.to_host_gb_per_s) > 0.1
-    assert all(feature.status == "on" for feature in machine.features if feature.name != "torch.compile")

@@ -111,16 +111,3 @@ def test_verdicts(load: Any) -> None:
         "growth over 2000 steps, default: 0.100% (target 0.1%: met)",
         "growth over 2000 steps, default: 0.200% (target 0.1%: missed)",
     ]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_an_emulated_card(load: Any, tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    sizes = ["--resolution", "256", "--batch-sizes", "2", "4", "--variants", "plain", "ours", "--growth-steps", "150"]
-    assert load("fluxflow_memory").main([*sizes, "--output", str(output)]) == 0
-    cells = json.loads(output.read_text())["cells"]
-    free = {cell["variant"]: cell for cell in cells if cell["part"] == "step" and cell["card_gb"] is None}
-    assert free["ours"]["peak_bytes"] < free["plain"]["peak_bytes"]
-    growing = [cell for cell in cells if cell["part"] == "growth"]
-    assert all(cell["last"]["reserved_bytes"] >= cell["last"]["allocated_bytes"] for cell in growing)

@@ -93,16 +93,3 @@ def test_cells_run_in_processes_of_their_own(load: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "current_device", lambda: torch.device("cpu"))
     assert module.main(["--modes", "checkpointed", "--output", str(tmp_path / "results.json")]) == 0
     assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_an_emulated_card(load: Any, tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    sizes = ["--batch-sizes", "96", "--euler-steps", "10", "--steps", "2"]
-    assert load("lgt_memory").main([*sizes, "--output", str(output)]) == 0
-    cells = {cell["mode"]: cell for cell in json.loads(output.read_text())["cells"][1:]}
-    assert cells["plain"]["error"].startswith("OutOfMemoryError")
-    limit_bytes = load("lgt_memory").USABLE_SHARE * 8 * 2**30
-    assert all(cells[mode]["peak_bytes"] <= limit_bytes for mode in ("checkpointed", "offloaded"))
-    assert cells["checkpointed"]["losses"] == cells["offloaded"]["losses"]

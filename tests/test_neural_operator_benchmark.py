@@ -89,20 +89,3 @@ def test_what_the_host_cannot_hold_is_not_tried(load: Any, tmp_path: Path) -> No
     options = ["--modes", "save_on_cpu", "--host-limit-gib", "0.00001", "--output", str(output)]
     assert load("neural_operator").main(options) == 0
     assert json.loads(output.read_text())["cells"][0]["error"].startswith("not run: needs ")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_an_emulated_card(load: Any, tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    sizes = ["--nodes", "256", "--batch-size", "8", "--batch-sizes", "8", "64", "--cards", "8"]
-    assert load("neural_operator").main([*sizes, "--output", str(output)]) == 0
-    cells = json.loads(output.read_text())["cells"]
-    free = {cell["mode"]: cell for cell in cells if cell["card_gb"] is None}
-    assert all(cell["gradients_equal"] for cell in free.values())
-    assert free["ours inputs"]["peak_bytes"] < free["plain"]["peak_bytes"]
-    on_card = {cell["mode"]: cell for cell in cells if cell["card_gb"] == 8 and cell["batch_size"] == 64}
-    assert on_card["plain"]["error"].startswith("OutOfMemoryError")
-    assert "error" not in on_card["ours inputs"]
-    limit_bytes = load("neural_operator").USABLE_SHARE * 8 * 2**30
-    assert all(cell["peak_bytes"] <= limit_bytes for cell in on_card.values() if "error" not in cell)

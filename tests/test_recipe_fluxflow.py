@@ -290,21 +290,6 @@ def test_an_average_in_host_memory_is_the_same(whole: Path, tmp_path: Path) -> N
     assert equal(weights(tmp_path, "vae_ema"), weights(whole, "vae_ema"))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_average_in_host_memory_is_that_on_the_gpu() -> None:
-    """Subtraction, multiplication and subtraction, each rounded as the standard says on either device."""
-    model = nn.Linear(64, 64, device="cuda")
-    averages = [WeightAverage(model, 0.9, torch.device(home)) for home in ("cpu", "cuda")]
-    for _ in range(20):
-        nn.init.normal_(model.weight)
-        for average in averages:
-            average.step()
-    ours, theirs = (average.state_dict()["shadow_params"][0] for average in averages)
-    assert ours.device.type == "cpu"
-    torch.testing.assert_close(ours, theirs.cpu(), rtol=1e-6, atol=1e-7)
-
-
 def test_the_average_is_exponential_and_leaves_the_model_alone() -> None:
     model = nn.Linear(2, 1, bias=False)
     average = WeightAverage(model, 0.5, torch.device("cpu"))

@@ -10,6 +10,7 @@ import torch
 from fake_cuda import device as fake_device
 
 from hf_memopt.cli import main
+from hf_memopt.diagnostics import examine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -124,3 +125,18 @@ def test_memory_that_cannot_be_pinned_is_a_problem(capsys: Capture) -> None:
     fake_device.fail("host_register", times=1000)
     (problem,) = problems(capsys)
     assert problem.startswith("cuda:0: host memory cannot be pinned, so copies are slow")
+
+
+def test_a_gpu_is_examined() -> None:
+    machine = examine("cuda:0")
+    (gpu,) = machine.devices
+    assert gpu.obstacle is None
+    assert gpu.model == torch.cuda.get_device_name(0)
+    assert gpu.free_gib is not None
+    assert gpu.total_gib is not None
+    assert 0 < gpu.free_gib <= gpu.total_gib
+    assert gpu.can_pin
+    assert gpu.pinned is not None
+    assert gpu.pageable is not None
+    assert min(gpu.pinned.to_host_gb_per_s, gpu.pageable.to_host_gb_per_s) > 0.1
+    assert all(feature.status == "on" for feature in machine.features if feature.name != "torch.compile")

@@ -1,0 +1,96 @@
+"""Benchmarks at sizes that only a real GPU has time for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_runs import NO_LIMIT, Load, benchmarks_as_scripts, results_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    with benchmarks_as_scripts() as load:
+        yield load
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "results.json"
+
+
+def test_estimates_are_what_cuda_allocates(load: Load, output: Path) -> None:
+    estimate = load("estimate")
+    results = estimate.main(["--sizes", "small", "--output", str(output)])
+    assert not any("error" in row for row in results["rows"])
+    assert results["worst_deviation"] < estimate.TARGETS["worst_deviation"]
+    assert results["median_deviation"] < estimate.TARGETS["median_deviation"]
+
+
+def test_activation_offloading(load: Load, output: Path) -> None:
+    modes = ["--modes", "none", "checkpointing", "ours inputs"]
+    sizes = ["--size", "real", "--layers", "4", "--tokens", "2048", "--link-divisors", "1"]
+    assert load("activation_offload").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
+    found = results_of(output)
+    cells = {cell["mode"]: cell for cell in found["cells"]}
+    for cell in cells.values():
+        assert cell["step_ms"]["num_steps"] >= 2
+        assert cell["gradients_equal"]
+    assert cells["checkpointing"]["peak_bytes"] < cells["none"]["peak_bytes"]
+    saved, temporary = (found["workloads"][0][f"{name}_bytes"] for name in ("saved", "temporary"))
+    assert cells["none"]["peak_over_weights_bytes"] == pytest.approx(saved + temporary, rel=0.02)
+
+
+def test_teacher_offloading(load: Load, output: Path) -> None:
+    sizes = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", "--dtypes", "float32", "--steps", "3"]
+    assert load("teacher_offload").main([*sizes, NO_LIMIT, "--output", str(output)]) == 0
+    cells = {cell["mode"]: cell for cell in results_of(output)["cells"]}
+    for mode in OWN_MODES:
+        assert cells[mode]["step_ms"]["num_steps"] >= 2
+        assert {"teacher", "forward", "backward", "optimizer"} <= cells[mode]["peak_device_bytes"].keys()
+    assert cells["swap"]["target_equal"]
+    moved = cells["swap"]["traffic_bytes"]
+    assert moved["profiler"]["host_to_device"] >= moved["copier"]["host_to_device"]
+    assert cells["seed"]["traffic_bytes"]["profiler"]["device_to_host"] >= moved["copier"]["host_to_device"] // 2
+
+
+def test_neural_operators_on_an_emulated_card(load: Load, output: Path) -> None:
+    sizes = ["--nodes", "256", "--batch-size", "8", "--batch-sizes", "8", "64", "--cards", "8"]
+    assert load("neural_operator").main([*sizes, "--output", str(output)]) == 0
+    cells = results_of(output)["cells"]
+    free = {cell["mode"]: cell for cell in cells if cell["card_gb"] is None}
+    assert all(cell["gradients_equal"] for cell in free.values())
+    assert free["ours inputs"]["peak_bytes"] < free["plain"]["peak_bytes"]
+    on_card = {cell["mode"]: cell for cell in cells if cell["card_gb"] == 8 and cell["batch_size"] == 64}
+    assert on_card["plain"]["error"].startswith("OutOfMemoryError")
+    assert "error" not in on_card["ours inputs"]
+    limit_bytes = load("neural_operator").USABLE_SHARE * 8 * 2**30
+    assert all(cell["peak_bytes"] <= limit_bytes for cell in on_card.values() if "error" not in cell)
+
+
+def test_lgt_on_an_emulated_card(load: Load, output: Path) -> None:
+    sizes = ["--batch-sizes", "96", "--euler-steps", "10", "--steps", "2"]
+    assert load("lgt_memory").main([*sizes, "--output", str(output)]) == 0
+    cells = {cell["mode"]: cell for cell in results_of(output)["cells"][1:]}
+    assert cells["plain"]["error"].startswith("OutOfMemoryError")
+    limit_bytes = load("lgt_memory").USABLE_SHARE * 8 * 2**30
+    assert all(cells[mode]["peak_bytes"] <= limit_bytes for mode in ("checkpointed", "offloaded"))
+    assert cells["checkpointed"]["losses"] == cells["offloaded"]["losses"]
+
+
+def test_fluxflow_on_an_emulated_card(load: Load, output: Path) -> None:
+    sizes = ["--resolution", "256", "--batch-sizes", "2", "4", "--variants", "plain", "ours", "--growth-steps", "150"]
+    assert load("fluxflow_memory").main([*sizes, "--output", str(output)]) == 0
+    cells = results_of(output)["cells"]
+    free = {cell["variant"]: cell for cell in cells if cell["part"] == "step" and cell["card_gb"] is None}
+    assert free["ours"]["peak_bytes"] < free["plain"]["peak_bytes"]
+    growing = [cell for cell in cells if cell["part"] == "growth"]
+    assert all(cell["last"]["reserved_bytes"] >= cell["last"]["allocated_bytes"] for cell in growing)
