@@ -28,7 +28,6 @@ class HostArena:
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._free: dict[int, list[Tensor]] = {}
-        self._lent: dict[int, Tensor] = {}  # by key of the storage
         # Of each size, how many blocks have been free at every moment since the last `trim`.
         self._always_free: dict[int, int] = {}
         self._new_bytes = 0
@@ -38,24 +37,28 @@ class HostArena:
         self.bytes_live = 0
 
     def acquire(self, num_bytes: int) -> Tensor | None:
-        """`num_bytes` of host memory, uint8, or None if the budget has no room for them."""
-        sizes = [num_bytes] if num_bytes in self._free else self._free_sizes(num_bytes, _LARGER * num_bytes)
-        if sizes:
+        """A block of at least `num_bytes`, uint8, or None if the budget has no room for it."""
+        if num_bytes in self._free:
+            block = self._take(num_bytes)
+        elif sizes := self._free_sizes(num_bytes, _LARGER * num_bytes):
             block = self._take(min(sizes))
         elif self._make_room(num_bytes):
             block = self._allocate(num_bytes)
         else:
             return None
-        self._lent[block.untyped_storage()._cdata] = block
         self.bytes_live += block.nbytes
-        return block if block.nbytes == num_bytes else block[:num_bytes]
+        return block
 
-    def release(self, memory: Tensor) -> None:
-        """Take back what nothing reads or writes any more."""
-        block = self._lent.pop(memory.untyped_storage()._cdata)
+    def release(self, block: Tensor) -> None:
+        """Take back a block that nothing reads or writes any more."""
+        num_bytes = block.nbytes
         self._copier.release(block)
-        self.bytes_live -= block.nbytes
-        self._free.setdefault(block.nbytes, []).append(block)
+        self.bytes_live -= num_bytes
+        blocks = self._free.get(num_bytes)
+        if blocks is None:
+            self._free[num_bytes] = [block]
+        else:
+            blocks.append(block)
 
     def log_growth(self) -> None:
         """Say in the log how much has been taken since the last call, and how long that has held up the host."""
@@ -95,7 +98,8 @@ class HostArena:
     def _take(self, size: int) -> Tensor:
         blocks = self._free[size]
         block = blocks.pop()
-        self._always_free[size] = min(self._always_free.get(size, 0), len(blocks))
+        if len(blocks) < self._always_free.get(size, 0):
+            self._always_free[size] = len(blocks)
         if not blocks:
             del self._free[size]
         return block
