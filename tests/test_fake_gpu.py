@@ -14,6 +14,8 @@ FILES = sorted(
 # Delays of copies and kernels, the same in each run. HF_MEMOPT_SEED chooses others.
 SCHEDULE = os.environ.get("HF_MEMOPT_SEED", "1")
 LONGEST_DELAY_S = 0.0003
+# Of some files every test is slow.
+PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 REQUIRED = bool(os.environ.get("HF_MEMOPT_REQUIRE_FAKE_GPU"))
 
 
@@ -32,5 +34,5 @@ def fake_gpu() -> None:
 def test_files_pass_on_the_fake_gpu(file: Path) -> None:
     schedule = [] if file.parts[0] == "fake_cuda" else ["--schedule-seed", SCHEDULE]
     run = run_pytest([str(TESTS / file), "-m", "not slow", "-q", *schedule], max_delay_s=LONGEST_DELAY_S, devices=2)
-    if run.returncode:
+    if run.returncode not in PASSED:
         pytest.fail(f"{file} on the fake GPU, {' '.join(schedule)}:\n{run.stdout}", pytrace=False)
