@@ -19,6 +19,8 @@ import psutil
 import torch
 
 MIB = 2**20
+# Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
+USABLE_SHARE = 0.9125
 RESULTS_FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "lerobot", "diffusers")
 
@@ -29,6 +31,19 @@ def current_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def usable_bytes(card_gb: float) -> int:
+    """What a card of this nominal size leaves to tensors."""
+    return round(USABLE_SHARE * card_gb * 2**30)
+
+
+def limit_memory(card_gb: float | None) -> None:
+    """Emulate a card's capacity by a limit on torch's allocator, for the current CUDA device; None: all that it has."""
+    if torch.cuda.is_available():
+        total_bytes = torch.cuda.mem_get_info()[1]
+        share = 1.0 if card_gb is None else min(1.0, usable_bytes(card_gb) / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from common import current_device, median_and_spread, step_times_ms
+from common import current_device, limit_memory, median_and_spread, step_times_ms
 from hf_memopt.recipes.fluxflow_data import rescaled
 from hf_memopt.recipes.fluxflow_losses import Weights
 from hf_memopt.recipes.fluxflow_model import Models, build_models, stride
@@ -16,8 +16,6 @@ from hf_memopt.recipes.fluxflow_step import Gan, make_batch, make_optimizers, st
 
 from hf_memopt import ActivationOffloader
 
-# Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
-USABLE_SHARE = 0.9125
 WEIGHTS = Weights(kl=1e-3, adversarial=0.5)
 SEED = {"decode": "twice", "freeze_discriminator": False}
 # The order is that of the report; the seed's levers come before this library's.
@@ -41,19 +39,12 @@ def main(text: str) -> None:
     """Print what was measured as the last line; that memory was not enough is a result."""
     cell = json.loads(text)
     device = current_device()
-    limit_memory(cell["card_gb"], device)
+    limit_memory(cell["card_gb"])
     try:
         found = (growth if cell["part"] == "growth" else one_step)(cell, device)
     except torch.OutOfMemoryError as error:
         found = {"error": f"OutOfMemoryError: {error}"}
     print(json.dumps(found))
-
-
-def limit_memory(card_gb: float | None, device: torch.device) -> None:
-    """Emulate a card's capacity, by a limit on torch's allocator."""
-    if card_gb is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, USABLE_SHARE * card_gb * 2**30 / total), device)
 
 
 def make_gan(cell: dict[str, Any], device: torch.device) -> Gan:

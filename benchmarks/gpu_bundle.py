@@ -50,7 +50,6 @@ PACKAGES = (
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 # lerobot's policies import its datasets, which ask for PyAV (40 MB) by name alone. No benchmark reads a video.
-AV_VERSION = "15.1.0"
 AV = '''"""Stands for PyAV where no video is read."""
 
 import sys
@@ -85,17 +84,17 @@ export PYTHONPATH="$site:$PWD"
 """
 
 
-def pinned(constraints: str) -> list[str]:
-    """The packages with their versions.
+def pinned(constraints: str) -> dict[str, str]:
+    """The versions of the packages and of PyAV.
 
     Raises:
-        ValueError: a package has no version in the constraints.
+        ValueError: one has no version in the constraints.
     """
     versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
-    missing = [package for package in PACKAGES if package not in versions]
+    missing = [package for package in (*PACKAGES, "av") if package not in versions]
     if missing:
         raise ValueError(f"constraints.txt has no version of {', '.join(missing)}; add it there")
-    return [f"{package}=={versions[package]}" for package in PACKAGES]
+    return {package: versions[package] for package in (*PACKAGES, "av")}
 
 
 def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
@@ -106,14 +105,14 @@ def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
     subprocess.run([*pip, "download", "-q", "--no-deps", *target, "-d", str(folder), *requirements], check=True)
 
 
-def write_head(folder: Path, commit: str | None) -> None:
+def write_head(folder: Path, commit: str | None, av_version: str) -> None:
     """The head script, the commit, and what stands for PyAV."""
     shutil.rmtree(folder, ignore_errors=True)
-    package, metadata = folder / "site" / "av", folder / "site" / f"av-{AV_VERSION}.dist-info"
+    package, metadata = folder / "site" / "av", folder / "site" / f"av-{av_version}.dist-info"
     for new in (package, metadata):
         new.mkdir(parents=True)
-    (package / "__init__.py").write_text(AV.format(version=AV_VERSION))
-    (metadata / "METADATA").write_text(AV_METADATA.format(version=AV_VERSION))
+    (package / "__init__.py").write_text(AV.format(version=av_version))
+    (metadata / "METADATA").write_text(AV_METADATA.format(version=av_version))
     (folder / "head.sh").write_text(HEAD_SCRIPT)
     (folder / "commit").write_text(f"{commit or 'unknown'}\n")
 
@@ -125,12 +124,12 @@ def num_bytes(*folders: Path) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to fill (default: this one)")
     parser.add_argument("--pip", nargs="+", default=["pip"], help="the command that runs pip (default: pip)")
     options = parser.parse_args(arguments)
-    wheels, head = options.root / WHEELS, options.root / HEAD
-    download(pinned((ROOT / "constraints.txt").read_text()), wheels, options.pip)
-    write_head(head, measured_commit())
+    wheels, head = ROOT / WHEELS, ROOT / HEAD
+    versions = pinned((ROOT / "constraints.txt").read_text())
+    download([f"{package}=={versions[package]}" for package in PACKAGES], wheels, options.pip)
+    write_head(head, measured_commit(), versions["av"])
     size = num_bytes(wheels, head)
     if size > MAX_BYTES:
         raise SystemExit(f"{WHEELS} and {HEAD} take {size / 2**20:.1f} MiB, more than {MAX_BYTES / 2**20:.0f}")

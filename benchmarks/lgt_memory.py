@@ -20,7 +20,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from common import current_device, environment, median_and_spread, results_path, step_times_ms, write_results
+from common import (
+    USABLE_SHARE,
+    current_device,
+    environment,
+    limit_memory,
+    median_and_spread,
+    results_path,
+    step_times_ms,
+    usable_bytes,
+    write_results,
+)
 from hf_memopt.recipes.lgt_config import Config
 from hf_memopt.recipes.lgt_parsing import make_config
 from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
@@ -31,8 +41,6 @@ from hf_memopt import ActivationOffloader, SyncCopier, plan
 from hf_memopt.planning.cards import allowances, find_card
 from hf_memopt.training import train_step
 
-# Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
-USABLE_SHARE = 0.9125
 WARMUP_STEPS = 2
 CARD_GB = 8
 
@@ -56,7 +64,7 @@ def measure(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     """
     accelerator = Accelerator(mixed_precision="bf16")
     device = accelerator.device
-    limit_memory(device, options.card_gb)
+    limit_memory(options.card_gb)
     config, offloading, num_accumulated = settle(cell, options)
     torch.manual_seed(0)
     model = build_model(config).to(device)
@@ -91,7 +99,7 @@ def settle(cell: dict[str, Any], options: argparse.Namespace) -> tuple[Config, d
     sizes["training.accumulation_steps"] = cell["num_accumulated"]
     config = make_config({**SIZES[options.size], **sizes, **fields})
     if cell["mode"] == "planned":
-        room_bytes = round(USABLE_SHARE * (options.card_gb or CARD_GB) * 2**30)
+        room_bytes = usable_bytes(options.card_gb or CARD_GB)
         card = find_card(f"{CARD_GB}GiB")
         card = replace(card, memory_bytes=room_bytes + sum(allowances(card).values()))
         workload = LatentTransferWorkload(config, precision="bf16")
@@ -99,14 +107,6 @@ def settle(cell: dict[str, Any], options: argparse.Namespace) -> tuple[Config, d
         config = workload.with_settings(best.settings, best.micro_batch)
         offloading = {"mode": config.offload.offload} if config.offload.offload != "off" else None
     return config, offloading, config.training.accumulation_steps
-
-
-def limit_memory(device: torch.device, card_gb: float | None) -> None:
-    """Let this process's tensors have what a card of this size leaves them."""
-    if device.type == "cuda" and card_gb is not None:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        # Of the current device: the one that Accelerate names has no index, which this function asks for.
-        torch.cuda.set_per_process_memory_fraction(min(1.0, USABLE_SHARE * card_gb * 2**30 / total_bytes))
 
 
 def outcome(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -20,20 +20,21 @@ from activation_model import deterministic, saved_by
 from activation_modes import UnavailableError
 from activation_offload import host_memory_gib, link_gb_per_s
 from common import (
+    USABLE_SHARE,
     current_device,
     environment,
     free_memory,
+    limit_memory,
     median_and_spread,
     results_path,
     step_times_ms,
+    usable_bytes,
     write_results,
 )
 from neural_operator_modes import MODES, OURS, SIZES, Handling, Setting, Work, build_model
 from neural_operator_report import TARGETS, print_report
 from torch import Tensor
 
-# Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
-USABLE_SHARE = 0.9125
 TEMPORARIES_MARGIN = 1.1
 WARMUP_STEPS = 4  # after them "ours auto" follows its plan
 
@@ -95,7 +96,7 @@ class Run:
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         finally:
-            self._limit_memory(None)
+            limit_memory(None)
         self.results["cells"].append({**cell, **found})
         write_results(self.results, self._output)
         name = ", ".join(f"{value}" for value in cell.values())
@@ -105,7 +106,7 @@ class Run:
     def _measured(self, cell: dict[str, Any]) -> dict[str, Any]:
         nodes, batch_size = cell["nodes"], cell["batch_size"]
         setting = self._setting(nodes, batch_size, cell["card_gb"])
-        self._limit_memory(cell["card_gb"])
+        limit_memory(cell["card_gb"])
         with MODES[cell["mode"]](setting) as handling:
             work = Work.make(self._model, nodes, batch_size, self._device)
             for _ in range(WARMUP_STEPS):
@@ -151,7 +152,7 @@ class Run:
         room = None
         if card_gb is not None:
             temporary = TEMPORARIES_MARGIN * batch_size * self._temporary_bytes(sample, saved.unique_bytes)
-            room = round(_limit_bytes(card_gb) - torch.accelerator.memory_allocated(self._device) - temporary)
+            room = round(usable_bytes(card_gb) - torch.accelerator.memory_allocated(self._device) - temporary)
         return Setting(
             self._model,
             self._device,
@@ -168,16 +169,6 @@ class Run:
         with MODES["plain"](None) as handling:
             work.step(handling.context)
         return int(torch.accelerator.max_memory_allocated(self._device) - before - saved_bytes)
-
-    def _limit_memory(self, card_gb: float | None) -> None:
-        if self._device.type == "cuda":
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            share = 1.0 if card_gb is None else min(1.0, _limit_bytes(card_gb) / total)
-            torch.cuda.set_per_process_memory_fraction(share, self._device)
-
-
-def _limit_bytes(card_gb: float) -> int:
-    return round(USABLE_SHARE * card_gb * 2**30)
 
 
 def own_failures(results: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -39,6 +40,21 @@ def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("empty"))
         yield
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[[str], Any]]:
+    """Imports a file of benchmarks/, which is no package, as running it as a script would."""
+    from benchmark_runs import benchmarks_as_scripts
+
+    with benchmarks_as_scripts() as load:
+        yield load
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where a benchmark writes its results."""
+    return tmp_path / "results.json"
 
 
 @pytest.fixture

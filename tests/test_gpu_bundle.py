@@ -3,26 +3,19 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmark_runs import BENCHMARKS, Load, benchmarks_as_scripts
+from benchmark_runs import BENCHMARKS, Load
 
 ROOT = BENCHMARKS.parent
-
-
-@pytest.fixture
-def load() -> Iterator[Load]:
-    with benchmarks_as_scripts() as load:
-        yield load
 
 
 def test_every_package_has_the_version_of_the_constraints(load: Load) -> None:
     bundle, constraints = load("gpu_bundle"), (ROOT / "constraints.txt").read_text()
     found = bundle.pinned(constraints)
-    assert len(found) == len(bundle.PACKAGES)
-    assert set(found) <= set(constraints.splitlines())
+    assert len(found) == len(bundle.PACKAGES) + 1  # and PyAV
+    assert {f"{package}=={version}" for package, version in found.items()} <= set(constraints.splitlines())
     with pytest.raises(ValueError, match=r"no version of .*lerobot.*add it there"):
         bundle.pinned("")
 
@@ -38,7 +31,7 @@ def test_wheels_are_those_of_the_gpu_machine(load: Load, tmp_path: Path) -> None
 
 def test_the_head_script_makes_the_checkout_importable(load: Load, tmp_path: Path) -> None:
     """With pip that installs nothing: what is imported here is what the script itself brings."""
-    load("gpu_bundle").write_head(tmp_path / ".gpu", "0123abcd")
+    load("gpu_bundle").write_head(tmp_path / ".gpu", "0123abcd", "15.1.0")
     for package in ("hf_memopt", "callbacks", "recipes"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()

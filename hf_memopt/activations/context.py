@@ -13,10 +13,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.calling import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
-from hf_memopt.activations.payload import KeptView, Payload, Restored, restore
+from hf_memopt.activations.payload import KeptView, Payload, Restored, keep, restore
 from hf_memopt.activations.producers import Producers
 from hf_memopt.activations.recompute import Computation, RecomputedStorage, Resolver, Source
-from hf_memopt.activations.residency import NO_BACKWARD, current_backward, in_backward
+from hf_memopt.activations.residency import in_backward
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.storages import LiveStorage
 from hf_memopt.activations.tensors import is_plain
@@ -74,22 +74,19 @@ class OffloadContext:
         if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
         if tensor.layout is not torch.strided or tensor.is_nested:  # memory of another kind, which is not counted
-            return tensor.detach(), tensor._version
+            return keep(tensor)
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         if num_bytes < self._threshold_bytes:
-            self._counters.bytes_kept += tensor.nbytes
-            return tensor.detach(), tensor._version
+            return self._keep(tensor)
         key = storage._cdata
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
-            return tensor.detach(), tensor._version
-        # What backward itself saves (recomputation, double backward) is used at once. On an accelerator autograd's own
-        # threads save it, in which nobody calls this hook as far as Python knows.
-        if current_backward() != NO_BACKWARD:
+            return keep(tensor)
+        if in_backward():  # what backward itself saves (recomputation, double backward) is used at once
             return self._keep(tensor)
         if self._inputs_only or not tensor.requires_grad:
-            caller = sys._getframe().f_back
+            caller = sys._getframe().f_back  # none in a thread that is not Python's
             if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
                 return self._keep(tensor)
         forward = self._passes.get(tensor.device) or self._begin(tensor.device)
@@ -190,14 +187,14 @@ class OffloadContext:
 
     def _keep(self, tensor: Tensor) -> Payload:
         self._counters.bytes_kept += tensor.nbytes
-        return tensor.detach(), tensor._version
+        return keep(tensor)
 
     def _keep_subclass(self, tensor: Tensor) -> Payload:
         name = type(tensor).__name__
         if not isinstance(tensor, nn.Parameter) and name not in self._counters.subclasses:
             self._counters.subclasses.add(name)
             logger.info("activation offloading: saved tensors of type %s stay on the device", name)
-        return tensor.detach(), tensor._version
+        return keep(tensor)
 
 
 def storages_of(model: nn.Module | None) -> frozenset[int]:

@@ -73,7 +73,7 @@ class Engine:
         kind = TracedStorage if forward.is_traced else OffloadedStorage
         storage = kind(tensor, forward, index, block)
         self.bytes_moved += storage.num_bytes
-        self._storages[storage.key] = weakref.ref(storage)
+        self.register(storage)
         forward.add(storage)
         return storage
 

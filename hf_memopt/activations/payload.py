@@ -16,6 +16,11 @@ from hf_memopt.activations.tensors import ViewMeta, modified_in_place
 Kept = tuple[Tensor, int]
 
 
+def keep(tensor: Tensor) -> Kept:
+    """What a saved tensor is kept as."""
+    return tensor.detach(), tensor._version
+
+
 class KeptView:
     """A saved tensor as a view of a storage that is counted and stays on the device.
 
@@ -27,7 +32,7 @@ class KeptView:
 
     def __init__(self, storage: LiveStorage, tensor: Tensor) -> None:
         self._storage = storage
-        self._kept = (tensor.detach(), tensor._version)
+        self._kept = keep(tensor)
         self.read_in = 0
         storage.num_views += 1
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_memopt.activations.planner import Plan
 from hf_memopt.activations.residency import NO_BACKWARD, current_backward
-from hf_memopt.activations.storages import LiveStorage, OffloadedStorage, is_profiling
+from hf_memopt.activations.storages import LiveStorage, OffloadedStorage
 from hf_memopt.activations.timeline import Action
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ForwardPass:
         self.peak_bytes = 0
         self.begun: Any = engine.clock.mark()
         # Whether torch.profiler runs, and is to show copies.
-        self.is_traced = is_profiling()
+        self.is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self.ended: Any = None
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording

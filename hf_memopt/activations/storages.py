@@ -5,7 +5,6 @@ The third way, computing it again, is in `recompute.py`.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -19,8 +18,6 @@ from hf_memopt.transfer import Transfer
 
 if TYPE_CHECKING:
     from hf_memopt.activations.schedule import ForwardPass
-
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class View(Protocol):
@@ -99,8 +96,7 @@ class LiveStorage(VersionGuard, ABC):
             backward: the number of the backward at work, 0 for none.
             is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
         """
-        if self.alias._version != self.version:
-            self.check()
+        self.check()
         memory = self._bring(backward)
         if graph_is_retained():
             self._count_read(backward, is_first)

@@ -2,26 +2,14 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import BENCHMARKS, NO_LIMIT, Load, benchmarks_as_scripts, cells_of, results_of
+from benchmark_runs import BENCHMARKS, NO_LIMIT, Load, cells_of, results_of
 from fake_cuda.device import is_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture
-def load() -> Iterator[Load]:
-    with benchmarks_as_scripts() as load:
-        yield load
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "results.json"
 
 
 def test_estimate(output: Path) -> None:

@@ -1,12 +1,12 @@
 """Mode "auto" without a budget, for a thousand steps on a device that has room only if everything is offloaded."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from fake_cuda import device as fake_device
+from nearly_full import nearly_full
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
@@ -60,28 +60,6 @@ class Training:
         return self.weight.detach()
 
 
-def free_cache() -> None:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-@contextmanager
-def only(num_bytes: int) -> Iterator[None]:
-    """This process can have so much of the device, with what it has already."""
-    free_cache()
-    if fake_device.is_loaded():
-        fake_device.leave_free(num_bytes - torch.cuda.memory_reserved())
-    else:
-        torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.mem_get_info()[1])
-    try:
-        yield
-    finally:
-        free_cache()
-        if fake_device.is_loaded():
-            fake_device.give_back()
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def make_offloader(**options: str) -> ActivationOffloader:
     return ActivationOffloader(offload_threshold_mb=0.1, prefetch_ahead=1, **options)
 
@@ -97,7 +75,9 @@ def room_for_everything_offloaded() -> int:
 def test_a_thousand_steps_where_only_everything_offloaded_fits() -> None:
     room_bytes = room_for_everything_offloaded()
     offloader = make_offloader()
-    with only(room_bytes):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    with nearly_full(room_bytes - torch.cuda.memory_reserved()):
         found = Training().train(NUM_STEPS, offloader)
         with pytest.raises(torch.OutOfMemoryError):
             Training().train(NUM_STEPS)

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from fake_cuda import device as fake_device
+from nearly_full import nearly_full
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
@@ -90,27 +90,6 @@ class Training:
     def _loss(self) -> Tensor:
         with self.offloader.offload_context(self.model) if self.offloader else nullcontext():
             return self.model(self.x).square().mean()
-
-
-@contextmanager
-def nearly_full(room_bytes: int) -> Iterator[None]:
-    """Tensors can have this much more than they hold: others have the rest of a fake device, and a limit is set for
-    this process on a real one.
-    """
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    if fake_device.is_loaded():
-        fake_device.leave_free(room_bytes)
-    else:
-        total_bytes = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room_bytes) / total_bytes)
-    try:
-        yield
-    finally:
-        if fake_device.is_loaded():
-            fake_device.give_back()
-        else:
-            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def settle(allocated_bytes: int) -> None:

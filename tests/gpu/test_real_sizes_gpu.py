@@ -1,11 +1,10 @@
 """Benchmarks at sizes that only a real GPU has time for."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, benchmarks_as_scripts, results_of
+from benchmark_runs import NO_LIMIT, Load, results_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,17 +13,6 @@ pytestmark = [
 ]
 
 OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
-
-
-@pytest.fixture
-def load() -> Iterator[Load]:
-    with benchmarks_as_scripts() as load:
-        yield load
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "results.json"
 
 
 def test_estimates_are_what_cuda_allocates(load: Load, output: Path) -> None:

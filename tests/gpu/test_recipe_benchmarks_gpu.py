@@ -1,27 +1,16 @@
 """The recipes' benchmarks' part for accelerators, at toy size: they run to their end and measure what they promise."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, benchmarks_as_scripts, cells_of
+from benchmark_runs import NO_LIMIT, Load, cells_of
 from fake_cuda.device import is_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture
-def load() -> Iterator[Load]:
-    with benchmarks_as_scripts() as load:
-        yield load
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "results.json"
 
 
 def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
