@@ -27,7 +27,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
 	@echo "setup: Python 3.12 and the pinned packages into .venv (several GB; minutes the first time)"
 	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
 	"$(UV)" venv --allow-existing --python 3.12 .venv
-	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable ".[$(EXTRAS)]"
+	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
+	  --compile-bytecode --editable ".[$(EXTRAS)]"
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
