@@ -65,7 +65,7 @@ test-gpu: ## the tests that need a GPU; PYTHON=python3 for the interpreter at ha
 	$(or $(PYTHON),$(PY)) -m pytest -m "gpu or multi_gpu" tests/gpu
 
 gpu-bundle: $(READY) ## wheels and a head script for a GPU machine without a network: .whl and .gpu
-	$(PY) benchmarks/gpu_bundle.py --pip "$(UV)" tool run pip
+	$(PY) -m benchmarks.gpu_bundle --pip "$(UV)" tool run pip
 
 test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime: a part of make test (Linux)
 	$(PY) -m pytest -n 2 tests/test_fake_gpu.py
@@ -79,16 +79,21 @@ quality: $(READY) ## what continuous integration checks before the tests
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy hf_memopt
 
-bench: $(READY) ## benchmarks; on a CPU they report bytes and equality only
-	$(PY) benchmarks/teacher_offload.py
-	$(PY) benchmarks/activation_offload.py
-	$(PY) benchmarks/neural_operator.py
-	$(PY) benchmarks/lgt_memory.py
-	$(PY) benchmarks/fluxflow_memory.py
-	$(PY) benchmarks/estimate.py
-	-$(PY) benchmarks/cache_clearing.py
+bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
+	$(PY) -m benchmarks.campaign --minutes 28
+
+# The newest transformers that the benchmarks are known to run with, beside the pinned one.
+NEWEST_TRANSFORMERS := 5.23.0
+NEWEST := .newest/transformers-$(NEWEST_TRANSFORMERS)
+
+rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest transformers: outputs/rehearsal
+	@if [ ! -d $(NEWEST) ]; then rm -rf .newest && mkdir .newest && \
+	  grep -v -E "^(transformers|tokenizers|huggingface-hub)==" constraints.txt > .newest/constraints.txt && \
+	  "$(UV)" pip install --python $(PY) --target $(NEWEST) --constraint .newest/constraints.txt \
+	    transformers==$(NEWEST_TRANSFORMERS); fi
+	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.campaign --dry-run --minutes 20 --output outputs/rehearsal
 
 clean: ## remove the environment and all outputs
-	rm -rf .venv .uv .uv-draft build dist outputs *.egg-info
+	rm -rf .venv .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench rehearse clean

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the record of the machine, timing, memory peaks, the results file and the table."""
+"""What every benchmark shares: the record of the machine, its memory, the results file and the table."""
 
 import gc
 import importlib.metadata
@@ -6,11 +6,8 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,14 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.timing import median_and_spread, step_times_ms
+from hf_memopt.planning.cards import CARDS, Card
+from hf_memopt.transfer.host_memory import pinned_empty
+
 MIB = 2**20
 # Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
 USABLE_SHARE = 0.9125
+LINK_PROBE_BYTES = 2**28
 RESULTS_FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "lerobot", "diffusers")
 
@@ -31,6 +33,13 @@ def current_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def known_card(gpu: str) -> Card | None:
+    """The card that a GPU is by its driver's name, such as "NVIDIA GeForce RTX 4070 Laptop GPU"; None: unknown."""
+    words = set(re.findall(r"[a-z0-9]+", gpu.lower().replace("rtx ", "rtx").replace(" ti", "ti")))
+    fitting = (card for name, card in CARDS.items() if words.issuperset(name.split("-")))
+    return max(fitting, key=lambda card: len(card.name), default=None)
 
 
 def usable_bytes(card_gb: float) -> int:
@@ -44,6 +53,12 @@ def limit_memory(card_gb: float | None) -> None:
         total_bytes = torch.cuda.mem_get_info()[1]
         share = 1.0 if card_gb is None else min(1.0, usable_bytes(card_gb) / total_bytes)
         torch.cuda.set_per_process_memory_fraction(share)
+
+
+def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The cell that asks what is measured on: `environment`, and what the link carries each way."""
+    device = current_device()
+    return {**environment(device), "link_gb_per_s": link_gb_per_s(device)}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -104,96 +119,35 @@ def measured_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def step_times_ms(
-    step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float, min_steps: int = 2
-) -> list[float]:
-    """Duration of each call of `step`: accelerator events on an accelerator, `perf_counter` on the CPU.
-
-    Stops after `max_steps`, or once `max_seconds` of wall clock are over and `min_steps` were taken.
-    """
-    clock = _cpu_step_ms if device.type == "cpu" else _device_step_ms
-    begun = time.perf_counter()
-    durations: list[float] = []
-    while len(durations) < max_steps:
-        if len(durations) >= min_steps and time.perf_counter() - begun > max_seconds:
-            break
-        durations.append(clock(step, device))
-    return durations
+def host_limit_gib() -> float:
+    """What benchmarks take of host memory at most, unless they are told."""
+    return round(0.7 * host_memory_gib(), 1)
 
 
-def _cpu_step_ms(step: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
+def host_memory_gib() -> float:
+    """What this process may use: the machine's, or less where a control group says so."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    given = limit.read_text().strip() if limit.exists() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, total if given == "max" else int(given)) / 2**30
 
 
-def _device_step_ms(step: Callable[[], object], device: torch.device) -> float:
-    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    start.record(torch.accelerator.current_stream(device))
-    step()
-    end.record(torch.accelerator.current_stream(device))
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def median_and_spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-class PhasePeaks:
-    """Highest number of allocated device bytes within each phase of a step; nothing on the CPU.
-
-    The caching allocator keeps its books on the host as memory is requested, so no phase needs a synchronisation.
-    Stands in for a policy's `PhaseMemory`, which never resets the counters and so cannot tell phases apart.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.peak_bytes: dict[str, int] = {}
-
-    def start(self) -> None:
-        """Begin the first phase."""
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
-
-    def mark(self, phase: str) -> None:
-        """End `phase` and begin the next one. Over several steps the highest peak counts."""
-        if self._device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(self._device)
-            self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
-            self.start()
-
-    def figures(self) -> dict[str, float]:
-        """Nothing for the policy to log."""
-        return {}
-
-
-def copied_bytes(step: Callable[[], object]) -> dict[str, int]:
-    """Bytes that one call of `step` copies over the host link, as CUDA's own trace lists them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        return sum_copies(json.loads(trace.read_text()))
-
-
-def sum_copies(trace: dict[str, Any]) -> dict[str, int]:
-    """Copied bytes by direction in a trace of torch's profiler.
-
-    Raises:
-        RuntimeError: the trace holds no device activity at all, so a sum of 0 would mean nothing.
-    """
-    events = [event for event in trace["traceEvents"] if event.get("cat") in ("gpu_memcpy", "kernel")]
-    if not events:
-        raise RuntimeError("the profiler recorded no device activity: is CUPTI available to this process?")
-    directions = {"host_to_device": "HtoD", "device_to_host": "DtoH"}
-    return {
-        name: sum(e["args"]["bytes"] for e in events if e["cat"] == "gpu_memcpy" and label in e["name"])
-        for name, label in directions.items()
-    }
+def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
+    """What the link carries each way; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    host, there = (
+        pinned_empty(LINK_PROBE_BYTES, device),
+        torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device=device),
+    )
+    copies = {"to_device": (there, host), "to_host": (host, there)}
+    found = {}
+    for way, (destination, source) in copies.items():
+        times = step_times_ms(
+            lambda to=destination, of=source: to.copy_(of, non_blocking=True), device, max_steps=5, max_seconds=5
+        )
+        found[way] = LINK_PROBE_BYTES / 1e6 / median_and_spread(times)["median"]
+    return found
 
 
 def free_memory(device: torch.device) -> None:

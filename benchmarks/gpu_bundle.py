@@ -2,7 +2,7 @@
 
     make gpu-bundle
 
-The machine has Linux on x86-64, Python 3.12, torch, torchvision, transformers, accelerate and pytest. Copy the checkout
+The machine has Linux on x86-64, Python 3.12, torch, torchvision, accelerate and pytest. Copy the checkout
 there with `.whl` and `.gpu`, and begin each command in it with the head script, which installs the wheels once:
 
     . .gpu/head.sh; python3 -m pytest -m gpu tests/gpu
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from common import measured_commit
+from benchmarks.common import measured_commit
 
 ROOT = Path(__file__).parent.parent
 WHEELS, HEAD = ".whl", ".gpu"  # folders
@@ -29,6 +29,7 @@ PACKAGES = (
     "expecttest",
     "farama-notifications",
     "gymnasium",
+    "huggingface-hub",
     "importlib-metadata",
     "jsonlines",
     "lerobot",
@@ -37,12 +38,15 @@ PACKAGES = (
     "multiprocess",
     "neuraloperator",
     "num2words",
+    "peft",
     "ruamel-yaml",
     "tensorly",
     "tensorly-torch",
     "termcolor",
+    "tokenizers",
     "toml",
     "torchao",
+    "transformers",
     "trl",
     "zencfg",
 )

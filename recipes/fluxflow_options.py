@@ -195,7 +195,7 @@ def _check_levers(options: Options) -> None:
     check_modes(options.offload)
     if options.offload.compare is not None:
         raise ValueError(
-            f"compare={options.offload.compare!r} is not for this recipe; benchmarks/fluxflow_memory.py compares levers"
+            f"compare={options.offload.compare!r} is not for this recipe; benchmarks/fluxflow/memory.py compares levers"
         )
     if options.offload.offload == "inputs" and not options.levers.checkpoint_vae:
         raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; add --checkpoint_vae")

@@ -19,13 +19,17 @@ Load = Callable[[str], Any]
 
 
 @contextmanager
-def benchmarks_as_scripts() -> Iterator[Load]:
-    """Imports files of benchmarks/, which is no package, as running them as scripts would; undone afterwards."""
+def loaded_benchmarks() -> Iterator[Load]:
+    """Imports modules of benchmarks/, whose cells are measured in this process; undone afterwards."""
     threads, before = torch.get_num_threads(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
+        patch.syspath_prepend(str(BENCHMARKS.parent))
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which benchmarks set, and here is taken back
-        yield importlib.import_module
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        cells = importlib.import_module("benchmarks.cells")
+        patch.setattr(cells, "isolated", cells.in_this_process)
+        patch.setattr(cells, "preload", lambda: None)
+        yield lambda name: importlib.import_module(f"benchmarks.{name}")
     for name in set(sys.modules) - before:  # what they keep on the device goes with them
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

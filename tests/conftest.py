@@ -42,12 +42,12 @@ def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], Any]]:
-    """Imports a file of benchmarks/, which is no package, as running it as a script would."""
-    from benchmark_runs import benchmarks_as_scripts
+    """Imports modules of benchmarks/; their cells are measured in this process."""
+    from benchmark_runs import loaded_benchmarks
 
-    with benchmarks_as_scripts() as load:
+    with loaded_benchmarks() as load:
         yield load
 
 

@@ -1,11 +1,13 @@
 """The benchmarks run at toy size on the CPU, write what they promise, and the documentation quotes only that."""
 
-import importlib
+import copy
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,20 +19,11 @@ DOCUMENTATION = (ROOT / "docs" / "benchmarks.md").read_text()
 RESULTS = re.findall(r"`([\w-]+\.json)`", DOCUMENTATION)
 OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
 DIRECTIONS = {"host_to_device", "device_to_host"}
+# Of the toy: two rotary tables for the VLM and two for the expert, of head_dim / 2 = 8 float32 frequencies each.
+BUFFER_BYTES = 4 * 8 * 4
 
 Load = Callable[[str], Any]
 Cells = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def load() -> Iterator[Load]:
-    """Imports a file of benchmarks/, which is no package, as running it as a script would."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield importlib.import_module
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def bfloat16_run(load: Load, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def run_toy(load: Load, folder: Path, *options: str) -> dict[str, Any]:
     output = folder / "results.json"
     arguments = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", f"--time-limit-s={HANG_S}"]
-    assert load("teacher_offload").main([*arguments, "--output", str(output), *options]) == 0
+    assert load("teacher.offload").main([*arguments, "--output", str(output), *options]) == 0
     return json.loads(output.read_text())
 
 
@@ -56,13 +49,15 @@ def by_mode(results: dict[str, Any]) -> Cells:
 
 def test_every_mode_runs_and_reports_the_promised_fields(float32_run: dict[str, Any], load: Load) -> None:
     assert float32_run["complete"]
-    assert {"hardware", "versions", "python", "commit", "date", "size", "targets"} <= float32_run.keys()
+    assert {"hardware", "versions", "python", "commit", "date", "targets"} <= float32_run.keys()
     assert set(float32_run["versions"]) >= {"torch", "transformers", "accelerate", "lerobot", "diffusers", "hf_memopt"}
     cells = by_mode(float32_run)
-    assert list(cells) == list(load("teacher_modes").MODES)
+    assert list(cells) == [*load("teacher.modes").MODES, "resident again"]
     for cell in cells.values():
         assert "error" not in cell
+        assert cell["size"] == "toy"
         assert cell["host_rss_bytes"] > 0
+        assert cell["first_step_s"] > 0
         assert {"loss", "loss_equal", "loss_difference", "target_equal", "target_max_difference"} <= cell.keys()
 
 
@@ -85,24 +80,118 @@ def test_comparison_notices_a_teacher_rounded_to_bfloat16(bfloat16_run: dict[str
     assert seed["target_max_difference"] > 0
 
 
+@pytest.mark.parametrize("mode", ["resident again", "diffusers-leaf", "diffusers-block", "accelerate", "stream-all"])
+def test_resident_teacher_again_and_other_libraries_give_bitwise_its_answer(
+    float32_run: dict[str, Any], mode: str
+) -> None:
+    cell = by_mode(float32_run)[mode]
+    assert cell["target_equal"]
+    assert cell["loss_equal"]
+
+
+def test_nothing_is_compared_without_the_resident_answer(load: Load, tmp_path: Path) -> None:
+    (cell,) = run_toy(load, tmp_path, "--dtypes", "float32", "--modes", "swap")["cells"]
+    assert {key for key in cell if key.startswith(("loss", "target"))} == {"loss"}
+
+
+def test_a_start_that_was_not_finished_is_made_again(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = load("teacher.offload")
+    size = benchmark.SIZES["toy"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            benchmark.start(size, tmp_path)
+    first, checkpoint = benchmark.start(size, tmp_path)
+    assert (checkpoint / "model.safetensors").exists()
+    monkeypatch.setattr(benchmark, "build_policy", Mock(side_effect=AssertionError("built twice")))
+    second, _ = benchmark.start(size, tmp_path)
+    for built, loaded in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(built, loaded)
+
+
+@pytest.fixture
+def source(load: Load, tmp_path: Path) -> Any:
+    """Of a mode, on the CPU."""
+    benchmark = load("teacher.offload")
+    policy, checkpoint = benchmark.start(benchmark.SIZES["toy"], tmp_path)
+    return load("teacher.modes").Source(policy, checkpoint, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("mode", "own_options"),
+    [
+        ("diffusers-leaf", {"offload_type": "leaf_level"}),
+        ("diffusers-block", {"offload_type": "block_level", "num_blocks_per_group": 1}),
+    ],
+)
+def test_diffusers_is_asked_for_a_stream_on_accelerators_and_for_none_on_the_cpu(
+    mode: str, own_options: dict[str, Any], source: Any, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, modes = Mock(), load("teacher.modes")
+    monkeypatch.setattr("diffusers.hooks.apply_group_offloading", apply)
+    monkeypatch.setattr(modes, "_with_stock_teacher", Mock())
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        start = copy.deepcopy(source.policy)
+        modes.MODES[mode](dataclasses.replace(source, policy=start, device=device))
+        streams = device.type != "cpu"
+        options = {"onload_device": device, "use_stream": streams, "record_stream": streams, **own_options}
+        assert apply.call_args.kwargs == options
+
+
+def test_blocks_hold_all_weights_but_the_projections_and_what_the_vision_model_begins_and_ends_with(
+    source: Any, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = Mock()
+    monkeypatch.setattr("diffusers.hooks.apply_group_offloading", apply)
+    load("teacher.modes").MODES["diffusers-block"](source)
+    (sampler,) = apply.call_args.args
+    in_blocks = {id(parameter) for parameter in sampler.blocks.parameters()}
+    left = {name for name, parameter in sampler.model.named_parameters() if id(parameter) not in in_blocks}
+    assert len(in_blocks) + len(left) == len(list(source.policy.model.parameters()))
+    vision = "vlm_with_expert.vlm.model.vision_model."
+    assert all(name.startswith((vision, "state_proj", "action_")) for name in left)
+    assert not any(name.startswith(f"{vision}encoder") for name in left)
+
+
+def test_accelerate_is_given_the_teachers_weights(source: Any, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = Mock()
+    monkeypatch.setattr("accelerate.cpu_offload", offload)
+    load("teacher.modes").MODES["accelerate"](source)
+    (sampler,) = offload.call_args.args
+    given = offload.call_args.kwargs
+    assert given["execution_device"] == source.device
+    assert given["state_dict"].keys() == sampler.state_dict().keys()
+
+
+def test_a_link_slower_than_asked_for_is_no_failure(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = load("teacher.slow_link")
+    monkeypatch.setattr(link.StreamCopier, "__init__", lambda self, device: None)
+    monkeypatch.setattr(link.StreamCopier, "__del__", lambda self: None)
+    monkeypatch.setattr(link.StreamCopier, "empty_host", lambda self, num_bytes: torch.empty(1))
+    monkeypatch.setattr(link.StreamCopier, "empty_device", lambda self, num_bytes: torch.empty(1))
+    monkeypatch.setattr(link, "_seconds", lambda work: link._PROBE_BYTES / 5e9)
+    results = run_toy(load, tmp_path, "--dtypes", "float32", "--modes", "swap", "--links", "12")
+    errors = [cell.get("error") for cell in results["cells"]]
+    assert errors == [None, "not run: this machine's link has 5.0 GB/s, less than 12"]
+
+
 def test_swap_never_copies_back_and_sharing_copies_less(float32_run: dict[str, Any]) -> None:
     cells = by_mode(float32_run)
     whole, swap, shared = (cells[mode]["traffic_bytes"] for mode in ("seed", "swap", "swap+shared"))
     assert whole["computed"].keys() == DIRECTIONS
-    assert whole["computed"]["host_to_device"] == 4 * float32_run["num_parameters"] + buffer_bytes(float32_run)
+    num_parameters = cells["seed"]["num_parameters"]
+    assert whole["computed"]["host_to_device"] == 4 * num_parameters + BUFFER_BYTES
     assert whole["computed"]["host_to_device"] <= swap["copier"]["host_to_device"]
     assert shared["copier"]["host_to_device"] < swap["copier"]["host_to_device"] / 2
     assert swap["copier"]["device_to_host"] == shared["copier"]["device_to_host"] == 0
 
 
-def buffer_bytes(results: dict[str, Any]) -> int:
-    # Two rotary tables for the VLM and two for the expert, of head_dim / 2 = 8 float32 frequencies each.
-    assert results["size"] == "toy"
-    return 4 * 8 * 4
-
-
 def test_cpu_run_reports_no_times(float32_run: dict[str, Any], load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    load("teacher_report").print_report(float32_run)
+    load("teacher.report").print_report(float32_run)
     printed = capsys.readouterr().out
     assert "No accelerator: step times" in printed
     assert "swap / resident, step_ms: not measured (target 1.02)" in printed
@@ -125,10 +214,10 @@ def test_a_failing_cell_is_recorded_and_only_our_own_fault_fails_the_run(
     def fail(source: object) -> None:
         raise error
 
-    monkeypatch.setitem(load("teacher_modes").MODES, mode, fail)
+    monkeypatch.setitem(load("teacher.modes").MODES, mode, fail)
     output = tmp_path / "results.json"
     options = ["--size", "toy", "--modes", mode, "--dtypes", "float32", "--batch-sizes", "1", "2"]
-    assert load("teacher_offload").main([*options, "--output", str(output)]) == status
+    assert load("teacher.offload").main([*options, "--output", str(output)]) == status
     errors = [cell["error"] for cell in json.loads(output.read_text())["cells"]]
     assert errors == [f"{type(error).__name__}: {error}"] * 2
 
@@ -139,28 +228,33 @@ def test_no_cell_begins_after_the_time_limit(load: Load, tmp_path: Path) -> None
 
 
 def test_verdicts_compare_step_times_and_peaks(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    def cell(mode: str, step_ms: float, teacher: int, forward: int) -> dict[str, Any]:
-        return {
-            "mode": mode,
-            "dtype": "float32",
-            "batch_size": 8,
-            "step_ms": {"median": step_ms},
-            "peak_device_bytes": {"teacher": teacher, "forward": forward},
-        }
+    def cell(mode: str, **found: Any) -> dict[str, Any]:
+        return {"size": "real", "mode": mode, "dtype": "float32", "batch_size": 8, "link_gb_per_s": None, **found}
 
-    cells = [cell("resident", 100, 9, 1), cell("seed", 200, 4, 8), cell("swap", 103, 1, 2)]
-    cells.append(cell("swap+shared", 90, 3, 4))
-    hardware = {"device": "cuda", "name": "a device"}
-    load("teacher_report").print_report({"size": "real", "hardware": hardware, "cells": cells})
+    def measured(mode: str, step_ms: float, peak_bytes: int) -> dict[str, Any]:
+        return cell(mode, step_ms={"median": step_ms}, peak_bytes=peak_bytes)
+
+    cells = [measured("resident", 100, 9), measured("seed", 200, 8), measured("swap", 103, 2)]
+    cells += [measured("swap+shared", 90, 4), cell("stream", error="OutOfMemoryError: too small")]
+    cells.append(measured("swap", 400, 2) | {"link_gb_per_s": 12.0})
+    report, hardware = load("teacher.report"), {"device": "cuda", "name": "a device"}
+    results = {"hardware": hardware, "targets": report.TARGETS, "cells": cells}
+    report.print_report(results)
     printed = capsys.readouterr().out
-    assert "swap / resident, step_ms: 1.030 (target 1.02: missed)" in printed
-    assert "swap+shared / seed, step_ms: 0.450 (target 0.6: met)" in printed
-    assert "swap+shared / seed, peak_bytes: 0.500 (target 0.5: met)" in printed
+    assert "\nswap 12 GB/s " in printed
+    assert "stream: OutOfMemoryError: too small" in printed
+    assert "stream / seed, step_ms: not measured (target 1)" in printed
+    assert "swap / resident, step_ms: 1.03 (target 1.02: missed)" in printed
+    assert "swap+shared / seed, step_ms: 0.45 (target 0.6: met)" in printed
+    assert "swap+shared / seed, peak_bytes: 0.5 (target 0.5: met)" in printed
+    found = {verdict.what: verdict.outcome for verdict in report.verdicts(results)}
+    assert found["float32, batch 8, swap / resident, step_ms"] == "missed"
+    assert len(found) == len(report.TARGETS)
 
 
 def test_saved_bytes_compares_the_same_step(load: Load, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    load("saved_bytes").main(["--size", "toy", "--output", str(output)])
+    load("teacher.saved_bytes").main(["--size", "toy", "--output", str(output)])
     cases = json.loads(output.read_text())["state_projection"]
     assert cases.keys() == {"frozen", "trained"}
     for case in cases.values():
@@ -183,9 +277,9 @@ def test_copies_of_a_trace_are_summed_by_direction(load: Load) -> None:
         copy("DtoH (Device -> Pinned)", 5),
         copy("DtoD (Device -> Device)", 6),
     ]
-    assert load("common").sum_copies({"traceEvents": events}) == {"host_to_device": 7, "device_to_host": 5}
+    assert load("timing").sum_copies({"traceEvents": events}) == {"host_to_device": 7, "device_to_host": 5}
     with pytest.raises(RuntimeError, match="no device activity"):
-        load("common").sum_copies({"traceEvents": [{"cat": "cpu_op", "name": "aten::mm"}]})
+        load("timing").sum_copies({"traceEvents": [{"cat": "cpu_op", "name": "aten::mm"}]})
 
 
 def test_phase_peaks_keep_the_highest_of_each_phase(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +287,7 @@ def test_phase_peaks_keep_the_highest_of_each_phase(load: Load, monkeypatch: pyt
     resets: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: next(readings))
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", resets.append)
-    peaks = load("common").PhasePeaks(torch.device("cuda"))
+    peaks = load("timing").PhasePeaks(torch.device("cuda"))
     for _ in range(2):
         peaks.start()
         peaks.mark("teacher")
@@ -218,25 +312,50 @@ def test_results_file_survives_a_failed_write(load: Load, tmp_path: Path) -> Non
 @pytest.mark.parametrize("file", RESULTS)
 def test_documentation_quotes_the_committed_results(file: str, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-    printers = {"teacher_offload": "teacher_report", "activation_offload": "activation_report"}
-    printer = printers.get(results["benchmark"], results["benchmark"])
-    load(printer).print_report(results)
+
+    load(results["benchmark"]).print_report(results)
     assert capsys.readouterr().out.strip() in DOCUMENTATION
 
 
-def test_cache_clearing_runs_a_step_of_its_workload(
-    load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its figures are those of CUDA's allocator; what runs elsewhere is the training step and the table."""
-    benchmark = load("cache_clearing")
+def test_cache_clearing_trains_in_rounds(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its figures are those of CUDA's allocator; what runs elsewhere is the training."""
+    benchmark = load("planning.cache_clearing")
+    monkeypatch.setattr(benchmark, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(benchmark, "SIZES", range(32, 65, 32))
-    row = benchmark.measure("empty_cache", 2, torch.device("cpu"))
-    assert row["step_ms"]["median"] > 0
-    benchmark.print_report({"rows": {"default": row | {"reserved_bytes": 2**31, "peak_allocated_bytes": 2**30}}})
-    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["1.00", "0"]
+    monkeypatch.setattr(benchmark, "EVERY", 2)
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(1))
+    for variant, num_emptied in [("default", 0), ("empty_cache", 2)]:
+        row = benchmark.measure({"variant": variant, "steps": 8, "seconds_per_cell": 60.0}, tmp_path)
+        assert row["first_step_s"] > 0
+        assert len(emptied) == num_emptied
+
+
+def test_cache_clearing_keeps_what_it_has_when_a_variant_fails(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark, output = load("planning.cache_clearing"), tmp_path / "results.json"
+    reserved = {"default": 3 * 2**30, "expandable_segments": 2 * 2**30, "default again": 3 * 2**30}
+
+    def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+        bytes_of = {"reserved_bytes": reserved[settings["variant"]], "peak_bytes": 2**30, "num_alloc_retries": 0}
+        return {"step_ms": {"median": 5.0}, **bytes_of}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "current_device", lambda: torch.device("cuda", 0))
+    assert benchmark.main(["--output", str(output)]) == 1
+    results = json.loads(output.read_text())
+    rows = {row["variant"]: row for row in results["cells"]}
+    assert list(rows) == ["default", "empty_cache", "expandable_segments", "default again"]
+    assert rows["empty_cache"]["error"] == "KeyError: 'empty_cache'"
+    assert rows["default again"]["time_over_default"] == 1
+    lost, slower = benchmark.verdicts(results)
+    assert (lost.value, lost.outcome) == (0.5, "met")
+    assert slower.outcome == "not measured"
+    assert "empty_cache: KeyError" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures there")
 def test_cache_clearing_says_that_it_needs_cuda(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load("cache_clearing").main([]) == 1
+    assert load("planning.cache_clearing").main([]) == 1
     assert "No CUDA device" in capsys.readouterr().out

@@ -1,8 +1,11 @@
 """Each benchmark's part for accelerators, at the smallest size: it runs to its end and measures what it promises."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,25 +15,74 @@ from fake_cuda.device import is_loaded
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_estimate(output: Path) -> None:
+# Cells in one process: those that are forked from it, or begin anew, cannot use the fake runtime.
+TOGETHER = """
+import sys
+from accelerators import forget_accelerator
+from benchmarks import cells
+def isolated(cell, folder, limit_s):
+    forget_accelerator()
+    return cells.in_this_process(cell, folder, limit_s)
+cells.isolated, cells.preload = isolated, lambda benchmarks: None
+from benchmarks.planning import estimate
+sys.exit(estimate.main(sys.argv[1:]))
+"""
+
+
+def run_estimate(folder: Path, *options: str) -> None:
     """In a process of its own, in which no backward has run before the estimate."""
-    launch = ["-m", "fake_cuda.launch"] if is_loaded() else []
-    options = ["--models", "bert", "--sizes", "toy", "--output", str(output)]
+    command = ["-m", "benchmarks.planning.estimate"]
+    if is_loaded():
+        (folder / "together.py").write_text(TOGETHER)
+        command = ["-m", "fake_cuda.launch", str(folder / "together.py")]
+    steps = ["--models", "bert", "--recipes", "--sizes", "toy", "--card", "h100"]
     run = subprocess.run(
-        [sys.executable, *launch, str(BENCHMARKS / "estimate.py"), *options], capture_output=True, text=True
+        [sys.executable, *command, *steps, *options], cwd=BENCHMARKS.parent, capture_output=True, text=True
     )
-    assert run.returncode == 0, run.stderr
-    rows = results_of(output)["rows"]
-    assert len(rows) == 4
-    assert {row.get("error") for row in rows} == {None}
-    assert all(row["measured_allocated_bytes"] > 0 for row in rows)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(is_loaded(), reason="needs cells in processes of their own, each of which estimates before it runs")
+def test_estimate(output: Path, tmp_path: Path) -> None:
+    """Estimated and measured in the same cells."""
+    run_estimate(tmp_path, NO_LIMIT, "--output", str(output))
+    check_measured(cells_of(output))
+
+
+def test_estimates_made_without_the_gpu_are_compared_on_it(output: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    run_estimate(tmp_path, "--estimate-only", "--estimates", str(kept))
+    estimates = json.loads(kept.read_text())
+    assert estimates["hardware"]["device"] == "cpu"
+    for row in estimates["cells"]:
+        row["estimate"]["phase"] = "as kept"
+    kept.write_text(json.dumps(estimates))
+    run_estimate(tmp_path, NO_LIMIT, "--estimates", str(kept), "--output", str(output))
+    rows = cells_of(output)
+    check_measured(rows)
+    assert {row["estimate"]["phase"] for row in rows} == {"as kept"}
+
+
+def check_measured(rows: list[dict[str, Any]]) -> None:
+    kinds = [(row["definition"]["precision"], row["cudnn_last"], row["again"]) for row in rows]
+    plain, half = ("no", False, False), [("bf16", False, False), ("bf16", True, False)]
+    assert kinds == [plain, plain, *half, *half, ("no", False, True)]
+    for row in rows:
+        assert row["measured_allocated_bytes"] > 0
+        assert row["deviation"] == row["estimate"]["allocated_bytes"] / row["measured_allocated_bytes"] - 1
+        assert row["reserved_deviation"] == row["estimate"]["reserved_bytes"] / row["measured_reserved_bytes"] - 1
+        assert row["step_ms"]["num_steps"] >= 2
+        assert row["first_step_s"] > 0
+        assert {"reserved_bytes", "num_alloc_retries", "clocks"} <= row.keys()
+        assert {"FLASH_ATTENTION", "MATH"} <= set(row["attention_order"])
+    assert rows[2]["estimate"] == rows[3]["estimate"]
 
 
 def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load("activation_modes"), "THRESHOLD_MB", 0.0)
+    monkeypatch.setattr(load("activations.modes"), "THRESHOLD_MB", 0.0)
     modes = ["none", "checkpointing", "ours inputs", "ours auto 20 %"]
     sizes = ["--size", "toy", "--layers", "2", "--tokens", "64", "--steps", "2", "--link-divisors", "1", "2"]
-    assert load("activation_offload").main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
+    assert load("activations.offload").main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
     cells = cells_of(output)
     assert [cell["mode"] for cell in cells] == [*modes, "ours inputs", "ours auto 20 %"]
     for cell in cells:
@@ -46,7 +98,7 @@ def test_neural_operator(load: Load, output: Path) -> None:
     modes = ["plain", "ours all", "ours auto"]
     sizes = ["--size", "toy", "--nodes", "16", "--batch-size", "2", "--batch-sizes", "2", "--cards", "2"]
     arguments = [*sizes, "--steps", "2", NO_LIMIT, "--output", str(output), "--modes", *modes]
-    assert load("neural_operator").main(arguments) == 0
+    assert load("operators.memory").main(arguments) == 0
     cells = cells_of(output)
     assert [cell["mode"] for cell in cells] == 2 * modes
     for cell in cells:
@@ -55,19 +107,65 @@ def test_neural_operator(load: Load, output: Path) -> None:
         assert cell["peak_bytes"] > 0
 
 
-def test_cache_clearing(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are those of one variant each; here they are calls."""
-    benchmark = load("cache_clearing")
+def test_cache_clearing(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variant whose allocator wants a process of its own."""
+    benchmark = load("planning.cache_clearing")
     monkeypatch.setattr(benchmark, "SIZES", range(32, 65, 32))
     monkeypatch.setattr(benchmark, "EVERY", 1)
-    for variant in ["default", "empty_cache"]:
-        row = benchmark.measure(variant, 4)
-        assert row["step_ms"]["median"] > 0
-        assert row["reserved_bytes"] >= row["peak_allocated_bytes"] > 0
+    monkeypatch.delitem(benchmark.VARIANTS, "expandable_segments")
+    assert benchmark.main(["--steps", "4", NO_LIMIT, "--output", str(output)]) == 0
+    cells = cells_of(output)
+    assert [cell["variant"] for cell in cells] == ["default", "empty_cache", "default again"]
+    for cell in cells:
+        assert cell["step_ms"]["num_steps"] == 2
+        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
+        assert cell["lost_bytes"] >= 0
+        assert cell["time_over_default"] > 0
+
+
+IMPORTS = """
+import importlib
+import benchmarks.blind
+import torch
+for name in ("activations.offload", "teacher.offload", "lgt.memory", "fluxflow.memory", "operators.memory"):
+    importlib.import_module(f"benchmarks.{name}")
+assert not torch.cuda.is_initialized()
+benchmarks.blind.see()
+assert torch.cuda.is_available()
+"""
+
+
+def run_script(script: str, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    path = os.pathsep.join([str(BENCHMARKS.parent), environ.get("PYTHONPATH", "")])
+    command, environ = [sys.executable, "-c", script], {**environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+
+
+def test_importing_benchmarks_as_the_server_does_leaves_cuda_alone() -> None:
+    run = run_script(IMPORTS, {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    assert run.returncode == 0, run.stderr
+
+
+ALLOCATOR_SETTINGS = """
+import os
+import torch
+import benchmarks.planning.cache_clearing  # as the server of cells imports it
+assert not torch.cuda.is_initialized()
+os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
+there = torch.empty(1000, device="cuda")
+print(torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"])
+"""
+
+
+def test_the_allocator_reads_its_settings_when_cuda_starts() -> None:
+    """Not when torch or a benchmark is imported: cells set them in a process that has imported both."""
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    run = run_script(ALLOCATOR_SETTINGS, environ)
+    assert run.stdout.split() == [str(64 * 2**20)], run.stderr
 
 
 def test_a_slow_link_takes_its_time_and_brings_the_bytes(load: Load) -> None:
-    copier = load("slow_link").SlowLinkCopier(torch.device("cuda", 0), gb_per_s=0.1)
+    copier = load("teacher.slow_link").SlowLinkCopier(torch.device("cuda", 0), gb_per_s=0.1)
     source, there = copier.empty_host(2**20), copier.empty_device(2**20)
     source.random_()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

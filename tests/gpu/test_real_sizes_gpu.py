@@ -1,10 +1,12 @@
 """Benchmarks at sizes that only a real GPU has time for."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, results_of
+from benchmark_runs import BENCHMARKS, NO_LIMIT, Load, cells_of, results_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,18 +17,22 @@ pytestmark = [
 OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
 
 
-def test_estimates_are_what_cuda_allocates(load: Load, output: Path) -> None:
-    estimate = load("estimate")
-    results = estimate.main(["--sizes", "small", "--output", str(output)])
-    assert not any("error" in row for row in results["rows"])
-    assert results["worst_deviation"] < estimate.TARGETS["worst_deviation"]
-    assert results["median_deviation"] < estimate.TARGETS["median_deviation"]
+def test_estimates_are_what_cuda_allocates(load: Load, output: Path, tmp_path: Path) -> None:
+    """From estimates made in another process, since here backward may have run before."""
+    module, kept, sizes = ["-m", "benchmarks.planning.estimate"], tmp_path / "kept.json", ["--sizes", "small"]
+    make = [sys.executable, *module, *sizes, "--estimate-only", "--output", str(kept)]
+    subprocess.run(make, cwd=BENCHMARKS.parent, check=True)
+    measure = [sys.executable, *module, *sizes, NO_LIMIT, "--estimates", str(kept), "--output", str(output)]
+    subprocess.run(measure, cwd=BENCHMARKS.parent, check=True)
+    cells_of(output)
+    verdicts = list(load("planning.estimate").REPORT.verdicts(results_of(output)))
+    assert {verdict.outcome for verdict in verdicts} == {"met"}, [str(verdict) for verdict in verdicts]
 
 
 def test_activation_offloading(load: Load, output: Path) -> None:
     modes = ["--modes", "none", "checkpointing", "ours inputs"]
     sizes = ["--size", "real", "--layers", "4", "--tokens", "2048", "--link-divisors", "1"]
-    assert load("activation_offload").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
+    assert load("activations.offload").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
     found = results_of(output)
     cells = {cell["mode"]: cell for cell in found["cells"]}
     for cell in cells.values():
@@ -39,11 +45,13 @@ def test_activation_offloading(load: Load, output: Path) -> None:
 
 def test_teacher_offloading(load: Load, output: Path) -> None:
     sizes = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", "--dtypes", "float32", "--steps", "3"]
-    assert load("teacher_offload").main([*sizes, NO_LIMIT, "--output", str(output)]) == 0
+    sizes += ["--links"]  # none
+    assert load("teacher.offload").main([*sizes, NO_LIMIT, "--output", str(output)]) == 0
     cells = {cell["mode"]: cell for cell in results_of(output)["cells"]}
     for mode in OWN_MODES:
         assert cells[mode]["step_ms"]["num_steps"] >= 2
         assert {"teacher", "forward", "backward", "optimizer"} <= cells[mode]["peak_device_bytes"].keys()
+    assert {mode for mode, cell in cells.items() if "error" in cell} == set()
     assert cells["swap"]["target_equal"]
     moved = cells["swap"]["traffic_bytes"]
     assert moved["profiler"]["host_to_device"] >= moved["copier"]["host_to_device"]
@@ -52,7 +60,7 @@ def test_teacher_offloading(load: Load, output: Path) -> None:
 
 def test_neural_operators_on_an_emulated_card(load: Load, output: Path) -> None:
     sizes = ["--nodes", "256", "--batch-size", "8", "--batch-sizes", "8", "64", "--cards", "8"]
-    assert load("neural_operator").main([*sizes, "--output", str(output)]) == 0
+    assert load("operators.memory").main([*sizes, "--output", str(output)]) == 0
     cells = results_of(output)["cells"]
     free = {cell["mode"]: cell for cell in cells if cell["card_gb"] is None}
     assert all(cell["gradients_equal"] for cell in free.values())
@@ -60,23 +68,23 @@ def test_neural_operators_on_an_emulated_card(load: Load, output: Path) -> None:
     on_card = {cell["mode"]: cell for cell in cells if cell["card_gb"] == 8 and cell["batch_size"] == 64}
     assert on_card["plain"]["error"].startswith("OutOfMemoryError")
     assert "error" not in on_card["ours inputs"]
-    limit_bytes = load("neural_operator").USABLE_SHARE * 8 * 2**30
+    limit_bytes = load("operators.memory").USABLE_SHARE * 8 * 2**30
     assert all(cell["peak_bytes"] <= limit_bytes for cell in on_card.values() if "error" not in cell)
 
 
 def test_lgt_on_an_emulated_card(load: Load, output: Path) -> None:
     sizes = ["--batch-sizes", "96", "--euler-steps", "10", "--steps", "2"]
-    assert load("lgt_memory").main([*sizes, "--output", str(output)]) == 0
+    assert load("lgt.memory").main([*sizes, "--output", str(output)]) == 0
     cells = {cell["mode"]: cell for cell in results_of(output)["cells"][1:]}
     assert cells["plain"]["error"].startswith("OutOfMemoryError")
-    limit_bytes = load("lgt_memory").USABLE_SHARE * 8 * 2**30
+    limit_bytes = load("lgt.memory").USABLE_SHARE * 8 * 2**30
     assert all(cells[mode]["peak_bytes"] <= limit_bytes for mode in ("checkpointed", "offloaded"))
     assert cells["checkpointed"]["losses"] == cells["offloaded"]["losses"]
 
 
 def test_fluxflow_on_an_emulated_card(load: Load, output: Path) -> None:
     sizes = ["--resolution", "256", "--batch-sizes", "2", "4", "--variants", "plain", "ours", "--growth-steps", "150"]
-    assert load("fluxflow_memory").main([*sizes, "--output", str(output)]) == 0
+    assert load("fluxflow.memory").main([*sizes, "--output", str(output)]) == 0
     cells = results_of(output)["cells"]
     free = {cell["variant"]: cell for cell in cells if cell["part"] == "step" and cell["card_gb"] is None}
     assert free["ours"]["peak_bytes"] < free["plain"]["peak_bytes"]

@@ -1,20 +1,19 @@
 """The recipes' benchmarks' part for accelerators, at toy size: they run to their end and measure what they promise."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, cells_of
+from benchmark_runs import NO_LIMIT, Load, cells_of, results_of
 from fake_cuda.device import is_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = load("teacher_offload")
+    benchmark = load("teacher.offload")
     if is_loaded():  # which has no profiler
 
         def without_profiler(step: Callable[[], object]) -> dict[str, int]:
@@ -22,54 +21,82 @@ def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPat
             return {"host_to_device": 0, "device_to_host": 0}
 
         monkeypatch.setattr(benchmark, "copied_bytes", without_profiler)
-    modes = ["resident", "swap"]
+    modes = ["resident", "swap", "resident again"]
     sizes = ["--size", "toy", "--batch-sizes", "2", "--dtypes", "float32", "--warmup", "1", "--steps", "2"]
-    sizes += ["--links", "0.1"]
+    sizes += ["--links", "0.1", "1e9"]
     assert benchmark.main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
-    cells = {cell["mode"]: cell for cell in cells_of(output)}
-    assert list(cells) == [*modes, "swap 0.1 GB/s"]
-    assert cells["swap"]["target_equal"]
-    assert cells["swap"]["loss_equal"]
-    for cell in cells.values():
+    cells = results_of(output)["cells"]
+    assert [cell["mode"] for cell in cells] == ["resident", "swap", "swap", "swap", "resident again"]
+    assert [cell["link_gb_per_s"] for cell in cells] == [None, None, 0.1, 1e9, None]
+    assert cells.pop(3)["error"].startswith("not run: this machine's link has ")
+    for cell in cells:
+        assert cell["target_equal"]
+        assert cell["loss_equal"]
         assert cell["step_ms"]["num_steps"] == 2
-        assert all(peak > 0 for peak in cell["peak_device_bytes"].values())
+        assert cell["samples_per_s"] == 2e3 / cell["step_ms"]["median"]
         assert {"teacher", "forward", "backward", "optimizer"} <= cell["peak_device_bytes"].keys()
+        highest = max(cell["peak_device_bytes"].values())
+        assert 0 < highest <= 1.01 * cell["peak_bytes"] <= 1.01 * cell["reserved_bytes"]
+        assert cell["num_alloc_retries"] >= 0
 
 
-def test_lgt_memory(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["diffusers-block", "accelerate"])
+def test_another_librarys_teacher_gives_bitwise_the_resident_target(mode: str, load: Load, tmp_path: Path) -> None:
+    """Twice, since diffusers prefetches from the second time on. Two Euler steps will do."""
+    benchmark, modes = load("teacher.offload"), load("teacher.modes")
+    size, targets = benchmark.SIZES["toy"], {}
+    for name in ("resident", mode):
+        policy, checkpoint = benchmark.start(size, tmp_path)
+        policy.model.config.num_steps = 2
+        source = modes.Source(policy, checkpoint, torch.device("cuda", 0), torch.float32)
+        handling = modes.MODES[name](source)
+        work = benchmark.prepare(handling, source, size, 2)
+        observation = benchmark.observe(handling.student, work.batch)
+        targets[name] = [handling.target(observation, work.noise).cpu() for _ in range(2)]
+    for found, expected in zip(targets[mode], targets["resident"], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_accelerates_weights_are_page_locked(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload, benchmark, modes = Mock(), load("teacher.offload"), load("teacher.modes")
+    monkeypatch.setattr("accelerate.cpu_offload", offload)
+    policy, checkpoint = benchmark.start(benchmark.SIZES["toy"], tmp_path)
+    modes.MODES["accelerate"](modes.Source(policy, checkpoint, torch.device("cuda", 0), torch.float32))
+    assert all(tensor.is_pinned() for tensor in offload.call_args.kwargs["state_dict"].values())
+
+
+def test_lgt_memory(load: Load, output: Path) -> None:
     """All cells in this process; but a plan wants one in which no backward has run on a GPU."""
-    benchmark = load("lgt_memory")
+    benchmark = load("lgt.memory")
     modes = ["plain", "checkpointed", "offloaded"]
-    monkeypatch.setattr(benchmark, "in_a_process_of_its_own", lambda cell, options, _: benchmark.outcome(cell, options))
     sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
     assert benchmark.main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
     _, *cells = cells_of(output)
-    assert [cell["mode"] for cell in cells] == modes
+    assert [cell["mode"] for cell in cells] == [*modes, "plain again"]
     for cell in cells:
-        assert cell["losses"] == cells[0]["losses"]
+        assert cell["losses_equal"] is True
         assert cell["step_ms"]["num_steps"] == 2
-        assert cell["peak_bytes"] > 0
+        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
+        assert cell["num_alloc_retries"] == 0
+        assert cell["first_step_s"] > 0
 
 
-def test_fluxflow_memory(
-    load: Load, output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fluxflow_memory(load: Load, output: Path) -> None:
     """All cells in this process."""
-    benchmark, cell_of = load("fluxflow_memory"), load("fluxflow_memory_cell")
-
-    def run_cell(cell: dict[str, Any], timeout_s: float) -> Any:
-        cell_of.main(json.dumps(cell))
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    monkeypatch.setattr(benchmark, "run_cell", run_cell)
-    sizes = ["--size", "toy", "--resolution", "16", "--batch-sizes", "2", "2", "--cards", "2", "--steps", "2"]
+    sizes = ["--size", "toy", "--resolution", "16", "--batch-sizes", "2", "--cards", "2", "--steps", "2"]
     growth = ["--allocators", "default", "--growth-size", "toy", "--growth-resolution", "16", "--growth-steps", "3"]
-    variants = ["--variants", "seed", "ours offloaded"]
-    assert benchmark.main([*sizes, *variants, *growth, "--no-lpips", NO_LIMIT, "--output", str(output)]) == 0
+    variants = ["--variants", "plain", "ours offloaded"]
+    arguments = [*sizes, *variants, *growth, "--no-lpips", NO_LIMIT, "--output", str(output)]
+    assert load("fluxflow.memory").main(arguments) == 0
     *steps, grown = cells_of(output)
-    assert {cell["variant"] for cell in steps} == {"seed", "ours offloaded"}
+    variants_on = [(cell["card_gb"], cell["variant"]) for cell in steps]
+    assert variants_on[:3] == [(None, "plain"), (None, "ours offloaded"), (None, "plain again")]
+    assert variants_on[3:] == [(2.0, "plain"), (2.0, "ours offloaded")]
     for cell in steps:
-        assert cell["peak_bytes"] > 0
+        assert cell["gradients_equal"] is True
+        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
         assert cell["step_ms"]["median"] > 0
+        assert cell["first_step_s"] > 0
+        assert {"num_alloc_retries", "clocks"} <= cell.keys()
     assert grown["num_steps"] == 3
+    assert grown["last"]["reserved_bytes"] > 0

@@ -6,14 +6,14 @@
 using namespace fake_cuda;
 
 EXPORTED cudaError_t cudaGetDeviceCount(int* count) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   *count = settings().num_devices();
   return cudaSuccess;
 }
 
 // Numbers of an A100, but for what the settings say.
 EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaGetDeviceProperties: no such device");
   *properties = {};
   std::snprintf(properties->name, sizeof properties->name, "Fake GPU %d", device);

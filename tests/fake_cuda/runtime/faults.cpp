@@ -10,7 +10,7 @@ namespace fake_cuda {
 namespace {
 
 std::mutex faults_mutex;
-const pid_t owner = getpid();
+std::atomic<pid_t> owner{0};  // the process that used CUDA first
 std::atomic<int> broken[MAX_DEVICES];
 std::atomic<int> regions_without_waiting{0};
 
@@ -46,7 +46,13 @@ LastError& last_error() {
 
 }  // namespace
 
-bool is_forked_child() { return getpid() != owner; }
+bool is_forked_child() { return owner != 0 && owner != getpid(); }
+
+bool may_use_cuda() {
+  pid_t nobody = 0;
+  owner.compare_exchange_strong(nobody, getpid());
+  return !is_forked_child();
+}
 
 void report(const std::string& fault) {
   std::lock_guard<std::mutex> lock(faults_mutex);
@@ -79,7 +85,7 @@ void host_waits(const char* call) {
 using namespace fake_cuda;
 
 EXPORTED cudaError_t cudaGetLastError() {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   if (cudaError_t error = device_error(current_device())) return error;
   return static_cast<cudaError_t>(last_error().code.exchange(cudaSuccess));
 }

@@ -70,12 +70,13 @@ cudaError_t device_error(int device);
 // A call that keeps the host waiting is a fault where the test has said that there is none.
 void host_waits(const char* call);
 
-// CUDA cannot be used in a forked child; it is told so at every call.
+// What a process forks before it has used CUDA can use it. What it forks afterwards cannot, and is told so at every call.
 bool is_forked_child();
+bool may_use_cuda();  // asked by every call; the first one is the use
 
 #define RETURN_IF_UNUSABLE(device)                                            \
   do {                                                                        \
-    if (is_forked_child()) return cudaErrorInitializationError;               \
+    if (!may_use_cuda()) return cudaErrorInitializationError;                 \
     if (cudaError_t error = device_error(device)) return result(error);       \
   } while (0)
 

@@ -88,7 +88,7 @@ std::string describe(const Location& location) {
 using namespace fake_cuda;
 
 EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   const Location location = locate(range_of(pointer, 1));
   *attributes = {};
   attributes->device = location.device;

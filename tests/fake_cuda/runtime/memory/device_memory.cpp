@@ -43,7 +43,7 @@ EXPORTED cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 
 // Waits for the device, so that nothing can still use the memory. Afterwards its addresses are nobody's.
 EXPORTED cudaError_t cudaFree(void* pointer) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   if (!pointer) return cudaSuccess;
   const Location location = locate(range_of(pointer, 1));
   if (location.place != Place::device) return fault(cudaErrorInvalidValue, "cudaFree of memory that is not a device's");

@@ -28,7 +28,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
 }
 
 EXPORTED cudaError_t cudaFreeHost(void* pointer) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   if (!pointer) return cudaSuccess;
   Block block;
   bool flying;
@@ -51,7 +51,7 @@ EXPORTED cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
 }
 
 EXPORTED cudaError_t cudaHostUnregister(void* pointer) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   std::lock_guard<std::mutex> lock(books_mutex);
   Block block;
   if (!unbook(host_book(), pointer, &block))

@@ -70,7 +70,7 @@ EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCrea
 
 // Whoever waits for the event goes on waiting: the record outlives it.
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   Event* event = find_event(handle);
   if (!event) return fault(cudaErrorInvalidResourceHandle, "cudaEventDestroy: no such event");
   std::lock_guard<std::mutex> lock(events_mutex);

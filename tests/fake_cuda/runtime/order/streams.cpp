@@ -144,7 +144,7 @@ EXPORTED cudaError_t cudaGetDevice(int* device) {
 }
 
 EXPORTED cudaError_t cudaSetDevice(int device) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaSetDevice: no such device");
   device_of_thread = device;
   default_stream(device);
@@ -180,7 +180,7 @@ EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamC
 
 // What is queued is still done.
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-  if (is_forked_child()) return cudaErrorInitializationError;
+  if (!may_use_cuda()) return cudaErrorInitializationError;
   Stream* stream = find_stream(handle);
   if (!stream || is_default(*stream)) return fault(cudaErrorInvalidResourceHandle, "cudaStreamDestroy: no such stream");
   std::lock_guard<std::mutex> lock(streams_mutex);

@@ -1,0 +1,210 @@
+"""What the activation benchmark trains, what autograd saves for it, and gradients as numbers to compare."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModel, Qwen3Config, Qwen3Model
+
+# Widths and heads of Qwen3-8B. Its vocabulary of 151,936 is left out: head and loss are not what is compared.
+SIZES: dict[str, dict[str, int]] = {
+    "real": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "toy": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+    },
+}
+VOCABULARY = 1024
+
+
+def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
+    """A Qwen3 without its head, random weights, bfloat16, gradients allocated and zero."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SIZES[size], num_hidden_layers=num_layers, vocab_size=VOCABULARY, use_cache=False, attention_dropout=0.0
+    )
+    with torch.device(device):
+        model = AutoModel.from_config(config, dtype=torch.bfloat16).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence of random tokens, `(1, num_tokens)`, and a direction that makes a loss of the last hidden state."""
+
+    model: nn.Module
+    tokens: Tensor
+    direction: Tensor
+
+    @staticmethod
+    def make(model: nn.Module, num_tokens: int, device: torch.device) -> "Work":
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, VOCABULARY, (1, num_tokens), generator=generator)
+        direction = torch.randn(model.config.hidden_size, generator=generator).to(torch.bfloat16)
+        return Work(model, tokens.to(device), direction.to(device))
+
+    def loss(self) -> Tensor:
+        hidden = self.model(input_ids=self.tokens).last_hidden_state
+        return (hidden * self.direction).float().mean()
+
+    def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
+        """Gradients of one batch, in place of the last ones. There is no optimizer."""
+        with context():
+            loss = self.loss()
+        loss.backward()
+
+    def longer(self, num_tokens: int) -> "Work":
+        """The same with another sequence."""
+        return Work.make(self.model, num_tokens, self.tokens.device)
+
+    def clear(self) -> None:
+        """Zero the gradients and keep their memory, so that it is the same at any moment of a step."""
+        self.model.zero_grad(set_to_none=False)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What autograd saves in one forward pass.
+
+    Attributes:
+        unique_bytes: distinct storages, weights excluded.
+        unique_pinned_bytes: the same in torch's pinned memory, which comes in powers of two. What offloading them takes
+            of the host.
+        views_pinned_bytes: the same for every saved tensor by itself, weights included.
+    """
+
+    unique_bytes: int
+    unique_pinned_bytes: int
+    views_pinned_bytes: int
+
+    def scaled(self, factor: float) -> "Saved":
+        """For a sequence that is so much longer."""
+        return Saved(*(round(factor * num_bytes) for num_bytes in astuple(self)))
+
+    def beyond(self, smaller: "Saved", times: int) -> "Saved":
+        """With `times` more layers, if `smaller` had one fewer."""
+        pairs = zip(astuple(self), astuple(smaller), strict=True)
+        return Saved(*(mine + times * (mine - less) for mine, less in pairs))
+
+
+def saved_by(work: Work) -> Saved:
+    """Count what one forward pass of all layers in use saves."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*work.model.parameters(), *work.model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is given to a second one
+    views: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        views.append(tensor.nbytes)
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        work.loss()
+    unique = [storage.nbytes() for storage in storages.values()]
+    return Saved(sum(unique), sum(map(_pinned_bytes, unique)), sum(map(_pinned_bytes, views)))
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+@contextlib.contextmanager
+def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
+    """Run the first layers alone."""
+    all_layers = model.config.num_hidden_layers
+    model.config.num_hidden_layers = num_layers
+    try:
+        yield
+    finally:
+        model.config.num_hidden_layers = all_layers
+
+
+def saved_by_all_layers(work: Work) -> Saved:
+    """What a forward pass saves, without running it whole: every layer saves what the second one does."""
+    counts = []
+    for num_layers in (1, 2):
+        with only_layers(work.model, num_layers):
+            counts.append(saved_by(work))
+    return counts[1].beyond(counts[0], work.model.config.num_hidden_layers - 2)
+
+
+def temporary_bytes(work: Work, device: torch.device) -> int | None:
+    """By how much a step's peak exceeds weights, gradients and saved activations; None on the CPU.
+
+    Measured on two layers without offloading or checkpointing. There the peak lies at the start of backward, when
+    everything is saved.
+    """
+    if device.type == "cpu":
+        return None
+    with only_layers(work.model, 2):
+        saved = saved_by(work).unique_bytes
+        work.step()
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        work.step()
+        peak = torch.accelerator.max_memory_allocated(device)
+    work.clear()
+    return int(peak - before - saved)
+
+
+def gradient_digest(model: nn.Module) -> str:
+    """A hash of two sums over the bits of each gradient, one of them weighted by position.
+
+    Equal gradients have equal digests. Computed on the device, where gradients of many GiB are.
+    """
+    sums = [_sums(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def _sums(gradient: Tensor) -> tuple[int, int]:
+    bits = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    bits = bits.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
+    positions = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int(bits.sum()), int(bits.mul_(positions).sum())
+
+
+def flash_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Attention by torch's flash kernel alone, which has a deterministic backward. cuDNN's, which torch prefers on some
+    devices, has none.
+    """
+    if device.type == "cpu":  # whose kernel is the only one
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits each time, or an error where torch has none.
+
+    `CUBLAS_WORKSPACE_CONFIG` has to be set before the first matrix product.
+    """
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill

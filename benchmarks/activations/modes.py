@@ -1,0 +1,229 @@
+"""The ways of training with less activation memory that the activation benchmark compares."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.activations.model import Saved
+from benchmarks.cells import UnavailableError
+from hf_memopt import ActivationOffloader, OffloadStats, SyncCopier
+from hf_memopt.transfer import Copier, Transfer, copier_for
+
+THRESHOLD_MB = 1.0
+NON_REENTRANT = {"use_reentrant": False}
+MAX_PASSES_TO_SETTLE = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every mode is built from.
+
+    Attributes:
+        model: without checkpointing.
+        device: where it trains.
+        saved: what autograd saves for one step.
+        host_limit_bytes: host memory to take at most.
+        link_divisor: how many times slower than this machine's the link is to look.
+    """
+
+    model: nn.Module
+    device: torch.device
+    saved: Saved
+    host_limit_bytes: int
+    link_divisor: int
+
+
+@dataclass(frozen=True)
+class Handling:
+    """One mode, ready to train.
+
+    Attributes:
+        context: to run a forward pass in.
+        stats: what this library's offloader has done so far.
+        budget_bytes: of saved activations, where the mode has one.
+        is_planned: whether `context` needs some passes before it has settled.
+    """
+
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    stats: Callable[[], OffloadStats | None] = lambda: None
+    budget_bytes: int | None = None
+    is_planned: bool = False
+
+
+class SlowerLink:
+    """A copier whose copies take `divisor` times as long, because each is made that often. The bytes are the same."""
+
+    def __init__(self, copier: Copier, divisor: int) -> None:
+        self._copier = copier
+        self._divisor = divisor
+
+    @property
+    def bytes_to_device(self) -> int:
+        return self._copier.bytes_to_device // self._divisor
+
+    @property
+    def bytes_to_host(self) -> int:
+        return self._copier.bytes_to_host // self._divisor
+
+    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+        # One stream makes them one after the other, so the last one is over when all are.
+        return [self._copier.to_device(source, destination) for _ in range(self._divisor)][-1]
+
+    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+        return [self._copier.to_host(source, destination) for _ in range(self._divisor)][-1]
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return self._copier.empty_host(num_bytes)
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        return self._copier.empty_device(num_bytes)
+
+    def release(self, buffer: Tensor) -> None:
+        self._copier.release(buffer)
+
+    def stall_ms(self) -> float:
+        return self._copier.stall_ms()
+
+
+def none(setting: Setting) -> Handling:
+    """Everything stays on the device."""
+    return Handling()
+
+
+def checkpointing(setting: Setting) -> Handling:
+    """transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
+    _enable(setting.model)(NON_REENTRANT)
+    return Handling()
+
+
+def _enable(model: nn.Module) -> Callable[..., None]:
+    """transformers' method that switches checkpointing on, by its name, or by the older one."""
+    method: Callable[..., None] = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    return method
+
+
+def checkpoint_offload(setting: Setting) -> Handling:
+    """Checkpointing whose inputs go to the host: transformers' own switch (5.17), or what it does by hand."""
+    if "offload" in inspect.signature(_enable(setting.model)).parameters:
+        _enable(setting.model)(NON_REENTRANT, offload=True)
+        return Handling()
+    _enable(setting.model)(NON_REENTRANT)
+    for module in setting.model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module._gradient_checkpointing_func = _checkpoint_on_cpu
+    return Handling()
+
+
+def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(*arguments, **NON_REENTRANT, **options)
+
+
+def torch_save_on_cpu(setting: Setting) -> Handling:
+    """torch's `save_on_cpu` for everything that autograd saves."""
+    require_host_memory("save_on_cpu", setting.saved, setting.host_limit_bytes)
+    return Handling(lambda: save_on_cpu(pin_memory=True))
+
+
+def trl(setting: Setting) -> Handling:
+    """TRL's OffloadActivations, as its trainers install it."""
+    if setting.device.type == "cpu":
+        raise UnavailableError("needs an accelerator")
+    try:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    except ImportError as error:
+        raise UnavailableError("TRL is not installed") from error
+    require_host_memory("TRL", setting.saved, setting.host_limit_bytes)
+    manager = get_act_offloading_ctx_manager(setting.model, warn_if_no_head=False)
+    return Handling(lambda: manager)
+
+
+# What modes that move everything take of the host, whose memory has to do.
+PINNED_BYTES: dict[str, Callable[[Saved], int]] = {
+    "TRL": lambda saved: saved.unique_pinned_bytes,
+    "save_on_cpu": lambda saved: saved.views_pinned_bytes,
+}
+
+
+def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
+    """Raises UnavailableError if a mode would take more of the host than it may."""
+    num_bytes = PINNED_BYTES[mode](saved) if mode in PINNED_BYTES else 0
+    if num_bytes > limit_bytes:
+        raise UnavailableError(f"needs {num_bytes / 2**30:.0f} GiB of host memory, limit {limit_bytes / 2**30:.0f} GiB")
+
+
+def ours_inputs(setting: Setting) -> Handling:
+    """Checkpointing whose inputs this library moves."""
+    _enable(setting.model)(NON_REENTRANT)
+    return _with(_offloader(setting, mode="inputs"), setting)
+
+
+def seed_all(setting: Setting) -> Handling:
+    """Everything above 10 MB moved, two tensors ahead on the way back: the settings of this library's first design."""
+    return _with(_offloader(setting, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2), setting)
+
+
+def ours_auto(setting: Setting, share: float) -> Handling:
+    """This library's plan for saved activations within a share of their bytes."""
+    budget_bytes = round(share * setting.saved.unique_bytes)
+    offloader = _offloader(setting, mode="auto", budget_gib=budget_bytes / 2**30)
+    return _with(offloader, setting, budget_bytes=budget_bytes, is_planned=True)
+
+
+def ours_without_budget(setting: Setting) -> Handling:
+    """This library's default: what 3 % of time can save, and more where the device has no room."""
+    return _with(_offloader(setting, mode="auto"), setting, is_planned=True)
+
+
+def _offloader(setting: Setting, **options: Any) -> ActivationOffloader:
+    copier = SyncCopier() if setting.device.type == "cpu" else copier_for(setting.device)
+    on_cpu = setting.device.type == "cpu"
+    return ActivationOffloader(
+        host_budget_gib=setting.host_limit_bytes / 2**30,
+        copier=copier if setting.link_divisor == 1 else SlowerLink(copier, setting.link_divisor),
+        **{"offload_threshold_mb": 0 if on_cpu else THRESHOLD_MB, **options},
+    )
+
+
+def _with(offloader: ActivationOffloader, setting: Setting, **facts: Any) -> Handling:
+    return Handling(lambda: offloader.offload_context(setting.model), lambda: offloader.stats, **facts)
+
+
+def settle(handling: Handling, step: Callable[[], None], num_passes: int) -> None:
+    """Untimed passes; where the mode makes a plan, until two passes have followed it."""
+    for _ in range(num_passes):
+        step()
+    for _ in range(MAX_PASSES_TO_SETTLE if handling.is_planned else 0):
+        stats = handling.stats()
+        if stats is not None and stats.predicted_step_ms is not None:
+            step()
+            step()
+            return
+        step()
+
+
+# The references first, then this library's, then others: a run that ends early has what the targets are about.
+MODES: dict[str, Callable[[Setting], Handling]] = {
+    "none": none,
+    "checkpointing": checkpointing,
+    "ours inputs": ours_inputs,
+    "ours auto 10 %": partial(ours_auto, share=0.10),
+    "ours auto 20 %": partial(ours_auto, share=0.20),
+    "ours auto 35 %": partial(ours_auto, share=0.35),
+    "ours auto": ours_without_budget,
+    "checkpoint offload": checkpoint_offload,
+    "TRL": trl,
+    "save_on_cpu": torch_save_on_cpu,
+    "all above 10 MB": seed_all,
+}
+OURS = tuple(mode for mode in MODES if mode.startswith("ours"))
+ON_SLOWER_LINKS = ("ours inputs", "ours auto 20 %")

@@ -1,0 +1,162 @@
+"""Training steps of Qwen3-8B-shaped layers with activations kept, computed again, or moved to the host.
+
+    python -m benchmarks.activations.offload
+
+A step is forward and backward of one sequence in bfloat16; there is no optimizer, because it would only add the same to
+every mode. Each mode runs in a process of its own, and the plain run twice: first and last. Attention is always torch's
+flash kernel, so that gradients can be compared bit for bit. Links of half and a quarter of this machine's speed are
+emulated by making each copy two and four times: a fair model of bandwidth, with twice the host's work. Without an
+accelerator toy layers run on the CPU, and only gradients, bytes and plans are reported: neither times nor device memory
+mean anything there. See docs/benchmarks.md for the columns.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.activations.model import (
+    SIZES,
+    Work,
+    build_model,
+    deterministic,
+    flash_attention,
+    gradient_digest,
+    saved_by_all_layers,
+    temporary_bytes,
+)
+from benchmarks.activations.modes import MODES, ON_SLOWER_LINKS, OURS, Handling, Setting, settle
+from benchmarks.activations.report import TARGETS, print_report, verdicts
+from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
+from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
+from benchmarks.timing import first_step_s, timed
+
+AGAIN = "none again"  # the plain run at the end: how far two runs of the same differ
+
+
+def measure(settings: dict[str, Any], folder: Path) -> Row:
+    """Everything about one mode at one length."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
+    device = current_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tensors are so small that more threads only wait for each other
+    model = build_model(settings["size"], settings["layers"], device)
+    work = Work.make(model, settings["num_tokens"], device)
+    with flash_attention(device):
+        saved = saved_by_all_layers(work)
+        workload = {"saved_bytes": saved.unique_bytes, "temporary_bytes": temporary_bytes(work, device)}
+        limit_bytes = round(settings["host_limit_gib"] * 2**30)
+        setting = Setting(model, device, saved, limit_bytes, settings["link_divisor"])
+        mode = settings["mode"] if settings["mode"] != AGAIN else "none"
+        return {**workload, **steps_of(MODES[mode](setting), work, setting, settings)}
+
+
+def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[str, Any]) -> Row:
+    """Times and peaks of a mode, what the offloader says of itself, and the gradients' digest."""
+    host_allocations: list[int] = []
+
+    def step() -> None:
+        work.step(handling.context)
+        stats = handling.stats()
+        host_allocations.append(0 if stats is None else stats.num_host_allocations)
+
+    found: Row = {"first_step_s": first_step_s(step, setting.device), "budget_bytes": handling.budget_bytes}
+    settle(handling, step, settings["warmup"] - 1)
+    before = handling.stats()
+    found |= timed(step, setting.device, max_steps=settings["steps"], max_seconds=settings["seconds_per_cell"])
+    after = handling.stats()
+    if "step_ms" in found:
+        found["tokens_per_s"] = 1e3 * settings["num_tokens"] / found["step_ms"]["median"]
+        if before is not None and after is not None:
+            num_steps = found["step_ms"]["num_steps"]
+            found["stall_ms"] = (after.stall_ms - before.stall_ms) / num_steps
+            found["moved_bytes"] = (after.bytes_moved - before.bytes_moved) // num_steps
+    with deterministic():
+        work.clear()
+        step()
+    return {
+        **found,
+        "gradient_digest": gradient_digest(work.model),
+        **account(handling, host_allocations),
+        "host_rss_bytes": host_rss_bytes(),
+    }
+
+
+def account(handling: Handling, host_allocations: list[int]) -> Row:
+    """What this library's offloader says of itself."""
+    stats = handling.stats()
+    if stats is None:
+        return {}
+    return {
+        "predicted_peak_gib": stats.predicted_peak_gib,
+        "offloader_peak_gib": stats.measured_peak_gib,
+        "predicted_step_ms": stats.predicted_step_ms,
+        "offloader_step_ms": stats.measured_step_ms,
+        "host_bytes": stats.host_bytes_pinned,
+        "total_moved_bytes": stats.bytes_moved,
+        "host_allocations": host_allocations,
+        "late_host_allocations": host_allocations[-1] - host_allocations[1],
+    }
+
+
+def judge(rows: list[Row]) -> None:
+    """Compare gradients with those of the plain run; where that does not fit, with checkpointing's."""
+    for row in (row for row in rows if "gradient_digest" in row):
+        same = [other for other in rows if other["num_tokens"] == row["num_tokens"] and "gradient_digest" in other]
+        references = {other["mode"]: other["gradient_digest"] for other in reversed(same)}
+        reference = references.get("none", references.get("checkpointing"))
+        row["gradients_equal"] = None if reference is None else row["gradient_digest"] == reference
+
+
+REPORT = Report(TARGETS, judge, print_report, verdicts)
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Every mode at every length, then this library's on slower links."""
+    shared = {name: getattr(options, name) for name in ("size", "layers", "warmup", "steps", "seconds_per_cell")}
+    shared["host_limit_gib"] = options.host_limit_gib
+    for divisor in options.link_divisors:
+        for num_tokens in options.tokens:
+            modes = [mode for mode in (*MODES, AGAIN) if mode in options.modes]
+            for mode in modes if divisor == 1 else filter(ON_SLOWER_LINKS.__contains__, modes):
+                what = {"mode": mode, "num_tokens": num_tokens, "link_divisor": divisor}
+                name = f"{mode}, {num_tokens} tokens" + (f", link 1/{divisor}" if divisor > 1 else "")
+                yield Cell("activations.offload", name, {**what, **shared}, ("trl",) if mode == "TRL" else ())
+
+
+def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
+    """The command line's options; defaults depend on whether there is an accelerator."""
+    on_cpu = device.type == "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="of the layers (here: %(default)s)")
+    add("--layers", type=int, default=8 if on_cpu else 6, help="at least 2 (here: %(default)s)")
+    add("--tokens", nargs="+", type=int, default=[128] if on_cpu else [8192, 32768], help="here: %(default)s")
+    add("--modes", nargs="+", choices=[*MODES, AGAIN], default=[*MODES, AGAIN], help="default: all")
+    add("--link-divisors", nargs="+", type=int, default=[1, 2, 4], help="emulated links (default: %(default)s)")
+    add("--host-limit-gib", type=float, default=host_limit_gib(), help="host memory to take (here: %(default)s)")
+    add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 2 (default: %(default)s)")
+    add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
+    add("--seconds-per-cell", type=float, default=8.0, help="stop timing a cell after this (default: %(default)s)")
+    add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
+    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if options.warmup < 2 or options.layers < 2:
+        parser.error("--warmup and --layers must be at least 2")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    device = current_device()
+    options = parse(arguments, device)
+    output = options.output or results_path(f"activation-offload-{options.size}", device)
+    results = run_cells("activations.offload", list(cells(options)), output, time_limit_s=options.time_limit_s)
+    return 1 if own_failures(results["cells"], lambda row: row["mode"] in OURS) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

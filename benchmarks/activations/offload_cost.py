@@ -1,0 +1,138 @@
+"""Python time that offloaders spend on each saved tensor, packing and unpacking together, on the CPU.
+
+    python -m benchmarks.activations.offload_cost
+
+A chain of sines on a few numbers saves one tensor per operation, so that copies and arithmetic cost next to nothing and
+what remains is bookkeeping. Kinds take turns within each round, and medians over rounds are reported. The clock is the
+thread's CPU time, so that other processes disturb little.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from trl.models.activation_offloading import OffloadActivations
+
+from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.timing import median_and_spread
+from hf_memopt import ActivationOffloader, SyncCopier
+
+NUM_NUMBERS = 16  # 64 bytes per saved tensor
+LARGE_MB = 10.0  # the offloader's default threshold
+TARGETS = {"ours, kept": 2.5, "ours, offloaded": 20.0}  # microseconds per saved tensor over the no-op hook, at most
+HEADER = ["hooks", "us / tensor", "over no-op", "target"]
+
+CPU = torch.device("cpu")
+Hooks = Callable[[], AbstractContextManager[Any]]
+
+
+def no_op() -> AbstractContextManager[Any]:
+    """The least that any hook costs. Detached: a tensor that is its own pack result would leak."""
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def hooks_of(offloader: ActivationOffloader) -> Hooks:
+    """The offloader's context, over and over."""
+    return lambda: offloader.offload_context()
+
+
+def kinds() -> dict[str, Hooks]:
+    """What is compared. `ours, kept` leaves everything on the device, as it is smaller than the threshold."""
+    kept = ActivationOffloader(mode="all", offload_threshold_mb=LARGE_MB, copier=SyncCopier())
+    offloaded = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())
+    return {
+        "none": contextlib.nullcontext,
+        "no-op": no_op,
+        "ours, kept": hooks_of(kept),
+        "ours, offloaded": hooks_of(offloaded),
+        "save_on_cpu": lambda: save_on_cpu(pin_memory=True),  # copies even from the CPU
+        "TRL": trl_hooks(),
+    }
+
+
+def trl_hooks() -> Hooks:
+    """TRL's hooks, told that the CPU is the accelerator: they copy to the host, and have nothing to copy back."""
+    with patch.object(torch.accelerator, "current_accelerator", lambda: CPU):
+        hooks = OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=0)
+    return lambda: hooks
+
+
+def step(x: Tensor, num_tensors: int, hooks: Hooks) -> float:
+    """Microseconds per saved tensor of a forward and backward pass."""
+    start = time.thread_time()
+    with hooks():
+        y = x
+        for _ in range(num_tensors):
+            y = y.sin()
+    y.backward(torch.ones_like(y))
+    return 1e6 * (time.thread_time() - start) / num_tensors
+
+
+def measure(num_rounds: int, num_tensors: int) -> dict[str, Any]:
+    """Time per saved tensor of each kind, and by how much it exceeds the no-op hook's of the same round."""
+    compared = kinds()
+    x = torch.full((NUM_NUMBERS,), 0.5, requires_grad=True)
+    for hooks in compared.values():  # host memory is allocated and orders are learned
+        for _ in range(3):
+            step(x, num_tensors, hooks)
+    rounds = [{name: step(x, num_tensors, hooks) for name, hooks in compared.items()} for _ in range(num_rounds)]
+    return {
+        name: {
+            "us_per_tensor": median_and_spread([times[name] for times in rounds]),
+            "us_over_no_op": statistics.median(times[name] - times["no-op"] for times in rounds),
+        }
+        for name in compared
+    }
+
+
+def run(num_rounds: int, num_tensors: int) -> dict[str, Any]:
+    """The whole benchmark."""
+    return {
+        **environment(CPU),
+        "benchmark": "activations.offload_cost",
+        "num_rounds": num_rounds,
+        "num_tensors": num_tensors,
+        "targets_us_over_no_op": TARGETS,
+        "hooks": measure(num_rounds, num_tensors),
+    }
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """The table, with targets."""
+    rows = []
+    for name, found in results["hooks"].items():
+        over, target = found["us_over_no_op"], results["targets_us_over_no_op"].get(name)
+        rows.append([name, f"{found['us_per_tensor']['median']:.1f}", f"{over:+.1f}", _verdict(over, target)])
+    print(
+        f"{results['num_tensors']} saved tensors, medians of {results['num_rounds']} rounds, Python {results['python']}"
+    )
+    print_table(HEADER, rows)
+
+
+def _verdict(value: float, target: float | None) -> str:
+    return "-" if target is None else f"{target:g} {'met' if value <= target else 'missed'}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="per kind (default: %(default)s)")
+    parser.add_argument("--tensors", type=int, default=500, help="saved in one pass (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = run(options.rounds, options.tensors)
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("offload-cost", CPU)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Cells: the smallest pieces of a benchmark, each measured in a process of its own.
+
+A benchmark is a module with a function `measure(settings, folder)` and a `REPORT`: settings are what JSON can hold, the
+folder is shared by all cells of a run, and what is returned becomes a row of the results. Processes are forked from a
+server that has imported the benchmark and never touched an accelerator, so that a cell costs no imports.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import write_results
+from benchmarks.targets import Verdict
+
+# Errors of cells that another run may measure: they had no time, or nobody let them end.
+UNFINISHED = ("not run", "not finished")
+
+FACTS_S = 300.0
+
+Row = dict[str, Any]
+
+
+class UnavailableError(RuntimeError):
+    """A cell that this machine cannot run, with the reason."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        benchmark: the module below `benchmarks` whose `measure` it is.
+        name: what it is called in tables and logs; no two cells of a run have the same.
+        settings: for `measure`.
+        needs: packages without which it cannot run.
+        environ: environment variables to set before anything is imported from CUDA, such as the allocator's.
+    """
+
+    benchmark: str
+    name: str
+    settings: dict[str, Any]
+    needs: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.benchmark}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What becomes of a benchmark's rows.
+
+    Attributes:
+        targets: its limits, as they stand in the results.
+        judge: adds to rows what follows from comparing them, such as whether gradients are equal.
+        show: prints the tables and targets of all results.
+        verdicts: each target with what was found.
+        pointless: why a cell with these settings has nothing to add to these rows, or None.
+    """
+
+    targets: Any
+    judge: Callable[[list[Row]], None]
+    show: Callable[[dict[str, Any]], None]
+    verdicts: Callable[[dict[str, Any]], Iterable[Verdict]]
+    pointless: Callable[[dict[str, Any], list[Row]], str | None] = lambda settings, rows: None
+
+
+def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit_s: float) -> dict[str, Any]:
+    """Measure one cell after the other; the results file is rewritten after each.
+
+    Args:
+        benchmark: the module below `benchmarks` whose cells they are, with its `REPORT`.
+        cells: in the order in which they are measured.
+        output: the results file.
+        time_limit_s: of all cells together; those that do not begin or end within it say so.
+    """
+    begun = time.perf_counter()
+    preload()
+    report: Report = importlib.import_module(f"benchmarks.{benchmark}").REPORT
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = {**facts(folder), "benchmark": benchmark, "targets": report.targets, "cells": [], "complete": False}
+        for cell in cells:
+            left_s = time_limit_s - (time.perf_counter() - begun)
+            reason = report.pointless(cell.settings, results["cells"])
+            row = {"error": f"not run: {reason}"} if reason else found_by(cell, folder, left_s)
+            results["cells"].append({**cell.settings, **row})
+            report.judge(results["cells"])
+            write_results(results, output)
+            print(f"{time.perf_counter() - begun:6.1f} s  {cell.name}: {row.get('error', 'done')[:200]}", flush=True)
+    results["complete"] = True
+    write_results(results, output)
+    report.show(results)
+    print("wrote", output)
+    return results
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """Hardware, link, versions, commit and date, asked in a process of its own like everything else.
+
+    Raises:
+        RuntimeError: the accelerator does not answer.
+    """
+    found = isolated(Cell("common", "facts", {}), folder, FACTS_S)
+    if "error" in found:
+        raise RuntimeError(f"the accelerator does not answer: {found['error']}")
+    return found
+
+
+def found_by(cell: Cell, folder: Path, limit_s: float) -> Row:
+    """What a cell measures, or an error that says why it did not: that a cell fails, or does not fit, is a result."""
+    missing = [package for package in cell.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        return {"error": f"not run: {', '.join(missing)} is not installed"}
+    if limit_s <= 0:
+        return {"error": "not run: the time limit was reached"}
+    return isolated(cell, folder, limit_s)
+
+
+def preload() -> None:
+    """Let the server import what this process has of benchmarks, before its first fork; afterwards it has no effect.
+
+    The module that is run itself is left out: each process imports it anew, under another name.
+    """
+    # Asking CUDA whether it is there would spoil it for the processes that are forked; NVML may be asked.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    run = getattr(sys.modules["__main__"].__spec__, "name", "")
+    names = sorted(name for name in sys.modules if name.startswith("benchmarks.") and name != run)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.blind", *names])
+
+
+def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
+    """Measure a cell in a process of its own, which is killed with its children after `limit_s`."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", cell.title.lower()).strip("-")
+    log, result = logs / f"{name}.txt", logs / f"{name}.json"
+    result.unlink(missing_ok=True)
+    process = multiprocessing.get_context("forkserver").Process(target=_measure_into, args=(cell, folder, result, log))
+    process.start()
+    try:
+        process.join(None if limit_s == float("inf") else limit_s)
+    finally:
+        in_time = not process.is_alive()
+        _kill(process)
+    if not in_time:
+        return {"error": f"not finished: took longer than the {limit_s:.0f} s that were left"}
+    if result.exists():
+        row: Row = json.loads(result.read_text())
+        result.unlink()
+        return row
+    end = log.read_text(errors="replace").strip()[-1500:] if log.exists() else ""
+    return {"error": f"process ended with {process.exitcode}: {end}"}
+
+
+def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
+    """What `isolated` returns, measured here."""
+    with _environment(cell.environ):
+        try:
+            row: Row = importlib.import_module(f"benchmarks.{cell.benchmark}").measure(cell.settings, folder)
+        except UnavailableError as error:
+            return {"error": f"not run: {error}"}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+    return row
+
+
+def own_failures(
+    rows: Sequence[Row], is_ours: Callable[[Row], bool], excused: Sequence[str] = ("OutOfMemoryError", *UNFINISHED)
+) -> list[Row]:
+    """This library's rows that failed for another reason than memory or time, or whose gradients differ."""
+    return [
+        row
+        for row in rows
+        if is_ours(row)
+        and not row.get("error", "").startswith(tuple(excused))
+        and ("error" in row or row.get("gradients_equal") is False)
+    ]
+
+
+def _measure_into(cell: Cell, folder: Path, result: Path, log: Path) -> None:
+    os.setsid()  # so that its children can be killed with it
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    importlib.import_module("benchmarks.blind").see()
+    write_results(in_this_process(cell, folder, float("inf")), result)
+
+
+def _kill(process: BaseProcess) -> None:
+    """With its children, if any are left."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):  # all have ended, or it has not made its group yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

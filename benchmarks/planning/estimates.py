@@ -1,0 +1,130 @@
+"""Estimates of steps for a card, made by the CPU and kept in a file until a GPU is at hand to measure them."""
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cells import Cell, Row, found_by, preload
+from benchmarks.common import environment, measured_commit, write_results
+from benchmarks.planning.steps import Definition, simulated_step
+from hf_memopt.planning.cards import CARDS
+from hf_memopt.planning.estimate import estimate_peak_memory
+
+BENCHMARK = "planning.estimates"
+Step = tuple[str, Definition]
+
+
+class OtherEstimatesError(ValueError):
+    """A file holds estimates for another card, or of other steps than these."""
+
+
+def measure(settings: dict[str, Any], folder: Path) -> Row:
+    """The cell that estimates a step; it never asks for an accelerator, after which simulations could not be forked."""
+    step = simulated_step(settings["definition"], folder / slug(settings["step"]))
+    begun = time.perf_counter()
+    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=CARDS[settings["card"]])
+    modelled = estimate.trace.allocator()
+    figures = {
+        "allocated_bytes": modelled.peak_allocated_bytes,
+        "reserved_bytes": modelled.peak_reserved_bytes,
+        "step_ms": estimate.step_ms,
+        "phase": estimate.phase,
+        "confidence": estimate.confidence,
+        "seconds": round(time.perf_counter() - begun, 2),
+        "commit": measured_commit(),
+    }
+    return {"estimate": figures}
+
+
+def shared(settings: dict[str, Any], folder: Path) -> Row:
+    """What `measure` returns, made once for all cells of a run that have the same step."""
+    file = folder / f"{slug(settings['step'])}.json"
+    if not file.exists():
+        write_results(measure(settings, folder), file)
+    found: Row = json.loads(file.read_text())
+    return found
+
+
+def write_estimates(
+    steps: Sequence[Step], card: str, output: Path, earlier: Path | None, *, time_limit_s: float
+) -> dict[str, Any]:
+    """Estimate one step after the other; the file is rewritten after each.
+
+    Args:
+        steps: names and definitions.
+        card: a name in `CARDS`.
+        output: the file.
+        earlier: a file whose estimates are taken over; those that failed, or are of steps that have changed since,
+            are made again.
+        time_limit_s: of all together.
+
+    Raises:
+        OtherEstimatesError: the earlier file is for another card.
+    """
+    begun = time.perf_counter()
+    kept = [] if earlier is None else _taken_over(earlier, card, dict(steps))
+    results = {**environment(torch.device("cpu")), "benchmark": BENCHMARK, "card": card, "cells": kept}
+    results["complete"] = False
+    missing = dict(steps).keys() - {row["step"] for row in kept}
+    preload()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, definition in (step for step in steps if step[0] in missing):
+            cell = Cell(BENCHMARK, name, {"step": name, "definition": definition, "card": card})
+            row = found_by(cell, Path(folder), time_limit_s - (time.perf_counter() - begun))
+            results["cells"].append({**cell.settings, **row})
+            write_results(results, output)
+            print(f"{time.perf_counter() - begun:6.1f} s  {name}: {row.get('error', 'done')[:200]}", flush=True)
+    results["complete"] = True
+    write_results(results, output)
+    print("wrote", output)
+    return results
+
+
+def read_estimates(file: Path, card: str, steps: Sequence[Step]) -> dict[str, Row]:
+    """The figures of each step by its name; of one that could not be estimated, the error.
+
+    Raises:
+        OtherEstimatesError: the file is for another card, or some step is not in it, or has changed since.
+    """
+    rows = {row["step"]: row for row in _rows(file, card)}
+    changed = [name for name, definition in steps if name not in rows or rows[name]["definition"] != definition]
+    if changed:
+        raise OtherEstimatesError(
+            f"{file} has no estimate of these {len(changed)} steps as they are defined now: {'; '.join(changed)}. "
+            f"Choose other steps, or add them: --estimate-only --card {card} --estimates {file}"
+        )
+    return {name: rows[name].get("estimate") or {"error": rows[name]["error"]} for name, _ in steps}
+
+
+def slug(name: str) -> str:
+    """As part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _taken_over(earlier: Path, card: str, wanted: dict[str, Definition]) -> list[Row]:
+    kept = []
+    for row in _rows(earlier, card):
+        if row["definition"] != wanted.get(row["step"], row["definition"]):
+            print(f"{row['step']}: has changed since it was estimated, and is estimated again")
+        elif "error" not in row:
+            kept.append(row)
+    return kept
+
+
+def _rows(file: Path, card: str) -> list[Row]:
+    results = json.loads(file.read_text())
+    if results.get("benchmark") != BENCHMARK:
+        raise OtherEstimatesError(f"{file} holds no estimates; --estimate-only writes them")
+    if results["card"] != card:
+        raise OtherEstimatesError(
+            f"{file} holds estimates for {results['card']}, and this run is for {card}; to compare them nevertheless "
+            f"add --card {results['card']}"
+        )
+    rows: list[Row] = results["cells"]
+    return rows

@@ -1,0 +1,265 @@
+"""The ways of giving a student its teacher's targets that the teacher benchmark compares."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.teacher.slow_link import SlowLinkCopier
+from benchmarks.teacher.smolvla import observe
+from benchmarks.timing import PhasePeaks
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.prefix import Observation
+from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
+from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+from hf_memopt.transfer import SyncCopier
+
+Batch = dict[str, Tensor]
+TargetFunction = Callable[[Observation, Tensor], Tensor]  # (observation, noise) -> the teacher's actions
+LossFunction = Callable[[Batch, Tensor, Tensor, PhasePeaks], Tensor]  # (batch, noise, time, peaks) -> scalar
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a mode is built from.
+
+    Attributes:
+        policy: student and teacher at their start, on the CPU; the mode copies the teacher and trains this one.
+        checkpoint: the same, on disk.
+        device: where training runs.
+        dtype: of the teacher's weights; bfloat16 also stands for the student's autocast.
+        link_gb_per_s: a slower link than the machine's, emulated; None: the machine's.
+    """
+
+    policy: SmolVLAReflowPolicy
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    link_gb_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Handling:
+    """One mode, ready to train.
+
+    Attributes:
+        student: on the device.
+        target: the teacher's actions for one batch.
+        loss: the student's loss for one batch, with the target it takes from the teacher.
+        report: what the teacher has cost so far, where this library handles it.
+        moved_bytes: what a step must move over the host link in each direction, where that is known beforehand.
+    """
+
+    student: SmolVLAReflowPolicy
+    target: TargetFunction
+    loss: LossFunction
+    report: Callable[[], TeacherReport | None] = lambda: None
+    moved_bytes: int | None = None
+
+
+class Sampler(nn.Module):
+    """A stock teacher whose `forward` solves its ODE, since hooks of other libraries see calls of `forward` only."""
+
+    def __init__(self, policy: SmolVLAReflowPolicy) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(policy.model).requires_grad_(False)
+        self.model.train(False)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        """Arguments of `sample_actions`, the noise last."""
+        *observation, noise = arguments
+        actions: Tensor = self.model.sample_actions(*observation, noise=noise)
+        return actions
+
+    def cast(self, dtype: torch.dtype) -> "Sampler":
+        """Cast the transformers' parameters alone: buffers and projections keep their precision."""
+        for parameter in self.model.vlm_with_expert.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+
+def resident(source: Source) -> Handling:
+    """The teacher's weights stay on the device."""
+    sampler = Sampler(source.policy).cast(source.dtype).to(source.device)
+    return _with_stock_teacher(source, _in_own_dtype(sampler), moved_bytes=0)
+
+
+def seed(source: Source) -> Handling:
+    """The whole module to the device and back for each target, cast both ways, as the first design had it.
+
+    That design casts projections and buffers too, which only runs inside the student's autocast.
+    """
+    sampler = Sampler(source.policy).to(device="cpu", dtype=torch.float32)
+
+    @torch.no_grad()
+    def target(observation: Observation, noise: Tensor) -> Tensor:
+        sampler.to(device=source.device, dtype=source.dtype)
+        try:
+            actions: Tensor = sampler(*observation.arguments(), noise)
+        finally:
+            sampler.to(device="cpu", dtype=torch.float32)
+            if source.device.type != "cpu":
+                torch.accelerator.empty_cache()
+        return actions
+
+    tensors = (*sampler.parameters(), *sampler.buffers())
+    moved_bytes = sum(tensor.numel() * source.dtype.itemsize for tensor in tensors)
+    return _with_stock_teacher(source, target, moved_bytes=moved_bytes)
+
+
+def accelerate_cpu_offload(source: Source) -> Handling:
+    """accelerate's `cpu_offload`: each layer's weights come when it runs and are dropped afterwards.
+
+    It is given page-locked weights on CUDA: by itself it would copy from pageable memory.
+    """
+    import accelerate
+
+    sampler = Sampler(source.policy).cast(source.dtype)
+    weights = sampler.state_dict()
+    if source.device.type == "cuda":
+        weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
+    accelerate.cpu_offload(sampler, execution_device=source.device, state_dict=weights)
+    return _with_stock_teacher(source, _in_own_dtype(sampler))
+
+
+def diffusers_leaf(source: Source) -> Handling:
+    """diffusers' group offloading by leaves, each prefetched on a stream while the one before it runs."""
+    return _diffusers(source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level")
+
+
+def diffusers_block(source: Source) -> Handling:
+    """The same by blocks, as coarse as lerobot's model allows."""
+    sampler = Sampler(source.policy).cast(source.dtype)
+    sampler.blocks = _into_blocks(sampler.model.vlm_with_expert)
+    return _diffusers(source, sampler, offload_type="block_level", num_blocks_per_group=1)
+
+
+def _into_blocks(model: Any) -> nn.ModuleList:
+    """Move what the model calls into one list, since blocks are what stands in lists right below the root.
+
+    Vision layers are called. Of VLM and expert layers only the parts are, never the layers, so that these parts have to
+    be the blocks. Naming the lists' owners as `block_modules` is no way round: they are not called either, and with
+    streams diffusers refuses more than one level of them.
+    """
+    vlm = model.get_vlm_model()
+    parts = [(vlm.vision_model.encoder, "layers"), (vlm, "connector"), (model.vlm, "lm_head")]
+    parts += [(vlm.text_model, "embed_tokens"), (vlm.text_model, "norm"), (model.lm_expert, "norm")]
+    for layer in (*vlm.text_model.layers, *model.lm_expert.layers):
+        parts += [(layer.self_attn, f"{name}_proj") for name in "qkvo"]
+        parts += [(layer, name) for name in ("input_layernorm", "post_attention_layernorm", "mlp")]
+    blocks = nn.ModuleList()
+    for owner, name in parts:
+        part = owner._modules.pop(name)
+        owner.__dict__[name] = part  # still its attribute, but no module of it
+        blocks.extend(part if isinstance(part, nn.ModuleList) else [part])
+    return blocks
+
+
+def _diffusers(source: Source, sampler: Sampler, **options: Any) -> Handling:
+    from diffusers import hooks
+
+    use_stream = source.device.type != "cpu"
+    # Without `record_stream` the host waits for the device after each group.
+    hooks.apply_group_offloading(
+        sampler, onload_device=source.device, use_stream=use_stream, record_stream=use_stream, **options
+    )
+    return _with_stock_teacher(source, _in_own_dtype(sampler))
+
+
+def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
+    """This library's policy.
+
+    Args:
+        source: what it is built from.
+        mode: `"swap"`, the teacher's weights come in one block; `"stream"`, as they are used, and those of the expert
+            stay from the first step to the last.
+        share_prefix: whether the student's VLM serves both.
+    """
+    student = _student(
+        source,
+        use_reflow=True,
+        teacher_model_path=str(source.checkpoint),
+        teacher_offload=mode,
+        teacher_dtype=str(source.dtype).removeprefix("torch."),
+        share_prefix=share_prefix,
+    )
+    if source.link_gb_per_s is not None:
+        student._teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, source.link_gb_per_s))
+    student.load_teacher_model()
+
+    def target(observation: Observation, noise: Tensor) -> Tensor:
+        return student.generate_reflow_target(*observation.arguments(), noise)
+
+    def loss(batch: Batch, noise: Tensor, time: Tensor, peaks: PhasePeaks) -> Tensor:
+        student.memory = peaks
+        return student(batch, noise=noise, time=time)[0]
+
+    return Handling(student, target, loss, report=student.teacher_report)
+
+
+def stream_all(source: Source) -> Handling:
+    """Streaming without a hot set: the expert's weights come again for each Euler step."""
+    sampler = Sampler(source.policy).cast(source.dtype)
+    copier = SyncCopier() if source.device.type == "cpu" else None
+    teacher = OffloadedTeacher(sampler, device=source.device, mode="stream", budget_gib=0, copier=copier)
+
+    def target(observation: Observation, noise: Tensor) -> Tensor:
+        with teacher.onload():
+            return _in_own_dtype(sampler)(observation, noise)
+
+    return replace(_with_stock_teacher(source, target), report=teacher.report)
+
+
+def _with_stock_teacher(source: Source, target: TargetFunction, moved_bytes: int | None = None) -> Handling:
+    """One student path for every mode but this library's: what the library's unshared path does, in its order."""
+    student = _student(source, use_reflow=False, share_prefix="off")
+    num_action_dims = student.config.action_feature.shape[0]
+
+    def loss(batch: Batch, noise: Tensor, time: Tensor, peaks: PhasePeaks) -> Tensor:
+        observation = observe(student, batch)
+        actions = target(observation, noise)
+        peaks.mark("teacher")
+        squared = student.model.forward(*observation.arguments(), actions, noise, time)
+        mean = squared[..., :num_action_dims].mean(dim=(1, 2)).mean()
+        peaks.mark("forward")
+        return mean
+
+    return Handling(student, target, loss, moved_bytes=moved_bytes)
+
+
+def _student(source: Source, **settings: Any) -> SmolVLAReflowPolicy:
+    for name, value in settings.items():
+        setattr(source.policy.config, name, value)
+    return source.policy.to(source.device).train()
+
+
+def _in_own_dtype(sampler: Sampler) -> TargetFunction:
+    @torch.no_grad()
+    def target(observation: Observation, noise: Tensor) -> Tensor:
+        with torch.autocast(noise.device.type, enabled=False):
+            actions: Tensor = sampler(*observation.arguments(), noise)
+        return actions
+
+    return target
+
+
+# The reference first, then what the targets are about, then other libraries.
+MODES: dict[str, Callable[[Source], Handling]] = {
+    "resident": resident,
+    "seed": seed,
+    "swap": partial(offloaded, mode="swap"),
+    "swap+shared": partial(offloaded, mode="swap", share_prefix="on"),
+    "stream": partial(offloaded, mode="stream"),
+    "stream+shared": partial(offloaded, mode="stream", share_prefix="on"),
+    "diffusers-leaf": diffusers_leaf,
+    "diffusers-block": diffusers_block,
+    "accelerate": accelerate_cpu_offload,
+    "stream-all": stream_all,
+}
+ON_SLOWER_LINKS = ("swap", "stream")
+OTHER_LIBRARIES = {"diffusers-leaf": "diffusers", "diffusers-block": "diffusers", "accelerate": "accelerate"}

@@ -1,0 +1,258 @@
+"""A whole SmolVLA reflow training step, with the teacher's weights handled in several ways.
+
+    python -m benchmarks.teacher.offload
+
+A step is the teacher's target (10 Euler steps), the student's forward and backward, clipping and AdamW. Each mode,
+dtype and batch size is measured in a process of its own, the resident teacher twice: first and last. On an accelerator
+SmolVLA has its published size and random weights. Without one the toy runs instead, and only bytes and equality are
+reported: neither times nor device memory mean anything there. See docs/benchmarks.md for the columns.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+
+from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
+from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
+from benchmarks.teacher.modes import MODES, ON_SLOWER_LINKS, OTHER_LIBRARIES, Batch, Handling, Source
+from benchmarks.teacher.report import TARGETS, print_report, verdicts
+from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
+from benchmarks.timing import NoDeviceActivityError, PhasePeaks, copied_bytes, first_step_s, timed
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_GRAD_NORM = 10.0  # lerobot's default for SmolVLA
+LEARNING_RATE = 1e-4
+TOO_NEW_TRANSFORMERS = Version("5.18")
+AGAIN = "resident again"  # the reference at the end: how far two runs of the same differ
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch, its noise and times, and the optimizer of a student at its start."""
+
+    batch: Batch
+    noise: Tensor
+    time: Tensor
+    autocast: torch.autocast
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a mode computed in its first step, on the host."""
+
+    target: Tensor
+    loss: float
+
+
+def require_transformers() -> None:
+    """Raises UnavailableError where lerobot's SmolVLA cannot run."""
+    if Version(transformers.__version__) >= TOO_NEW_TRANSFORMERS:
+        versions = f"needs transformers before {TOO_NEW_TRANSFORMERS}, and this is {transformers.__version__}"
+        raise UnavailableError(f"lerobot's SmolVLA {versions}: it shortens a cache in a way that later ones refuse")
+
+
+def measure(settings: dict[str, Any], folder: Path) -> Row:
+    """Everything about one mode, dtype and batch size."""
+    require_transformers()
+    device, size = current_device(), SIZES[settings["size"]]
+    if device.type == "cpu" and settings["size"] == "toy":
+        torch.set_num_threads(1)  # its tensors are so small that more threads only wait for each other
+    policy, checkpoint = start(size, folder)
+    num_parameters = sum(p.numel() for p in policy.parameters())
+    source = Source(policy, checkpoint, device, DTYPES[settings["dtype"]], settings["link_gb_per_s"])
+    mode = settings["mode"] if settings["mode"] != AGAIN else "resident"
+    handling = MODES[mode](source)
+    work = prepare(handling, source, size, settings["batch_size"])
+    answer, found = steps_of(handling, work, device, settings)
+    kept = folder / f"answer-{settings['dtype']}-{settings['batch_size']}.pt"
+    if settings["mode"] == "resident":
+        write_whole(answer, kept)
+    reference = torch.load(kept, weights_only=False) if kept.exists() else None
+    return {"num_parameters": num_parameters, **found, **compare(answer, reference)}
+
+
+def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
+    """The policy at its start and its checkpoint: made from seed 0 by the first cell, loaded by the others."""
+    made = folder / "start"
+    if not made.exists():
+        unfinished = Path(tempfile.mkdtemp(dir=folder))
+        policy = build_policy(size, folder)
+        policy.save_pretrained(unfinished / "checkpoint")
+        torch.save(policy, unfinished / "policy.pt")
+        unfinished.rename(made)
+    return torch.load(made / "policy.pt", weights_only=False, mmap=True), made / "checkpoint"
+
+
+def write_whole(value: object, path: Path) -> None:
+    """`path` is there with all of it, or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    torch.save(value, unfinished)
+    os.replace(unfinished, path)
+
+
+def prepare(handling: Handling, source: Source, size: Size, batch_size: int) -> Workload:
+    noise, time = draw_noise_and_time(handling.student, batch_size, source.device)
+    return Workload(
+        make_batch(size, batch_size, source.device),
+        noise,
+        time,
+        torch.autocast(source.device.type, torch.bfloat16, enabled=source.dtype == torch.bfloat16),
+        torch.optim.AdamW([p for p in handling.student.parameters() if p.requires_grad], lr=LEARNING_RATE),
+    )
+
+
+def steps_of(handling: Handling, work: Workload, device: torch.device, settings: dict[str, Any]) -> tuple[Answer, Row]:
+    """The first step's answer; times and peaks of the later ones, and what they copied."""
+    unobserved = PhasePeaks(torch.device("cpu"))
+    answers: list[Answer] = []
+
+    def step() -> float:
+        return training_step(handling, work, unobserved)
+
+    def first() -> None:
+        with work.autocast:
+            target = handling.target(observe(handling.student, work.batch), work.noise).float().cpu()
+        answers.append(Answer(target, step()))
+
+    found: Row = {"first_step_s": first_step_s(first, device)}
+    for _ in range(settings["warmup"] - 1):
+        step()
+    before = handling.report()
+    found |= timed(step, device, max_steps=settings["steps"], max_seconds=settings["seconds_per_cell"])
+    report = handling.report()
+    if "step_ms" in found:
+        found["samples_per_s"] = 1e3 * settings["batch_size"] / found["step_ms"]["median"]
+        if before is not None and report is not None:
+            found["stall_ms"] = (report.stall_ms - before.stall_ms) / found["step_ms"]["num_steps"]
+    peaks = PhasePeaks(device)  # which resets the peaks that `timed` has read
+    training_step(handling, work, peaks)
+    return answers[0], {
+        **found,
+        "peak_device_bytes": peaks.peak_bytes,
+        "host_rss_bytes": host_rss_bytes(),
+        "pinned_by_torch_bytes": pinned_bytes(device),
+        "teacher_host_bytes": None if report is None else report.host_bytes,
+        "teacher_peak_device_bytes": None if report is None else report.peak_device_bytes,
+        "teacher_predicted_device_bytes": None if report is None else report.predicted_device_bytes,
+        "traffic_bytes": traffic(handling, work, device),
+    }
+
+
+def training_step(handling: Handling, work: Workload, peaks: PhasePeaks) -> float:
+    """One optimizer step, in the order of lerobot's training loop. Reading the loss waits for the device, as there."""
+    peaks.start()
+    with work.autocast:
+        loss = handling.loss(work.batch, work.noise, work.time, peaks)
+        value = loss.item()
+    loss.backward()
+    peaks.mark("backward")
+    nn.utils.clip_grad_norm_(handling.student.parameters(), MAX_GRAD_NORM)
+    work.optimizer.step()
+    work.optimizer.zero_grad()
+    peaks.mark("optimizer")
+    handling.student.update()
+    return value
+
+
+def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[str, dict[str, int]]:
+    """Bytes over the host link in one step: by CUDA's trace, by the copier's count, and as known beforehand."""
+
+    def step() -> float:
+        return training_step(handling, work, PhasePeaks(torch.device("cpu")))
+
+    before = handling.report()
+    found: dict[str, dict[str, int]] = {}
+    if device.type == "cuda":
+        try:
+            found["profiler"] = copied_bytes(step)
+        except NoDeviceActivityError as error:  # in many containers; the copier's own count is there
+            print(error, flush=True)
+    else:
+        step()
+    after = handling.report()
+    if before is not None and after is not None:
+        found["copier"] = {
+            "host_to_device": after.bytes_host_to_device - before.bytes_host_to_device,
+            "device_to_host": after.bytes_device_to_host - before.bytes_device_to_host,
+        }
+    if handling.moved_bytes is not None:
+        found["computed"] = {"host_to_device": handling.moved_bytes, "device_to_host": handling.moved_bytes}
+    return found
+
+
+def compare(answer: Answer, reference: Answer | None) -> Row:
+    """Target and loss against the resident teacher's."""
+    if reference is None:
+        return {"loss": answer.loss}
+    return {
+        "loss": answer.loss,
+        "loss_equal": answer.loss == reference.loss,
+        "loss_difference": abs(answer.loss - reference.loss),
+        "target_equal": torch.equal(answer.target, reference.target),
+        "target_max_difference": (answer.target - reference.target).abs().max().item(),
+    }
+
+
+def judge(rows: list[Row]) -> None:
+    """Nothing to add: each cell has compared itself with the resident teacher's answer."""
+
+
+REPORT = Report(TARGETS, judge, print_report, verdicts)
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Every mode, then this library's on slower links, then the reference again: a lack of time costs the last ones."""
+    modes = [(mode, None) for mode in MODES if mode in options.modes]
+    modes += [(mode, link) for mode in ON_SLOWER_LINKS if mode in options.modes for link in options.links]
+    modes += [(AGAIN, None)] if AGAIN in options.modes else []
+    shared = {name: getattr(options, name) for name in ("size", "warmup", "steps", "seconds_per_cell")}
+    for mode, link in modes:
+        for dtype in options.dtypes:
+            for batch_size in options.batch_sizes:
+                what = {"mode": mode, "dtype": dtype, "batch_size": batch_size, "link_gb_per_s": link}
+                name = f"{mode}{'' if link is None else f' {link:g} GB/s'}, {dtype}, batch {batch_size}"
+                needs = (OTHER_LIBRARIES[mode],) if mode in OTHER_LIBRARIES else ()
+                yield Cell("teacher.offload", name, {**what, **shared}, needs)
+
+
+def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
+    """The command line's options; defaults depend on whether there is an accelerator."""
+    on_cpu = device.type == "cpu"
+    links = [] if on_cpu else [12.0, 25.0, 50.0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="which SmolVLA (here: %(default)s)")
+    add("--modes", nargs="+", choices=[*MODES, AGAIN], default=[*MODES, AGAIN], help="default: all")
+    add("--batch-sizes", nargs="+", type=int, default=[8] if on_cpu else [1, 8, 32, 64], help="here: %(default)s")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the teacher's weights; default: both")
+    add("--links", nargs="*", type=float, default=links, help="GB/s, emulated; CUDA only (here: %(default)s)")
+    add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 1 (default: %(default)s)")
+    add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")
+    add("--seconds-per-cell", type=float, default=2.0, help="stop timing a cell after this (default: %(default)s)")
+    add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
+    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    device = current_device()
+    options = parse(arguments, device)
+    output = options.output or results_path(f"teacher-offload-{options.size}", device)
+    results = run_cells("teacher.offload", list(cells(options)), output, time_limit_s=options.time_limit_s)
+    return 1 if own_failures(results["cells"], lambda row: row["mode"] not in OTHER_LIBRARIES) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

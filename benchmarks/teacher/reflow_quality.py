@@ -1,0 +1,111 @@
+"""How much of the teacher's one-step error reflow removes, on held-out episodes, over several seeds.
+
+    python -m benchmarks.teacher.reflow_quality
+    python -m benchmarks.teacher.reflow_quality --variants ushaped huber demonstrations seeded self round2
+
+runs the demo (`make demo`) once per seed, minutes each, and collects what it measured. A variant trains another student
+from the same start with other flags, two minutes more, and is compared with the same teacher. Needs no accelerator.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.recipes import demo_reflow
+
+from benchmarks.common import current_device, environment, print_table, results_path, write_results
+
+TARGET_RATIO = 0.5  # the student's one-step error over the teacher's, at most
+
+# The flags in which each variant differs from the demo's student.
+VARIANTS: dict[str, list[str]] = {
+    "ushaped": ["--policy.reflow_time_sampling=ushaped"],
+    "huber": ["--policy.reflow_loss=huber"],
+    "demonstrations": ["--policy.reflow_real_data=0.2"],
+    "seeded": ["--policy.couplings_seed=0", "--policy.couplings_per_frame=4"],
+    "self": ["--policy.teacher_model_path=self", "--policy.reflow_real_data=0.2"],
+    "round2": [],
+}
+
+
+def run_seed(seed: int, folder: Path, variants: list[str]) -> dict[str, Any]:
+    """The demo's results for one seed, and each variant's student."""
+    output = folder / f"seed-{seed}"
+    demo = [sys.executable, "-m", "hf_memopt.recipes.demo_reflow", "--output", str(output), "--seed", str(seed)]
+    subprocess.run(demo, check=True)
+    results: dict[str, Any] = json.loads((output / "results.json").read_text())
+    found = {name: run_variant(name, argparse.Namespace(output=output, seed=seed)) for name in variants}
+    return {"seed": seed, **results["evaluation"], "variants": found}
+
+
+def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train and evaluate one more student of the demo in `options.output`."""
+    output = options.output
+    start = output / "student_init"
+    if name == "round2":
+        start = output / "round2_init"
+        prepare = ["hf-memopt", "prepare-student", "--teacher", output / "student", "--output", start]
+        demo_reflow.run(output, "prepare-round2", prepare)
+    changed = {"--policy.path": f"--policy.path={start}", "--output_dir": f"--output_dir={output / name}"}
+    given = [str(word) for word in demo_reflow.student_command(options)]
+    command = [changed.get(word.partition("=")[0], word) for word in given]
+    demo_reflow.run(output, name, [*command, *VARIANTS[name]])
+    compared = output / f"{name}_evaluation"
+    evaluate = ["hf-memopt", "evaluate", "--policy", output / name, "--teacher", output / "teacher"]
+    demo_reflow.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
+    student: dict[str, Any] = json.loads((compared / "evaluation.json").read_text())["student"]
+    return student
+
+
+def ratio(seed: dict[str, Any]) -> float:
+    """One-step error, student over teacher."""
+    value: float = seed["student"]["error"]["1"] / seed["teacher"]["error"]["1"]
+    return value
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """The tables: one row per seed, and one per seed and variant."""
+    rows = []
+    for seed in results["seeds"]:
+        met = "met" if ratio(seed) <= results["target_ratio"] else "missed"
+        pairs = [f"{seed['teacher'][key]:.4f} -> {seed['student'][key]:.4f}" for key in ("normalized_straightness",)]
+        errors = [f"{seed['teacher']['error'][steps]:.3f} / {seed['student']['error'][steps]:.3f}" for steps in "124"]
+        rows.append([str(seed["seed"]), *errors, f"{ratio(seed):.3f}", f"{results['target_ratio']} {met}", *pairs])
+    print_table(["seed", "1 step", "2 steps", "4 steps", "1-step ratio", "target", "straightness"], rows)
+    rows = [
+        [str(seed["seed"]), name, *_figures(model)]
+        for seed in results["seeds"]
+        if seed.get("variants")
+        for name, model in {"teacher": seed["teacher"], "demo": seed["student"], **seed["variants"]}.items()
+    ]
+    if rows:
+        print_table(["seed", "student", "1-step error", "1-step error to data", "1-step spread", "straightness"], rows)
+
+
+def _figures(model: dict[str, Any]) -> list[str]:
+    one_step = [f"{model[figure]['1']:.3f}" for figure in ("error", "action_error", "spread")]
+    return [*one_step, f"{model['normalized_straightness']:.4f}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="default: none")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args()
+    device = current_device()
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = [run_seed(seed, Path(folder), options.variants) for seed in options.seeds]
+    facts = {**environment(device), "benchmark": "teacher.reflow_quality"}
+    results = {**facts, "target_ratio": TARGET_RATIO, "seeds": seeds}
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("reflow-quality", device)))
+    return 0 if all(ratio(seed) <= TARGET_RATIO for seed in seeds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

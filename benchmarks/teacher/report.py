@@ -1,0 +1,115 @@
+"""The teacher benchmark's tables and targets."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.common import MIB, print_table
+from benchmarks.targets import Verdict, formatted, ratio
+
+# A mode's quantity over another mode's, at most this.
+TARGETS: list[dict[str, Any]] = [
+    {"mode": "swap", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
+    {"mode": "stream", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
+    {"mode": "stream", "over": "seed", "quantity": "step_ms", "at_most": 1.0},
+    {"mode": "swap+shared", "over": "seed", "quantity": "step_ms", "at_most": 0.6},
+    {"mode": "swap+shared", "over": "seed", "quantity": "peak_bytes", "at_most": 0.5},
+]
+HEADER = [
+    "mode",
+    "step ms",
+    "/ resident",
+    "samples/s",
+    "peak GiB",
+    "/ seed",
+    "reserved",
+    "stall ms",
+    "first s",
+    "to device MiB",
+    "to host MiB",
+    "target",
+    "loss",
+]
+_DIRECTIONS = ("host_to_device", "device_to_host")
+
+Cell = dict[str, Any]
+Cells = dict[str, Cell]
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """One table per dtype and batch size, each followed by its targets."""
+    for dtype, batch_size, cells in _groups(results["cells"]):
+        size = results["size"] if "size" in results else next(iter(cells.values()))["size"]
+        print(f"\n{size} SmolVLA, {dtype}, batch {batch_size}, {results['hardware']['name']}")
+        print_table(HEADER, [_row(name, cells) for name in cells])
+        for name, cell in cells.items():
+            if "error" in cell:
+                print(f"{name}: {cell['error'].splitlines()[0]}")
+        for verdict in _verdicts_of(results["targets"], cells):
+            print(verdict)
+    if results["hardware"]["device"] == "cpu":
+        print("\nNo accelerator: step times, peaks and copies of other libraries were not measured.")
+
+
+def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
+    """Every target at every dtype and batch size."""
+    for dtype, batch_size, cells in _groups(results["cells"]):
+        for verdict in _verdicts_of(results["targets"], cells):
+            yield Verdict(f"{dtype}, batch {batch_size}, {verdict.what}", verdict.value, verdict.target)
+
+
+def _groups(cells: list[Cell]) -> Iterator[tuple[str, int, Cells]]:
+    """Dtype, batch size and the cells that have them, by name."""
+    for dtype, batch_size in sorted({(cell["dtype"], cell["batch_size"]) for cell in cells}):
+        here = [cell for cell in cells if (cell["dtype"], cell["batch_size"]) == (dtype, batch_size)]
+        yield dtype, batch_size, {_name(cell): cell for cell in here}
+
+
+def _name(cell: Cell) -> str:
+    link = cell.get("link_gb_per_s")
+    return str(cell["mode"]) if link is None else f"{cell['mode']} {link:g} GB/s"
+
+
+def _verdicts_of(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
+    for target in targets:
+        if target["mode"] in cells:
+            what = f"{target['mode']} / {target['over']}, {target['quantity']}"
+            yield Verdict(what, _over(cells, target["mode"], target["over"], target["quantity"]), target["at_most"])
+
+
+def _row(name: str, cells: Cells) -> list[str]:
+    cell = cells[name]
+    moved = _moved(cell.get("traffic_bytes", {}))
+    return [
+        name,
+        formatted(_quantity(cell, "step_ms"), "{:.1f}"),
+        formatted(_over(cells, name, "resident", "step_ms"), "{:.2f}"),
+        formatted(cell.get("samples_per_s"), "{:.1f}"),
+        formatted(ratio(cell.get("peak_bytes"), 2**30), "{:.2f}"),
+        formatted(_over(cells, name, "seed", "peak_bytes"), "{:.2f}"),
+        formatted(ratio(cell.get("reserved_bytes"), 2**30), "{:.2f}"),
+        formatted(cell.get("stall_ms"), "{:.1f}"),
+        formatted(cell.get("first_step_s") if "step_ms" in cell else None, "{:.1f}"),
+        *(formatted(ratio(moved.get(way), MIB), "{:.1f}") for way in _DIRECTIONS),
+        _likeness(cell, "target_equal", "target_max_difference"),
+        _likeness(cell, "loss_equal", "loss_difference"),
+    ]
+
+
+def _moved(traffic: dict[str, Any]) -> dict[str, int]:
+    measured = (traffic[source] for source in ("profiler", "copier", "computed") if source in traffic)
+    return next(measured, {})
+
+
+def _over(cells: Cells, name: str, other: str, quantity: str) -> float | None:
+    return ratio(_quantity(cells[name], quantity), _quantity(cells.get(other, {}), quantity))
+
+
+def _quantity(cell: Cell, quantity: str) -> float | None:
+    found = cell.get(quantity)
+    return found["median"] if isinstance(found, dict) else found
+
+
+def _likeness(cell: Cell, equal: str, difference: str) -> str:
+    if equal not in cell:
+        return "-"
+    return "equal" if cell[equal] else f"{cell[difference]:.1e}"

@@ -1,0 +1,143 @@
+"""Bytes that one SmolVLA training step saves for backward: lerobot's joint forward against the shared prefix.
+
+    python -m benchmarks.teacher.saved_bytes
+
+builds SmolVLA at its published size with random weights (5 GiB of host memory, some minutes on two CPU cores), runs
+each forward and backward once in float32, and counts the distinct storages that autograd keeps. Bytes do not depend on
+the device, so no accelerator is needed.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, Observation, SharedPrefix
+from hf_memopt.memory import SavedBytes
+from hf_memopt.reflow import interpolate, reflow_loss
+
+# Saved bytes of the shared prefix over those of the joint forward, at most: targets for the published size.
+# Trained, 0.40 is what appending the state token to a copy of the prefix in every layer costs; 0.33 allows no copy.
+TARGET_RATIOS = {"frozen": [0.31], "trained": [0.40, 0.33]}
+HEADER = ["state projection", "joint MiB", "shared MiB", "ratio", "targets", "loss diff", "max rel grad diff"]
+
+CPU = torch.device("cpu")
+Gradients = dict[str, Tensor]
+Losses = Callable[[SmolVLAReflowPolicy, Observation, Tensor, Tensor, Tensor], Tensor]
+
+
+def joint_losses(
+    policy: SmolVLAReflowPolicy, observation: Observation, target: Tensor, noise: Tensor, time: Tensor
+) -> Tensor:
+    """lerobot's forward: prefix and actions pass through VLM and expert together. `(batch,)`."""
+    squared: Tensor = policy.model.forward(*observation.arguments(), target, noise, time)
+    return squared[..., : policy.config.action_feature.shape[0]].mean(dim=(1, 2))
+
+
+def shared_losses(
+    policy: SmolVLAReflowPolicy, observation: Observation, target: Tensor, noise: Tensor, time: Tensor
+) -> Tensor:
+    """The prefix without a graph, then state token and expert. `(batch,)`."""
+    prefix = SharedPrefix(policy.model, observation)
+    velocity = ConditionedExpert(policy.model, prefix).velocity(interpolate(noise, target, time), time)
+    return reflow_loss(velocity, noise, target, policy.config.action_feature.shape[0])
+
+
+def measure(policy: SmolVLAReflowPolicy, losses: Losses, size: Size, batch_size: int) -> tuple[int, float, Gradients]:
+    """Saved bytes, loss and gradients of one step."""
+    observation = observe(policy, make_batch(size, batch_size, CPU))
+    noise, time = draw_noise_and_time(policy, batch_size, CPU)
+    with SavedBytes(exclude=policy.parameters()) as saved:
+        loss = losses(policy, observation, noise.flip(0), noise, time).mean()
+    policy.zero_grad(set_to_none=True)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    return saved.total_bytes, loss.item(), gradients
+
+
+def compare(policy: SmolVLAReflowPolicy, size: Size, batch_size: int) -> dict[str, Any]:
+    """Joint and shared forward of the same step."""
+    joint_bytes, joint_loss, joint_gradients = measure(policy, joint_losses, size, batch_size)
+    shared_bytes, shared_loss, shared_gradients = measure(policy, shared_losses, size, batch_size)
+    if joint_gradients.keys() != shared_gradients.keys():
+        different = sorted(joint_gradients.keys() ^ shared_gradients.keys())
+        raise RuntimeError(f"only one of the two forwards gave these a gradient: {', '.join(different)}")
+    return {
+        "joint_bytes": joint_bytes,
+        "shared_bytes": shared_bytes,
+        "ratio": shared_bytes / joint_bytes,
+        "loss_difference": abs(shared_loss - joint_loss),
+        "max_relative_gradient_difference": max(
+            _relative_difference(joint_gradients[name], shared_gradients[name]) for name in joint_gradients
+        ),
+    }
+
+
+def _relative_difference(expected: Tensor, actual: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
+
+
+def run(size_name: str, batch_size: int, folder: Path) -> dict[str, Any]:
+    """The whole benchmark: state projection frozen, then trained (lerobot's default)."""
+    size = SIZES[size_name]
+    policy = build_policy(size, folder, train_state_proj=True).train()
+    cases = {}
+    for case in ("frozen", "trained"):
+        print(f"state projection {case} ...", flush=True)
+        policy.model.state_proj.requires_grad_(case == "trained")
+        cases[case] = compare(policy, size, batch_size)
+    return {
+        **environment(CPU),
+        "benchmark": "teacher.saved_bytes",
+        "size": size_name,
+        "batch_size": batch_size,
+        "dtype": "float32",
+        "num_parameters": sum(p.numel() for p in policy.parameters()),
+        "target_ratios": TARGET_RATIOS,
+        "state_projection": cases,
+    }
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """The table, with targets where the published size was measured."""
+    rows = []
+    for case, found in results["state_projection"].items():
+        rows.append(
+            [
+                case,
+                f"{found['joint_bytes'] / MIB:.1f}",
+                f"{found['shared_bytes'] / MIB:.1f}",
+                f"{found['ratio']:.3f}",
+                _verdicts(found["ratio"], results["target_ratios"][case]) if results["size"] == "real" else "-",
+                f"{found['loss_difference']:.1e}",
+                f"{found['max_relative_gradient_difference']:.1e}",
+            ]
+        )
+    print_table(HEADER, rows)
+
+
+def _verdicts(ratio: float, targets: list[float]) -> str:
+    return ", ".join(f"{target:.2f} {'met' if ratio <= target else 'missed'}" for target in targets)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="real", help="which SmolVLA (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=2, help="samples per step (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        results = run(options.size, options.batch_size, Path(folder))
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("saved-bytes", CPU)))
+
+
+if __name__ == "__main__":
+    main()

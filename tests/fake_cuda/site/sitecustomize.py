@@ -1,0 +1,24 @@
+"""Python imports this at its start where this folder is on PYTHONPATH: processes that it forks get the fake operators.
+
+They are installed when a forked process first uses CUDA, since what it forks before that must be able to use it too.
+"""
+
+import os
+
+
+def install_with_cuda() -> None:
+    import torch
+    from fake_cuda import device
+
+    start_cuda = torch.cuda._lazy_init
+
+    def start_and_install() -> None:
+        if not torch.cuda.is_initialized():
+            torch.cuda._lazy_init = start_cuda
+            device.install_operators()
+        start_cuda()
+
+    torch.cuda._lazy_init = start_and_install
+
+
+os.register_at_fork(after_in_child=install_with_cuda)
