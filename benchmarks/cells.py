@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -132,16 +133,18 @@ def found_by(cell: Cell, folder: Path, limit_s: float) -> Row:
     return isolated(cell, folder, limit_s)
 
 
-def preload() -> None:
-    """Let the server import what this process has of benchmarks, before its first fork; afterwards it has no effect.
+def preload(*benchmarks: str) -> None:
+    """Start the server, which imports these benchmarks and what this process has imported of them.
 
     The module that is run itself is left out: each process imports it anew, under another name.
     """
     # Asking CUDA whether it is there would spoil it for the processes that are forked; NVML may be asked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     run = getattr(sys.modules["__main__"].__spec__, "name", "")
-    names = sorted(name for name in sys.modules if name.startswith("benchmarks.") and name != run)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.blind", *names])
+    names = {name for name in sys.modules if name.startswith("benchmarks.") and name != run}
+    names |= {f"benchmarks.{name}" for name in benchmarks}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.blind", *sorted(names)])
+    forkserver.ensure_running()
 
 
 def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:

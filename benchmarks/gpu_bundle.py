@@ -74,6 +74,7 @@ AV_METADATA = "Metadata-Version: 2.1\nName: av\nVersion: {version}\n"
 HEAD_SCRIPT = """\
 # Begins each command on the GPU machine, in the root of the checkout: makes hf_memopt and the wheels importable.
 set -o pipefail
+unset PYTHONDONTWRITEBYTECODE  # the second import of everything takes half as long
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 export HF_MEMOPT_COMMIT="$(cat .gpu/commit)"
 site="${HF_MEMOPT_SITE:-/tmp/hf_memopt_site}"

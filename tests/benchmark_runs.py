@@ -2,15 +2,18 @@
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from accelerators import forget_accelerator
+from fake_cuda.device import is_loaded
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NO_LIMIT = "--time-limit-s=3600"
@@ -28,7 +31,7 @@ def loaded_benchmarks() -> Iterator[Load]:
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         cells = importlib.import_module("benchmarks.cells")
         patch.setattr(cells, "isolated", cells.in_this_process)
-        patch.setattr(cells, "preload", lambda: None)
+        patch.setattr(cells, "preload", lambda *benchmarks: None)
         yield lambda name: importlib.import_module(f"benchmarks.{name}")
     for name in set(sys.modules) - before:  # what they keep on the device goes with them
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
@@ -37,6 +40,14 @@ def loaded_benchmarks() -> Iterator[Load]:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.set_num_threads(threads)
     forget_accelerator()
+
+
+def environ_of_processes() -> dict[str, str]:
+    """For benchmarks in processes of their own, and those that they fork: on the fake GPU they get its operators."""
+    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
+    if is_loaded():
+        paths.insert(0, str(Path(fake_cuda.__file__).parent / "site"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def results_of(output: Path) -> dict[str, Any]:

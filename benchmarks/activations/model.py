@@ -169,6 +169,27 @@ def temporary_bytes(work: Work, device: torch.device) -> int | None:
     return int(peak - before - saved)
 
 
+def compared(step: Callable[[], object], model: nn.Module) -> dict[str, Any]:
+    """The digest of the gradients of one step under deterministic kernels, or why there is none."""
+
+    def digest() -> dict[str, Any]:
+        step()
+        return {"gradient_digest": gradient_digest(model)}
+
+    return deterministically(digest)
+
+
+def deterministically(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `find` finds under deterministic kernels; where torch has none for an operation, that as `not_compared`."""
+    try:
+        with deterministic():
+            return find()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        return {"not_compared": str(error)}
+
+
 def gradient_digest(model: nn.Module) -> str:
     """A hash of two sums over the bits of each gradient, one of them weighted by position.
 

@@ -23,9 +23,8 @@ from benchmarks.activations.model import (
     SIZES,
     Work,
     build_model,
-    deterministic,
+    compared,
     flash_attention,
-    gradient_digest,
     saved_by_all_layers,
     temporary_bytes,
 )
@@ -75,12 +74,10 @@ def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[st
             num_steps = found["step_ms"]["num_steps"]
             found["stall_ms"] = (after.stall_ms - before.stall_ms) / num_steps
             found["moved_bytes"] = (after.bytes_moved - before.bytes_moved) // num_steps
-    with deterministic():
-        work.clear()
-        step()
+    work.clear()
     return {
         **found,
-        "gradient_digest": gradient_digest(work.model),
+        **compared(step, work.model),
         **account(handling, host_allocations),
         "host_rss_bytes": host_rss_bytes(),
     }

@@ -62,6 +62,9 @@ TOY = [
 ]
 
 
+BENCHMARKS = tuple(dict.fromkeys(benchmark for benchmark, _ in REAL))
+
+
 def all_cells(device: torch.device, *, toy: bool, card: str | None = None, estimates: Path | None = None) -> list[Cell]:
     """Every cell once, in the order of its first line.
 

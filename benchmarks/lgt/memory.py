@@ -26,7 +26,7 @@ from hf_memopt.recipes.lgt_parsing import make_config
 from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
 from hf_memopt.recipes.lgt_step import Objective, build_model, build_optimizer, make_batch
 
-from benchmarks.activations.model import deterministic
+from benchmarks.activations.model import deterministically
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import current_device, known_card, limit_memory, results_path, usable_bytes
 from benchmarks.lgt.report import TARGETS, name_of, print_report, verdicts
@@ -91,8 +91,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     optimizer.state.clear()
     torch.manual_seed(1)
     moved_before = 0 if offloader is None else offloader.stats.bytes_moved
-    with deterministic():
-        found["losses"] = [step() for _ in range(NUM_COMPARED)]
+    found |= deterministically(lambda: {"losses": [step() for _ in range(NUM_COMPARED)]})
     if offloader is not None:
         found["moved_bytes"] = (offloader.stats.bytes_moved - moved_before) // NUM_COMPARED
     return found

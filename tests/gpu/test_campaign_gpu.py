@@ -1,15 +1,13 @@
 """The campaign's rehearsal: every GPU benchmark at toy size, each cell in a process of its own."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import fake_cuda
 import pytest
 import torch
-from benchmark_runs import BENCHMARKS
+from benchmark_runs import environ_of_processes
 from fake_cuda.device import is_loaded
 from patience import HANG_S
 
@@ -19,13 +17,10 @@ MEASURED_IN_STEPS = ("activations.offload", "teacher.offload", "operators.memory
 
 
 def test_every_cell_is_measured(tmp_path: Path) -> None:
-    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
-    if is_loaded():
-        paths.insert(0, str(Path(fake_cuda.__file__).parent / "site"))
     command = [sys.executable, "-m", "benchmarks.campaign", "--dry-run", f"--minutes={HANG_S / 60}"]
     run = subprocess.run(
         [*command, "--output", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=environ_of_processes(),
         capture_output=True,
         text=True,
         check=False,
