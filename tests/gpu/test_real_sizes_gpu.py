@@ -33,14 +33,13 @@ def test_activation_offloading(load: Load, output: Path) -> None:
     modes = ["--modes", "none", "checkpointing", "ours inputs"]
     sizes = ["--size", "real", "--layers", "4", "--tokens", "2048", "--link-divisors", "1"]
     assert load("activations.offload").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
-    found = results_of(output)
-    cells = {cell["mode"]: cell for cell in found["cells"]}
+    cells = {cell["mode"]: cell for cell in results_of(output)["cells"]}
     for cell in cells.values():
         assert cell["step_ms"]["num_steps"] >= 2
         assert cell["gradients_equal"]
     assert cells["checkpointing"]["peak_bytes"] < cells["none"]["peak_bytes"]
-    saved, temporary = (found["workloads"][0][f"{name}_bytes"] for name in ("saved", "temporary"))
-    assert cells["none"]["peak_over_weights_bytes"] == pytest.approx(saved + temporary, rel=0.02)
+    plain = cells["none"]
+    assert plain["peak_over_start_bytes"] == pytest.approx(plain["saved_bytes"] + plain["temporary_bytes"], rel=0.02)
 
 
 def test_teacher_offloading(load: Load, output: Path) -> None:
@@ -68,7 +67,7 @@ def test_neural_operators_on_an_emulated_card(load: Load, output: Path) -> None:
     on_card = {cell["mode"]: cell for cell in cells if cell["card_gb"] == 8 and cell["batch_size"] == 64}
     assert on_card["plain"]["error"].startswith("OutOfMemoryError")
     assert "error" not in on_card["ours inputs"]
-    limit_bytes = load("operators.memory").USABLE_SHARE * 8 * 2**30
+    limit_bytes = load("common").usable_bytes(8)
     assert all(cell["peak_bytes"] <= limit_bytes for cell in on_card.values() if "error" not in cell)
 
 
@@ -77,7 +76,7 @@ def test_lgt_on_an_emulated_card(load: Load, output: Path) -> None:
     assert load("lgt.memory").main([*sizes, "--output", str(output)]) == 0
     cells = {cell["mode"]: cell for cell in results_of(output)["cells"][1:]}
     assert cells["plain"]["error"].startswith("OutOfMemoryError")
-    limit_bytes = load("common").USABLE_SHARE * 8 * 2**30
+    limit_bytes = load("common").usable_bytes(8)
     assert all(cells[mode]["peak_bytes"] <= limit_bytes for mode in ("checkpointed", "offloaded"))
     assert cells["checkpointed"]["losses"] == cells["offloaded"]["losses"]
 
