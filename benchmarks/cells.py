@@ -11,7 +11,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_results
+from benchmarks.common import slug, write_results
 from benchmarks.targets import Verdict
 
 # Errors of cells that another run may measure: they had no time, or nobody let them end.
@@ -151,7 +150,7 @@ def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
     """Measure a cell in a process of its own, which is killed with its children after `limit_s`."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", cell.title.lower()).strip("-")
+    name = slug(cell.title)
     log, result = logs / f"{name}.txt", logs / f"{name}.json"
     result.unlink(missing_ok=True)
     process = multiprocessing.get_context("forkserver").Process(target=_measure_into, args=(cell, folder, result, log))
@@ -182,6 +181,23 @@ def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"}
     return row
+
+
+def compare(rows: Sequence[Row], found: str, verdict: str, work: Sequence[str], references: Sequence[str]) -> None:
+    """Set `verdict` of each row that has `found`: whether it is what the reference of the same work has found.
+
+    Args:
+        rows: with their `mode`.
+        found: name of what is compared.
+        verdict: name of the answer; None where no reference has run.
+        work: names of the settings that have to be the same.
+        references: modes, the first that has run counts.
+    """
+    for row in (row for row in rows if found in row):
+        same = [other for other in rows if found in other and all(other[name] == row[name] for name in work)]
+        by_mode = {other["mode"]: other[found] for other in reversed(same)}
+        reference = next((by_mode[mode] for mode in references if mode in by_mode), None)
+        row[verdict] = None if reference is None else row[found] == reference
 
 
 def own_failures(

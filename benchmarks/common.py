@@ -176,10 +176,14 @@ def write_results(results: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def slug(text: str) -> str:
+    """As part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER) -> Path:
     """`results/<theme>-<hardware>.json`."""
-    slug = re.sub(r"[^a-z0-9]+", "-", _device_name(device).lower()).strip("-")
-    return folder / f"{theme}-{slug}.json"
+    return folder / f"{theme}-{slug(_device_name(device))}.json"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -30,7 +30,7 @@ from benchmarks.activations.model import (
 )
 from benchmarks.activations.modes import MODES, ON_SLOWER_LINKS, OURS, Handling, Setting, settle
 from benchmarks.activations.report import TARGETS, print_report, verdicts
-from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
+from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
 from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
 from benchmarks.timing import first_step_s, timed
 
@@ -102,11 +102,7 @@ def account(handling: Handling, host_allocations: list[int]) -> Row:
 
 def judge(rows: list[Row]) -> None:
     """Compare gradients with those of the plain run; where that does not fit, with checkpointing's."""
-    for row in (row for row in rows if "gradient_digest" in row):
-        same = [other for other in rows if other["num_tokens"] == row["num_tokens"] and "gradient_digest" in other]
-        references = {other["mode"]: other["gradient_digest"] for other in reversed(same)}
-        reference = references.get("none", references.get("checkpointing"))
-        row["gradients_equal"] = None if reference is None else row["gradient_digest"] == reference
+    compare(rows, "gradient_digest", "gradients_equal", ["num_tokens"], ["none", "checkpointing"])
 
 
 REPORT = Report(TARGETS, judge, print_report, verdicts)

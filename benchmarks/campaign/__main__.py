@@ -64,7 +64,7 @@ class Campaign:
     def _measure(self, cell: Cell) -> None:
         predicted_s = cost_of(cell).seconds(self._machine) * self._record.slowness(cell.benchmark)
         left_s, begun = self._left_s(), time.perf_counter()
-        reason = report_of(cell.benchmark).pointless(cell.settings, self._record.results(cell.benchmark)["cells"])
+        reason = report_of(cell.benchmark).pointless(cell.settings, self._record.rows(cell.benchmark))
         if reason is None and predicted_s > left_s:
             reason = f"would take about {predicted_s:.0f} s, {max(left_s, 0):.0f} s are left"
         if reason is not None:
@@ -89,9 +89,9 @@ def print_plan(cells: list[Cell]) -> None:
     print("By arithmetic, before anything is measured; cells that do not fit a card take none of its seconds:")
     print_table(header, rows)
     for machine in REFERENCES:
-        too_large = [cell.title for cell in cells if cost_of(cell).device_bytes >= machine.memory_bytes]
-        total = sum(cost_of(cell).seconds(machine) for cell in cells if cell.title not in too_large)
-        print(f"{machine.name}: {total / 60:.0f} min in all, {len(too_large)} cells do not fit its memory")
+        fitting = [cost for cost in map(cost_of, cells) if cost.device_bytes < machine.memory_bytes]
+        minutes = sum(cost.seconds(machine) for cost in fitting) / 60
+        print(f"{machine.name}: {minutes:.0f} min in all, {len(cells) - len(fitting)} cells do not fit its memory")
     print(flush=True)
 
 

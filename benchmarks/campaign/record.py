@@ -50,19 +50,17 @@ class Record:
             "predicted_s": round(predicted_s, 1),
             "seconds": round(seconds, 1),
         }
-        self.write(cell.benchmark)
-
-    def write(self, *benchmarks: str) -> None:
-        """The whole record, and the results files of these benchmarks."""
         write_results({"facts": self.facts, "entries": self.entries}, self.folder / FILE)
-        for benchmark in benchmarks:
-            write_results(self.results(benchmark), self.folder / f"{benchmark}.json")
+        write_results(self.results(cell.benchmark), self.folder / f"{cell.benchmark}.json")
+
+    def rows(self, benchmark: str) -> list[Row]:
+        """What its cells have found, with their settings."""
+        mine = [entry for entry in self.entries.values() if entry["benchmark"] == benchmark]
+        return [{**entry["settings"], **entry["found"]} for entry in mine]
 
     def results(self, benchmark: str) -> dict[str, Any]:
         """As the benchmark by itself would write them."""
-        report = report_of(benchmark)
-        mine = [entry for entry in self.entries.values() if entry["benchmark"] == benchmark]
-        rows = [{**entry["settings"], **entry["found"]} for entry in mine]
+        report, rows = report_of(benchmark), self.rows(benchmark)
         report.judge(rows)
         complete = not any(_is_unfinished(row) for row in rows)
         return {**self.facts, "benchmark": benchmark, "targets": report.targets, "cells": rows, "complete": complete}

@@ -27,7 +27,7 @@ from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
 from hf_memopt.recipes.lgt_step import Objective, build_model, build_optimizer, make_batch
 
 from benchmarks.activations.model import deterministically
-from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
+from benchmarks.cells import Cell, Report, Row, UnavailableError, compare, own_failures, run_cells
 from benchmarks.common import current_device, known_card, limit_memory, results_path, usable_bytes
 from benchmarks.lgt.report import TARGETS, name_of, print_report, verdicts
 from benchmarks.timing import first_step_s, timed
@@ -132,15 +132,8 @@ def emulated_card(gpu: str | None, card_gb: float | None) -> Card:
 
 def judge(rows: list[Row]) -> None:
     """Compare losses with those of the plain run of the same size; where that does not fit, with checkpointing's."""
-    for row in (row for row in rows if "losses" in row):
-        same = [other for other in rows if "losses" in other and _size(other) == _size(row)]
-        references = {other["mode"]: other["losses"] for other in same}
-        reference = references.get("plain", references.get("checkpointed"))
-        row["losses_equal"] = None if reference is None else row["losses"] == reference
-
-
-def _size(row: Row) -> tuple[int, int, int]:
-    return row["batch_size"], row["num_steps"], row["num_accumulated"]
+    work = ["batch_size", "num_steps", "num_accumulated"]
+    compare(rows, "losses", "losses_equal", work, ["plain", "checkpointed"])
 
 
 REPORT = Report(TARGETS, judge, print_report, verdicts)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.activations.model import compared, saved_by
-from benchmarks.cells import UNFINISHED, Cell, Report, Row, own_failures, run_cells
+from benchmarks.cells import UNFINISHED, Cell, Report, Row, compare, own_failures, run_cells
 from benchmarks.common import current_device, host_limit_gib, limit_memory, results_path, usable_bytes
 from benchmarks.operators.modes import MODES, OURS, SIZES, Handling, Setting, Work, build_model
 from benchmarks.operators.report import TARGETS, print_report, ran, verdicts
@@ -107,12 +107,7 @@ def temporary_bytes(work: Work, saved_bytes: int, device: torch.device) -> int:
 
 def judge(rows: list[Row]) -> None:
     """Compare gradients with those of the plain run; where not even that fits, with checkpointing's."""
-    for row in (row for row in rows if "gradient_digest" in row):
-        work = row["nodes"], row["batch_size"]
-        same = [other for other in rows if (other["nodes"], other["batch_size"]) == work and "gradient_digest" in other]
-        references = {other["mode"]: other["gradient_digest"] for other in reversed(same)}
-        reference = references.get("plain", references.get("checkpointing"))
-        row["gradients_equal"] = None if reference is None else row["gradient_digest"] == reference
+    compare(rows, "gradient_digest", "gradients_equal", ["nodes", "batch_size"], ["plain", "checkpointing"])
 
 
 def pointless(settings: dict[str, Any], rows: list[Row]) -> str | None:

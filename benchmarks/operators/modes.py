@@ -12,8 +12,9 @@ from neuralop.models import FNO
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from benchmarks.activations.modes import Handling
 from benchmarks.cells import UnavailableError
-from hf_memopt import ActivationOffloader, OffloadStats, SyncCopier, apply_selective_checkpointing
+from hf_memopt import ActivationOffloader, SyncCopier, apply_selective_checkpointing
 
 # The model of neuralop's guide to CPU offloading, and one that a CPU runs at once.
 SIZES: dict[str, dict[str, Any]] = {
@@ -78,21 +79,6 @@ class Setting:
     wrapper_host_bytes: int
     host_limit_bytes: int
     room_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Handling:
-    """One mode, ready to train.
-
-    Attributes:
-        context: to run a forward pass in.
-        stats: what this library's offloader has done so far.
-        budget_bytes: of saved activations, where the mode has one.
-    """
-
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    stats: Callable[[], OffloadStats | None] = lambda: None
-    budget_bytes: int | None = None
 
 
 @contextlib.contextmanager

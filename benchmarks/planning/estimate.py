@@ -24,7 +24,7 @@ import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
-from benchmarks.common import RESULTS_FOLDER, current_device, free_memory, known_card, results_path
+from benchmarks.common import RESULTS_FOLDER, current_device, free_memory, known_card, results_path, slug
 from benchmarks.planning import estimates
 from benchmarks.planning.estimate_report import TARGETS, print_report, verdicts
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
@@ -47,7 +47,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
         raise RuntimeError(f"not estimated: {found['estimate']['error']}")
     device = current_device()
     if device.type != "cpu":
-        step = simulated_step(settings["definition"], folder / estimates.slug(settings["step"]))
+        step = simulated_step(settings["definition"], folder / slug(settings["step"]))
         found |= measured(step, device, max_steps=settings["steps"], max_seconds=settings["seconds_per_cell"])
         found |= deviations(found)
     return found

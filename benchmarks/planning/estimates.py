@@ -1,7 +1,6 @@
 """Estimates of steps for a card, made by the CPU and kept in a file until a GPU is at hand to measure them."""
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.cells import Cell, Row, found_by, preload
-from benchmarks.common import environment, measured_commit, write_results
+from benchmarks.common import environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
 from hf_memopt.planning.cards import CARDS
 from hf_memopt.planning.estimate import estimate_peak_memory
@@ -100,11 +99,6 @@ def read_estimates(file: Path, card: str, steps: Sequence[Step]) -> dict[str, Ro
             f"Choose other steps, or add them: --estimate-only --card {card} --estimates {file}"
         )
     return {name: rows[name].get("estimate") or {"error": rows[name]["error"]} for name, _ in steps}
-
-
-def slug(name: str) -> str:
-    """As part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _taken_over(earlier: Path, card: str, wanted: dict[str, Definition]) -> list[Row]:
