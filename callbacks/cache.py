@@ -22,7 +22,7 @@ class ClearCacheOnSaveCallback(TrainerCallback):
     memory again: a synchronisation and some milliseconds per checkpoint.
 
     If memory is lost to fragmentation in every step (`memory/fragmentation_gib` of `MemoryLoggingCallback` grows), set
-    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` in the environment instead: there the cause goes away.
+    `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment instead: there the cause goes away.
 
     Args:
         counters: where to read reserved memory from; None, the device's own. On the CPU, which has none, there is no

@@ -43,7 +43,7 @@ class AdversarialCopier:
         self.num_reached = 0
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        self._host_ends.drop_finished()
+        self._host_ends.wait()
         return self._poisoned(num_bytes)
 
     def empty_device(self, num_bytes: int) -> Tensor:
@@ -55,8 +55,8 @@ class AdversarialCopier:
 
     def release(self, buffer: Tensor) -> None:
         for transfer in self._pending:
-            ends = {end.untyped_storage().data_ptr() for end in (transfer.source, transfer.destination)}
-            assert buffer.untyped_storage().data_ptr() not in ends, "released under a copy that nobody waited for"
+            for end in (transfer.source, transfer.destination):
+                assert not overlap(buffer, end), "released under a copy that nobody waited for"
         if buffer.data_ptr() in self._on_device:
             self._on_device.remove(buffer.data_ptr())
             self.live_bytes -= buffer.nbytes
@@ -116,6 +116,11 @@ class AdversarialCopier:
 
     def _poisoned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two blocks share a byte."""
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 class Moment:

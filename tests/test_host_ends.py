@@ -33,7 +33,7 @@ def go_on(copier: AdversarialCopier) -> None:
 
 def arena_with_a_free_block(copier: AdversarialCopier) -> HostArena:
     """Its block has been written and read; the compute stream has waited, and the host has not."""
-    arena = HostArena(copier, budget_bytes=SIZE + 1)
+    arena = HostArena(copier, budget_bytes=2 * SIZE)
     block = arena.acquire(SIZE)
     assert block is not None
     memory = copier.empty_device(SIZE)
@@ -52,7 +52,7 @@ def trim(copier: AdversarialCopier) -> None:
 
 def make_room(copier: AdversarialCopier) -> None:
     arena = arena_with_a_free_block(copier)
-    assert arena.acquire(SIZE + 1) is not None
+    assert arena.acquire(2 * SIZE) is not None
 
 
 def drop_arena(copier: AdversarialCopier) -> None:

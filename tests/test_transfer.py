@@ -160,7 +160,7 @@ def copy_again(copier: StreamCopier) -> None:
     copier.to_host(torch.zeros(4), torch.zeros(4))
 
 
-@pytest.mark.parametrize("look", [lambda copier: copier.empty_host(4), StreamCopier.stall_ms, copy_again])
+@pytest.mark.parametrize("look", [StreamCopier.stall_ms, copy_again])
 def test_stream_copier_keeps_host_memory_until_the_copy_is_over(
     compute: FakeStream, look: Callable[[StreamCopier], object]
 ) -> None:
@@ -174,6 +174,17 @@ def test_stream_copier_keeps_host_memory_until_the_copy_is_over(
     events_of(copier._stream_to_device)[0].finished = True
     look(copier)
     assert memory() is None
+
+
+def test_dropped_host_memory_is_given_back_before_more_is_taken(compute: FakeStream) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    block = copier.empty_host(4)
+    memory = weakref.ref(block)
+    copier.to_device(block, copier.empty_device(4)).wait()
+    del block
+    copier.empty_host(4)
+    assert memory() is None
+    assert events_of(copier._stream_to_device)[0].finished
 
 
 def test_whoever_drops_a_stream_copier_waits_for_its_copies(compute: FakeStream) -> None:

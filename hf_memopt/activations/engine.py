@@ -13,6 +13,9 @@ from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.host_arena import HostArena
 
+# What so many passes have not needed is given back.
+_TRIM_EVERY = 1000
+
 
 class Engine:
     """The state that all forward passes on one device share.
@@ -30,6 +33,7 @@ class Engine:
         self.residency = Residency()
         self.orders = ReloadOrders()
         self.bytes_moved = 0
+        self._num_passes = 0
         # By key. Each storage takes itself out when it dies.
         self._storages: dict[int, weakref.ref[LiveStorage]] = {}
         # Weak: a graph that is dropped takes its storages along, copies under way included.
@@ -115,6 +119,9 @@ class Engine:
 
     def begin_pass(self) -> None:
         """Forget the copies that are over, and count the peak anew."""
+        self._num_passes += 1
+        if self._num_passes % _TRIM_EVERY == 0:
+            self.arena.trim()
         self.arena.log_growth()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.residency.settle()

@@ -71,7 +71,7 @@ class ActivationOffloader:
     A pass is everything that one context saves, with any number of backwards through it. With several contexts in
     flight the budget holds for all of them together; later ones offload more than planned. Without a budget the
     process's peak memory counters are reset in the two recorded passes. An `OutOfMemoryError` in a planned pass makes
-    the next plan smaller.
+    the next plan smaller. Threads that train side by side need an offloader each.
 
     Raises:
         ValueError: an option is out of range, or set without the mode that reads it.

@@ -172,14 +172,13 @@ class OffloadedStorage(LiveStorage):
     """On its way to the host, on the host, or on its way back.
 
     Args:
-        block: host memory of at least the storage's size. Returned to the arena when this object dies.
+        block: host memory of the storage's size. Returned to the arena when this object dies.
     """
 
     __slots__ = (
         "_block",
         "_counted_bytes",
         "_engine",
-        "_host",
         "_incoming",
         "_may_be_noise",
         "_memory",
@@ -202,8 +201,7 @@ class OffloadedStorage(LiveStorage):
         self._may_be_noise = not tensor.requires_grad
         super().__init__(tensor, forward, index)
         source = bytes_of(tensor)
-        self._host = block if block.nbytes == self.num_bytes else block[: self.num_bytes]
-        self._outgoing = engine.copier.to_host(source, self._host)
+        self._outgoing = engine.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
         engine.residency.add(self.num_bytes)
@@ -226,7 +224,7 @@ class OffloadedStorage(LiveStorage):
             return
         engine, num_bytes = self._engine, self.num_bytes
         memory = engine.empty_device(num_bytes)
-        self._incoming = engine.copier.to_device(self._host, memory)
+        self._incoming = engine.copier.to_device(self._block, memory)
         self._memory = memory
         self._counted_bytes = num_bytes
         engine.residency.add(num_bytes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.memory.census import WITH_GRAPH, Held, live_storages
+from hf_memopt.transfer.host_arena import HostHoldings, host_holdings
 
 # Were a storage of a step as likely to stay as not, three quarters of 30 steps would leave one with probability 0.003
 # (one-sided sign test).
@@ -60,6 +61,7 @@ class StorageAges:
         # One more than the samples: an interval has two ends.
         self._steps: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
         self._unreached_bytes: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
+        self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
 
     def sample(self, step: int) -> None:
         """Look at what is alive after `step`, which must grow from call to call. Costs one census."""
@@ -69,6 +71,7 @@ class StorageAges:
             if address not in self._births:
                 self._births[address] = _birth(items[0], step)
         self._steps.append(step)
+        self._offload.append(host_holdings() or HostHoldings(0, 0))
         if self._measure_unreached is not None:
             self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
 
@@ -110,6 +113,11 @@ class StorageAges:
 
     def unreached_growth_bytes(self) -> int:
         return self._unreached_bytes[-1] - self._unreached_bytes[0]
+
+    def offload(self) -> HostHoldings:
+        """What offloading holds of the host's memory, and how often it has taken some in these samples."""
+        first, last = self._offload[0], self._offload[-1]
+        return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
 
     @property
     def counts_allocator(self) -> bool:

@@ -7,6 +7,8 @@ from typing import Protocol
 import psutil
 import torch
 
+from hf_memopt.transfer.host_arena import HostHoldings, host_holdings
+
 logger = logging.getLogger(__name__)
 
 
@@ -108,6 +110,7 @@ class HostMemory:
         pinned_bytes: page-locked memory that torch's own allocator holds, rounded up to powers of two as it rounds.
             Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means and not among them.
             None where no CUDA device is in use.
+        offload: what `ActivationOffloader`s hold for saved activations; None where none is at work.
         available_bytes: what the machine could still give to processes.
         total_bytes: what it has.
     """
@@ -115,6 +118,7 @@ class HostMemory:
     rss_bytes: int
     pss_bytes: int | None
     pinned_bytes: int | None
+    offload: HostHoldings | None
     available_bytes: int
     total_bytes: int
 
@@ -136,6 +140,7 @@ class Host:
             rss_bytes=self.rss_bytes(),
             pss_bytes=getattr(self._process.memory_full_info(), "pss", None) if pss else None,
             pinned_bytes=_pinned_bytes(),
+            offload=host_holdings(),
             available_bytes=int(machine.available),
             total_bytes=int(machine.total),
         )

@@ -7,6 +7,7 @@ import torch
 
 from hf_memopt.memory.census import GRADIENT, SAVED, WITH_GRAPH, Held, count_graph_nodes, live_storages
 from hf_memopt.memory.holders import describe_holder
+from hf_memopt.transfer.host_arena import HostHoldings
 
 _MAX_CULPRITS = 6
 
@@ -56,6 +57,8 @@ class LeakReport:
         first_step, last_step: the tested steps, counted from 1.
         bytes_freed_by_gc: how much of it one `gc.collect()` freed, because only reference cycles held it.
         sees_allocator: whether an accelerator's allocator was asked too.
+        offload: what offloading holds of the host's memory, and how often it has taken some from the first tested step
+            on. Batches of other sizes let it take some, now and then; a sound run soon takes no more.
     """
 
     leaking: bool
@@ -65,6 +68,7 @@ class LeakReport:
     last_step: int
     bytes_freed_by_gc: int
     sees_allocator: bool
+    offload: HostHoldings
 
     def __str__(self) -> str:
         steps = f"steps {self.first_step} to {self.last_step}"
@@ -76,6 +80,9 @@ class LeakReport:
         if self.bytes_freed_by_gc:
             freed = format_bytes(self.bytes_freed_by_gc)
             lines.append(f"  gc.collect() freed {freed} of it: reference cycles that wait for the garbage collector.")
+        if self.offload.num_bytes:
+            held = format_bytes(self.offload.num_bytes)
+            lines.append(f"Offloading holds {held} of host memory, taken {self.offload.num_allocations} times of late.")
         if not self.sees_allocator:
             lines.append(UNSEEN_ON_CPU)
         return "\n".join(lines)

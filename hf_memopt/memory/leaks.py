@@ -120,4 +120,6 @@ def _report(ages: StorageAges) -> LeakReport:
         before = ages.suspect_bytes()
         gc.collect()
         freed = before - ages.suspect_bytes()
-    return LeakReport(leaking, bytes_per_step, culprits, steps[0] + 1, steps[-1], freed, ages.counts_allocator)
+    return LeakReport(
+        leaking, bytes_per_step, culprits, steps[0] + 1, steps[-1], freed, ages.counts_allocator, ages.offload()
+    )

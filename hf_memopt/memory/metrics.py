@@ -26,7 +26,7 @@ _ACTIVATIONS_REMEDY = (
     "offload activations (ActivationOffloader, or hf_memopt.attach(trainer, offloader='auto')), recompute them "
     "(gradient checkpointing), or halve the micro-batch and double gradient_accumulation_steps"
 )
-_FRAGMENTATION_REMEDY = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, against fragmentation"
+_FRAGMENTATION_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the start, against fragmentation"
 
 
 def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, float]:
@@ -35,7 +35,11 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
     Peaks are those since the tracker was made. A phase's peak is `memory/<phase>_peak_gib` where it is known exactly,
     and otherwise lies between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
     """
-    figures = {"memory/host_rss_gib": gib(reading.host.rss_bytes), "memory/pinned_gib": _gib(reading.host.pinned_bytes)}
+    host = reading.host
+    figures = {"memory/host_rss_gib": gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
+    if host.offload is not None:
+        figures["memory/offload_gib"] = gib(host.offload.num_bytes)
+        figures["memory/num_offload_allocations"] = float(host.offload.num_allocations)
     if reading.device is not None:
         figures |= _device_metrics(reading.device)
     for name, peak in tracker.peaks.items():

@@ -169,7 +169,9 @@ class StreamCopier:
             self._writing.wait()
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        self._drop_finished()
+        # What was dropped is given back before more is taken: the machine may not have room for both.
+        self._reading.wait()
+        self._writing.wait()
         if self._pin_memory:
             return pinned_empty(num_bytes, self.device)
         return torch.empty(num_bytes, dtype=torch.uint8)

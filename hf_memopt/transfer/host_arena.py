@@ -1,7 +1,9 @@
-"""Host memory for offloaded tensors: blocks that are used again step after step."""
+"""Host memory for offloaded tensors: a few large regions, of which blocks are cut step after step."""
 
 import logging
 import time
+import weakref
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,110 +11,201 @@ from hf_memopt.transfer.copier import Copier
 
 logger = logging.getLogger(__name__)
 
-# How much larger a block may be than what is put into it.
-_LARGER = 2
+# Blocks begin at multiples of it, so that they are aligned for every dtype and every copy.
+_ALIGNMENT = 64
+# How much more than the largest need is taken once sizes have turned out to change.
+_HEADROOM = 1.125
+# What is held beyond this many times the need is given back.
+_SLACK = 1.5
+
+
+class HostHoldings(NamedTuple):
+    """What the arenas of this process hold, and how often they have taken some."""
+
+    num_bytes: int
+    num_allocations: int
+
+
+class Extent(NamedTuple):
+    """Free bytes of the region that a storage is."""
+
+    storage: int
+    start: int
+    num_bytes: int
 
 
 class HostArena:
     """Hands out host blocks and takes them back. A training step that repeats finds every block it needs.
 
-    Steps of other sizes use the same blocks where these are large enough but not far too large; a block that is not
-    quite large enough gives way to a new one. So what is held does not grow with the number of sizes.
+    Memory is taken in regions, one for each block at first. A step of other sizes cuts its blocks out of what is free,
+    each out of the smallest extent that is large enough; where none is, the regions that are wholly free become one. So
+    what is held stays near the largest need, however many sizes there are, and nothing is taken any more once needs
+    have ceased to grow.
 
     Args:
-        copier: allocates the blocks, pinned where it can.
+        copier: allocates the regions, pinned where it can.
         budget_bytes: the arena never holds more than this; None, no limit.
     """
 
     def __init__(self, copier: Copier, budget_bytes: int | None = None) -> None:
         self._copier = copier
         self._budget_bytes = budget_bytes
-        self._free: dict[int, list[Tensor]] = {}
-        # Of each size, how many blocks have been free at every moment since the last `trim`.
-        self._always_free: dict[int, int] = {}
+        self._regions: dict[int, Tensor] = {}
+        # Free blocks by size, as they were handed out; they become extents when another size is asked for.
+        self._blocks: dict[int, list[Tensor]] = {}
+        self._extents: list[Extent] = []
+        # The most that was in use at a time: between the last two calls of `trim`, and since.
+        self._peak_bytes = self._recent_peak_bytes = 0
+        # Whether a step has needed more than the one before it since the last `trim`. Then one region serves best.
+        self._sizes_change = False
+        # Regions that nothing has been cut out of since the last `trim`.
+        self._untouched: set[int] = set()
         self._new_bytes = 0
         self._new_s = 0.0
         self.num_allocations = 0
         self.bytes_held = 0
         self.bytes_live = 0
+        _ARENAS.add(self)
 
     def acquire(self, num_bytes: int) -> Tensor | None:
-        """A block of at least `num_bytes`, uint8, or None if the budget has no room for it."""
-        if num_bytes in self._free:
-            block = self._take(num_bytes)
-        elif sizes := self._free_sizes(num_bytes, _LARGER * num_bytes):
-            block = self._take(min(sizes))
-        elif self._make_room(num_bytes):
-            block = self._allocate(num_bytes)
-        else:
-            return None
-        self.bytes_live += block.nbytes
+        """A block, `(num_bytes,)` uint8, or None if the budget has no room for it."""
+        blocks = self._blocks.get(num_bytes)
+        block = blocks.pop() if blocks else self._cut(num_bytes)
+        if block is not None:
+            self.bytes_live += num_bytes
+            if self.bytes_live > self._recent_peak_bytes:
+                self._recent_peak_bytes = self.bytes_live
         return block
 
     def release(self, block: Tensor) -> None:
-        """Take back a block that nothing reads or writes any more."""
-        num_bytes = block.nbytes
+        """Take back a block that nothing reads or writes any more.
+
+        Destructors call this, in whatever the arena or the backward thread is doing.
+        """
         self._copier.release(block)
+        num_bytes = block.nbytes
         self.bytes_live -= num_bytes
-        blocks = self._free.get(num_bytes)
-        if blocks is None:
-            self._free[num_bytes] = [block]
-        else:
-            blocks.append(block)
+        self._blocks.setdefault(num_bytes, []).append(block)
 
     def log_growth(self) -> None:
         """Say in the log how much has been taken since the last call, and how long that has held up the host."""
         if self._new_bytes:
             logger.info(
-                "activation offloading: took %.2f GiB of host memory in %.1f s; later passes use it again",
+                "activation offloading: took %.2f GiB of host memory in %.1f s, holds %.2f GiB in %d allocations; "
+                "later passes use it again",
                 self._new_bytes / 2**30,
                 self._new_s,
+                self.bytes_held / 2**30,
+                len(self._regions),
             )
             self._new_bytes, self._new_s = 0, 0.0
 
     def trim(self) -> None:
-        """Give up the free blocks that nobody has needed since the last call; none the first time."""
+        """Give back what is held beyond 1.5 times the most that was needed since the last call, which began the count.
+
+        What nobody has used goes first, and all that is free if that is not enough; what is needed of it comes back.
+        """
         before = self.bytes_held
-        for size, num_blocks in list(self._always_free.items()):
-            for _ in range(num_blocks):
-                self._drop(size)
-        self._always_free = {size: len(blocks) for size, blocks in self._free.items()}
+        self._join()
+        self._peak_bytes = self._recent_peak_bytes
+        for wanted in (self._untouched, set(self._regions)):
+            if self.bytes_held > _SLACK * self._recent_peak_bytes:
+                self._drop([extent for extent in self._free_regions() if extent.storage in wanted])
+        self._untouched = {extent.storage for extent in self._free_regions()}
+        self._recent_peak_bytes = self.bytes_live
+        self._sizes_change = False
         if self.bytes_held < before:
             logger.info(
-                "activation offloading: gave %.2f GiB of host memory back, which nothing has used since it was planned",
+                "activation offloading: gave %.2f GiB of host memory back, which is not needed any more",
                 (before - self.bytes_held) / 2**30,
             )
 
-    def _allocate(self, num_bytes: int) -> Tensor:
-        begun = time.perf_counter()
-        block = self._copier.empty_host(num_bytes)
-        self._new_s += time.perf_counter() - begun
-        self._new_bytes += num_bytes
-        self.num_allocations += 1
-        self.bytes_held += num_bytes
-        return block
+    def _cut(self, num_bytes: int) -> Tensor | None:
+        """A block out of the smallest free extent that has room for it."""
+        self._join()
+        size = _aligned(num_bytes)
+        extent = min((each for each in self._extents if each.num_bytes >= size), key=_num_bytes, default=None)
+        is_scattered = self._sizes_change and len(self._regions) > 1
+        if extent is None or (is_scattered and self.bytes_live == 0):
+            extent = self._grow(size)
+        if extent is None:
+            return None
+        self._extents.remove(extent)
+        if extent.num_bytes > size:
+            self._extents.append(Extent(extent.storage, extent.start + size, extent.num_bytes - size))
+        self._untouched.discard(extent.storage)
+        return self._regions[extent.storage][extent.start : extent.start + num_bytes]
 
-    def _free_sizes(self, least: int, most: int) -> list[int]:
-        return [size for size in self._free if least <= size <= most]
-
-    def _take(self, size: int) -> Tensor:
-        blocks = self._free[size]
-        block = blocks.pop()
-        if len(blocks) < self._always_free.get(size, 0):
-            self._always_free[size] = len(blocks)
+    def _join(self) -> None:
+        """Make extents of the free blocks, and one of those that are neighbours."""
+        blocks, self._blocks = self._blocks, {}
         if not blocks:
-            del self._free[size]
-        return block
+            return
+        self._extents += [_extent(block) for each in blocks.values() for block in each]
+        joined: list[Extent] = []
+        for extent in sorted(self._extents):
+            storage, start, num_bytes = joined[-1] if joined else (0, 0, 0)
+            if (storage, start + num_bytes) == (extent.storage, extent.start):
+                joined[-1] = Extent(storage, start, num_bytes + extent.num_bytes)
+            else:
+                joined.append(extent)
+        self._extents = joined
 
-    def _drop(self, size: int) -> None:
-        self.bytes_held -= self._take(size).nbytes
+    def _grow(self, size: int) -> Extent | None:
+        """A new region, which takes the place of those that are free as a whole but too small."""
+        free = self._free_regions()
+        free_bytes = sum(extent.num_bytes for extent in free)
+        rest_bytes = self.bytes_held - free_bytes
+        wanted = size
+        self._sizes_change = self._sizes_change or bool(free)
+        if self._sizes_change:
+            peak_bytes = max(self._peak_bytes, self._recent_peak_bytes, self.bytes_live + size)
+            wanted = max(size, free_bytes, _aligned(round(_HEADROOM * peak_bytes) - rest_bytes))
+        if self._budget_bytes is not None:
+            wanted = min(wanted, (self._budget_bytes - rest_bytes) // _ALIGNMENT * _ALIGNMENT)
+        if wanted < size:
+            return None
+        self._drop(free)
+        begun = time.perf_counter()
+        region = self._copier.empty_host(wanted)
+        self._new_s += time.perf_counter() - begun
+        self._new_bytes += wanted
+        self.num_allocations += 1
+        self.bytes_held += wanted
+        extent = _extent(region)
+        self._regions[extent.storage] = region
+        self._extents.append(extent)
+        return extent
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Drop the free block that is nearly large enough, and others, largest first, until the budget has room."""
-        if sizes := self._free_sizes(-(-num_bytes // _LARGER), num_bytes):
-            self._drop(max(sizes))
-        if self._budget_bytes is None:
-            return True
-        while self._free and self.bytes_held + num_bytes > self._budget_bytes:
-            self._drop(max(self._free))
-        return self.bytes_held + num_bytes <= self._budget_bytes
+    def _free_regions(self) -> list[Extent]:
+        return [extent for extent in self._extents if extent.num_bytes == self._regions[extent.storage].nbytes]
+
+    def _drop(self, regions: list[Extent]) -> None:
+        for extent in regions:
+            self._extents.remove(extent)
+            del self._regions[extent.storage]
+            self.bytes_held -= extent.num_bytes
+
+
+_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
+
+
+def host_holdings() -> HostHoldings | None:
+    """Of all arenas that are alive; None without any."""
+    arenas = list(_ARENAS)
+    if not arenas:
+        return None
+    return HostHoldings(sum(each.bytes_held for each in arenas), sum(each.num_allocations for each in arenas))
+
+
+def _extent(block: Tensor) -> Extent:
+    """What a block takes of its region."""
+    return Extent(block.untyped_storage()._cdata, int(block.storage_offset()), _aligned(block.nbytes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_bytes(extent: Extent) -> int:
+    return extent.num_bytes
