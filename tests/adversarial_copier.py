@@ -23,11 +23,9 @@ class InjectedError(RuntimeError):
 
 
 class AdversarialCopier:
-    """Fails the `fail_at`-th operation; waits count among them unless `waits_fail` is off."""
+    """Fails the `fail_at`-th operation; waits count among them."""
 
-    def __init__(
-        self, schedule: str = "late", seed: int = 0, fail_at: int | None = None, waits_fail: bool = True
-    ) -> None:
+    def __init__(self, schedule: str = "late", seed: int = 0, fail_at: int | None = None) -> None:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self.num_operations = 0
@@ -35,7 +33,6 @@ class AdversarialCopier:
         self._schedule = schedule
         self._random = random.Random(seed)
         self._fail_at = fail_at
-        self._waits_fail = waits_fail
         self._pending: list[AdversarialTransfer] = []
         self._on_device: set[int] = set()
         self._host_ends = HostEnds()
@@ -156,9 +153,10 @@ class AdversarialTransfer:
         return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
     def wait(self) -> None:
-        if self._copier._waits_fail:
+        try:
             self._copier.tick()
-        self._copier.perform(self)
+        finally:
+            self._copier.perform(self)
         if not self._was_waited_for:
             self._was_waited_for = True
             self._copier.waited(self)

@@ -198,6 +198,21 @@ def test_whoever_drops_a_stream_copier_waits_for_its_copies(compute: FakeStream)
     assert all(event.finished for event in ends)
 
 
+def test_a_copy_that_cannot_be_waited_for_is_over_when_that_is_raised(
+    compute: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = StreamCopier("cpu", pin_memory=False)
+    transfer = copier.to_device(copier.empty_host(4), copier.empty_device(4))
+
+    def refuse(stream: FakeStream, event: FakeEvent) -> None:
+        raise RuntimeError("no more events")
+
+    monkeypatch.setattr(FakeStream, "wait_event", refuse)
+    with pytest.raises(RuntimeError, match="no more events"):
+        transfer.wait()
+    assert all(event.finished for event in events_of(copier._stream_to_device))
+
+
 def test_a_copy_whose_end_cannot_be_noted_is_waited_for(compute: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = StreamCopier("cpu", pin_memory=False)
 

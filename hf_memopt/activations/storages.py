@@ -273,15 +273,17 @@ class OffloadedStorage(LiveStorage):
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        # The host block is written or read until both copies are over.
-        if self._source is not None:
-            self._release_source()
-        if self._incoming is not None:
-            self._incoming.wait()
         engine = self._engine
-        engine.forget(self.key)
-        engine.residency.now_bytes -= self._counted_bytes
-        engine.arena.release(self._block)
+        try:
+            # The host block is written or read until both copies are over.
+            if self._source is not None:
+                self._release_source()
+            if self._incoming is not None:
+                self._incoming.wait()
+        finally:
+            engine.forget(self.key)
+            engine.residency.now_bytes -= self._counted_bytes
+            engine.arena.release(self._block)
 
 
 class TracedStorage(OffloadedStorage):

@@ -24,6 +24,7 @@ class Transfer(Protocol):
         """Order all later work of the current compute stream after the copy, and of the one that it was submitted on.
 
         May be called more than once, on other streams too. Orders streams and not the host, which goes on at once.
+        When it raises, the copy is over.
         """
 
 
@@ -232,9 +233,13 @@ class StreamCopier:
         self._compute = compute
 
     def _order_after(self, finished: torch.Event, compute: torch.Stream) -> None:
-        before = compute.record_event(torch.Event(self.device, enable_timing=True))
-        compute.wait_event(finished)
-        after = compute.record_event(torch.Event(self.device, enable_timing=True))
+        try:
+            before = compute.record_event(torch.Event(self.device, enable_timing=True))
+            compute.wait_event(finished)
+            after = compute.record_event(torch.Event(self.device, enable_timing=True))
+        except RuntimeError:
+            finished.synchronize()
+            raise
         self._waits.append((before, after))
         if len(self._waits) > 64:
             self.stall_ms()  # drops the pairs that have finished

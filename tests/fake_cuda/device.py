@@ -22,6 +22,7 @@ def _load() -> ctypes.CDLL:
     runtime.fake_cuda_get.restype = ctypes.c_double
     runtime.fake_cuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
     runtime.fake_cuda_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    runtime.fake_cuda_num_calls.argtypes, runtime.fake_cuda_num_calls.restype = [ctypes.c_char_p], ctypes.c_int64
     runtime.fake_cuda_leave_free.argtypes = [ctypes.c_int, ctypes.c_int64]
     runtime.fake_cuda_faults.restype = runtime.fake_cuda_delays.restype = ctypes.c_char_p
     for what in ["timed_events", "streams", "device_blocks", "registrations"]:
@@ -73,6 +74,11 @@ def delays() -> list[list[float]]:
 def fail(kind: str, k: int = 1, times: int = 1) -> None:
     """The k-th call from now on fails, and those after it up to `times`: "malloc", "host_register", "copy", "event"."""
     _load().fake_cuda_fail(kind.encode(), k, times)
+
+
+def num_calls(kind: str) -> int:
+    """How many calls of a kind that `fail` knows there have been."""
+    return int(_load().fake_cuda_num_calls(kind.encode()))
 
 
 def leave_free(num_bytes: int, device: int = 0) -> None:

@@ -26,6 +26,12 @@ std::map<std::string, PlannedFailure>& failures() {
   return *map;
 }
 
+// How often each kind of call that can be made to fail has been made.
+std::map<std::string, int64_t>& calls() {
+  static auto* map = new std::map<std::string, int64_t>;
+  return *map;
+}
+
 }  // namespace
 
 Settings& settings() {
@@ -53,6 +59,7 @@ std::atomic<double>* find(const std::string& name) {
 
 bool planned_failure(const char* kind) {
   std::lock_guard<std::mutex> lock(failures_mutex);
+  ++calls()[kind];
   auto found = failures().find(kind);
   if (found == failures().end() || --found->second.calls_left > 0) return false;
   if (--found->second.times == 0) failures().erase(found);
@@ -71,6 +78,11 @@ EXPORTED double fake_cuda_get(const char* name) {
 
 EXPORTED void fake_cuda_set(const char* name, double value) {
   if (std::atomic<double>* setting = find(name)) *setting = value;
+}
+
+EXPORTED int64_t fake_cuda_num_calls(const char* kind) {
+  std::lock_guard<std::mutex> lock(failures_mutex);
+  return calls()[kind];
 }
 
 // The k-th call of a kind from now on fails, and `times` - 1 after it.
