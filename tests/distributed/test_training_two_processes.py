@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_rank import SPLITS
+from training_rank import BAD, SPLITS
 from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
@@ -46,6 +46,21 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(results: Result
     assert "NonFiniteGradientError: Non-finite gradient at step 2." in header
     assert finding.startswith("  rank 1, micro-batch 3: ")
     assert "first.weight" in finding
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_both_stop_in_every_precision(results: Results, case: str) -> None:
+    """The rank and the micro-batch are named. A loss scaler may skip a step first, on both, until its scale is 1."""
+    precision, _, bad_rank, micro_batch = BAD[case]
+    first, second = (rank["non-finite in"][case] for rank in results)
+    assert first == second
+    *outcomes, unchanged = first
+    assert unchanged
+    if precision == "fp16":
+        assert outcomes.pop(0) == "skipped"
+    for message in outcomes:
+        assert "NonFiniteGradientError: Non-finite gradient" in message
+        assert f"rank {bad_rank}, micro-batch {micro_batch + 1}: " in message
 
 
 def test_both_refuse_a_window_that_is_empty_on_one_rank(results: Results) -> None:

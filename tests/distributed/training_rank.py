@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from alone import leave
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ SPLITS = {
     "8x1": ([1] * 8, [1] * 8),
     "uneven": ([3, 3, 2], [5, 1]),
     "tail on one rank": ([4, 4], [1]),
+}
+# Precision, value, rank and micro-batch.
+BAD = {
+    f"{precision}-{value}-{rank}-{micro_batch}": (precision, float(value), rank, micro_batch)
+    for precision in ("fp32", "bf16", "fp16")
+    for value in ("nan", "inf")
+    for rank, micro_batch in ((0, 3), (1, 0), (1, 2))
 }
 
 
@@ -43,12 +51,23 @@ class Model(nn.Module):
 
 
 class Run:
-    def __init__(self) -> None:
+    """In double precision, or in single precision with autocast to another one."""
+
+    def __init__(self, precision: str | None = None) -> None:
+        AcceleratorState._reset_state()
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-        self.accelerator = Accelerator(cpu=True, kwargs_handlers=[unused], gradient_accumulation_steps=2)
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="bf16" if precision == "bf16" else "no",
+            kwargs_handlers=[unused],
+            gradient_accumulation_steps=2,
+        )
+        if precision == "fp16":  # which Accelerate refuses to set without a GPU
+            self.accelerator.state._mixed_precision, self.accelerator.native_amp = "fp16", True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         self.rank = self.accelerator.process_index
         self.plain = Model()
-        model = Model()
+        model = Model() if precision is None else Model().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *event: self.note(model))
         self.gradient = torch.empty(0)
@@ -126,6 +145,25 @@ def non_finite() -> dict[str, Any]:
         parts[2] = parts[2] * float("nan")
     message = error_of(lambda: train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer))
     return {"message": message, "before": before, "after": weights(run.model)}
+
+
+def non_finite_in(precision: str, value: float, bad_rank: int, micro_batch: int) -> list[Any]:
+    """What each of two steps came to, and whether the weights are those from before."""
+    run = Run(precision)
+    parts = list(samples(8, run.rank).float().split(2))
+    before = weights(run.model)
+    if run.rank == bad_rank:
+        parts[micro_batch] = parts[micro_batch] * value
+    outcomes = []
+    for _ in range(2):
+        skipped: list[bool] = []
+        message = error_of(
+            lambda skipped=skipped: skipped.append(
+                train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer).skipped
+            )
+        )
+        outcomes.append("skipped" if skipped == [True] else message)
+    return [*outcomes, before == weights(run.model)]
 
 
 def nothing_on_one_rank() -> str:
@@ -245,6 +283,7 @@ def main() -> None:
         "splits": dict(splits()),
         "weightless": weightless(),
         "non-finite": non_finite(),
+        "non-finite in": {case: non_finite_in(*arguments) for case, arguments in BAD.items()},
         "nothing on one rank": nothing_on_one_rank(),
         "out of memory": [
             out_of_memory(bad_rank, fail_at, ("before forward", "backward")[(bad_rank + fail_at) % 2])
