@@ -10,8 +10,9 @@ from patience import HANG_S
 TESTS = Path(__file__).parent
 
 
-def torchrun(script: Path, *arguments: str) -> str:
-    """What both processes wrote to standard error; both have to succeed. Helpers beside the tests can be imported.
+def torchrun(script: Path, *arguments: str, is_to_succeed: bool = True) -> str:
+    """What both processes wrote to standard error; both have to succeed, or not. Helpers beside the tests can be
+    imported.
 
     They have as many threads as this process, since results are compared bit by bit.
     """
@@ -25,5 +26,5 @@ def torchrun(script: Path, *arguments: str) -> str:
         check=False,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
     )
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert (result.returncode == 0) == is_to_succeed, result.stderr[-6000:]
     return result.stderr
