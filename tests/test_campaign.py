@@ -105,6 +105,25 @@ def test_resuming_takes_over_what_was_finished(load: Load, tmp_path: Path) -> No
         record_of.resumed(tmp_path, tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"commit": "def"}, "commit abc then, def now"),
+        ({"hardware": {"name": "NVIDIA T4"}}, "device NVIDIA H100 then, NVIDIA T4 now"),
+        ({"versions": {"torch": "2.12"}}, r"versions \{'torch': '2.11'\} then"),
+    ],
+)
+def test_rows_of_another_machine_or_commit_are_not_mixed(
+    load: Load, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    facts = {"hardware": {"name": "NVIDIA H100"}, "commit": "abc", "versions": {"torch": "2.11"}, "date": "2026-11-21"}
+    record = load("campaign.record").Record(tmp_path, facts=facts)
+    record.continue_on(facts | {"date": "2026-11-22"})
+    assert record.facts["date"] == "2026-11-22"
+    with pytest.raises(ValueError, match=message):
+        record.continue_on(facts | other)
+
+
 def test_a_benchmarks_own_file_is_written(load: Load, tmp_path: Path) -> None:
     record = load("campaign.record").Record(tmp_path, facts={"commit": "abc"})
     settings = {"mode": "none", "num_tokens": 1, "link_divisor": 1}

@@ -5,9 +5,10 @@
 Each measurement (a cell) has a process of its own. Its seconds are predicted from a probe of the machine and from the
 cells that ran before it; one that would take longer than is left is passed over, and smaller ones follow. Results are
 written after each cell: DIR/campaign.json has everything, and DIR/<benchmark>.json what the benchmark itself would
-write. `--resume DIR` goes on where another run stopped; `--part K/N` runs one of N parts of equal length. Cells whose
-packages are missing say which. What failed, and which targets were met, stands in the tables; the exit status is 0.
-`--dry-run` runs everything at toy size, with or without a GPU, and fails if a cell does.
+write. `--resume DIR` goes on where another run stopped, on the same GPU, commit and versions; `--part K/N` runs one of
+N parts of equal length. Cells whose packages are missing say which. What failed, and which targets were met, stands in
+the tables; the exit status is 0. `--dry-run` runs everything at toy size, with or without a GPU, and fails if a cell
+does.
 """
 
 import argparse
@@ -43,7 +44,7 @@ class Campaign:
 
     def run(self) -> Record:
         """Everything that there is time for."""
-        self._record.facts = facts(self._options.output)
+        self._record.continue_on(facts(self._options.output))
         self._probe()
         for cell in self._cells:
             if cell.title not in self._record.entries:

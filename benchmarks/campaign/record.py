@@ -42,6 +42,20 @@ class Record:
         entries = {title: entry for title, entry in content["entries"].items() if not _is_unfinished(entry["found"])}
         return Record(folder, content["facts"], entries)
 
+    def continue_on(self, facts: dict[str, Any]) -> None:
+        """Take the facts of the machine that measures from here on.
+
+        Raises:
+            ValueError: what was measured before was measured on something else, so that rows could not be compared.
+        """
+        if self.facts:
+            before, now = _compared(self.facts), _compared(facts)
+            if differing := [
+                f"{name} {before[name]} then, {now[name]} now" for name in now if before[name] != now[name]
+            ]:
+                raise ValueError(f"--resume is of another campaign: {'; '.join(differing)}; begin a new one without it")
+        self.facts = facts
+
     def add(self, cell: Cell, found: Row, predicted_s: float, seconds: float) -> None:
         self.entries[cell.title] = {
             "benchmark": cell.benchmark,
@@ -91,6 +105,12 @@ class Record:
 def report_of(benchmark: str) -> Report:
     report: Report = importlib.import_module(f"benchmarks.{benchmark}").REPORT
     return report
+
+
+def _compared(facts: dict[str, Any]) -> dict[str, Any]:
+    """What figures depend on."""
+    hardware = facts["hardware"]
+    return {"device": hardware["name"], "commit": facts["commit"], "versions": facts["versions"]}
 
 
 def _is_unfinished(found: Row) -> bool:
