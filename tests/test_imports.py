@@ -31,7 +31,7 @@ LIBRARIES = {
     "reflow": {"torch"},
     "memory": {"torch", "psutil"},
     "activations": {"torch"},
-    "teacher": {"torch", "datasets", "safetensors", "tqdm"},
+    "teacher": {"torch", "datasets", "pyarrow", "safetensors", "tqdm"},
     "diagnostics": {"torch", "psutil"},
     "reporting": {"matplotlib"},
     "training": {"torch", "accelerate", "torchao"},

@@ -15,26 +15,31 @@ from hf_memopt.teacher.coupling_store import CouplingFolder
 
 
 class CouplingCache:
-    """The couplings of one folder, by batch or by sample.
+    """The couplings of one folder, by batch or by sample. Copies and pickles read and check the folder anew.
 
     Args:
         path: where `precompute` wrote them.
 
     Raises:
-        ValueError: incomplete, truncated or damaged; names the file. Costs one read of the folder.
+        ValueError: incomplete, truncated, damaged, or with shards of other couplings; names the file. Costs one read
+            of the folder, and shows a bar if that takes more than ten seconds.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.folder = CouplingFolder(Path(path).expanduser())
-        self.description = self.folder.description()
+        self.description = self.folder.description
         self._rows: Dataset = self.folder.read().with_format("torch")
         described = self.description
-        indices = self._rows[: described["num_samples"]]["index"].tolist()
+        names = self._rows.with_format("torch", columns=["index"])
+        indices = names[: described["num_samples"]]["index"].tolist()
         key = CouplingKey(**{name: described[name] for name in CouplingKey.__dataclass_fields__})
         self.plan = CouplingPlan(
             key, indices, tuple(described["shape"]), described["num_draws"], described["batch_size"]
         )
         self._position = {index: position for position, index in enumerate(indices)}
+
+    def __reduce__(self) -> Any:
+        return CouplingCache, (self.folder.path,)
 
     @property
     def has_observations(self) -> bool:
