@@ -87,6 +87,22 @@ def test_the_shards_that_were_checked_are_those_that_are_read(own: Path, others:
     assert_same(CouplingSource.online(Teacher(), load, make_plan()), source, 2)
 
 
+@pytest.mark.parametrize("change", ["overwritten", "emptied"])
+def test_a_file_that_is_changed_while_it_is_in_use_is_refused(own: Path, others: Path, change: str) -> None:
+    source, file = CouplingSource.cached(own, load), own / f"{SHARD}.arrow"
+    file.write_bytes((others / "noise" / file.name).read_bytes() if change == "overwritten" else b"")
+    with pytest.raises(ValueError, match=rf"{file} was changed while it was in use; start again, which checks all"):
+        list(source)
+    refuse(own, rf"{file.name} is truncated or damaged")
+
+
+def test_halves_that_were_written_apart_are_put_together_by_copying(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path / str(rank), rank=rank, world_size=2)
+        shutil.copytree(tmp_path / str(rank), tmp_path / "cache", dirs_exist_ok=True)
+    assert_is_the_teachers(tmp_path / "cache")
+
+
 def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(own: Path) -> None:
     _rewrite(own / "couplings.json", lambda described: described.pop("sha256"))
     for note in own.glob("data-*.json"):

@@ -65,7 +65,8 @@ class CouplingCache:
             observation: what the student is going to see; None takes what was stored.
 
         Raises:
-            ValueError: a sample without couplings, or `observation` is not what they were computed for.
+            ValueError: a sample without couplings, `observation` is not what they were computed for, or the files were
+                changed since they had been checked.
         """
         missing = [index for index in indices if index not in self._position]
         if missing:
@@ -73,7 +74,9 @@ class CouplingCache:
                 f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all that is used"
             )
         num_samples = len(self.plan.indices)
-        rows = self._rows[[draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]]
+        numbers = [draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]
+        self.folder.check_unchanged(numbers)
+        rows = self._rows[numbers]
         if observation is None:
             observation = _stack([tensors_from_bytes(blob) for blob in rows["observation"]])
         self._check_observations(indices, rows["observation_checksum"], observation)

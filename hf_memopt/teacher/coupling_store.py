@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ class CouplingFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checked: dict[int, os.stat_result] = {}
+        self._ends: list[int] = []  # of the shards, in rows
 
     @property
     def num_shards(self) -> int:
@@ -129,20 +133,30 @@ class CouplingFolder:
         return missing
 
     def read(self) -> Dataset:
-        """All rows, mapped from disk: of the very files that were checked, also if others take their names later.
+        """All rows, mapped from disk: of the files that were checked, also if others take their names later.
 
         Raises:
             ValueError: a shard is missing, truncated, damaged or of other couplings; names it. Costs one read of all
                 shards.
         """
         tables = [self._table(shard) for shard in self._with_bar(range(self.num_shards))]
+        self._ends = list(accumulate(table.num_rows for table in tables))
         return Dataset(concat_tables(tables), fingerprint=_digest(self.description)[:16])
+
+    def check_unchanged(self, rows: Iterable[int]) -> None:
+        """Raise a ValueError if something was written into the files of some rows since `read` checked them."""
+        for shard in {bisect_right(self._ends, row) for row in rows}:
+            file = self._data_file(shard)
+            if _was_written_into(file, self._checked[shard]):
+                raise ValueError(f"{file} was changed while it was in use; start again, which checks all files anew")
 
     def _table(self, shard: int) -> InMemoryTable:
         """One shard, after reading all of it. The mapping outlives the file's name."""
         file, note = self._data_file(shard), self._note(shard)
-        with _reading(file), pyarrow.memory_map(str(file)) as mapped:
-            content = mapped.read_buffer()
+        with _reading(file):
+            self._checked[shard] = file.stat()
+            with pyarrow.memory_map(str(file)) as mapped:
+                content = mapped.read_buffer()
         if content.size != note.get("num_bytes") or hashlib.sha256(content).hexdigest() != note.get("sha256"):
             raise _AbsentError(f"{file} is truncated or damaged: its .json has another size or SHA-256; {_AGAIN}")
         return InMemoryTable.from_buffer(content)
@@ -251,6 +265,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise _AbsentError(f"{file} is damaged (it is no JSON object); {_AGAIN}")
     return parsed
+
+
+def _was_written_into(file: Path, before: os.stat_result) -> bool:
+    """A file that has taken its name is no matter."""
+    try:
+        now = file.stat()
+    except FileNotFoundError:
+        return False
+    written = (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+    return os.path.samestat(now, before) and written
 
 
 @contextmanager
