@@ -215,6 +215,6 @@ def mended(folder: Path, complaint: str, right: list[Coupling]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("num_mutations", [60, pytest.param(2_500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_mutations", [40, pytest.param(2_500, marks=pytest.mark.slow)])
 def test_damaged_couplings_are_the_teachers_or_are_refused(caches: Path, num_mutations: int) -> None:
     attack(caches, num_mutations).check(num_mutations)
