@@ -15,26 +15,31 @@ from hf_memopt.teacher.coupling_store import CouplingFolder
 
 
 class CouplingCache:
-    """The couplings of one folder, by batch or by sample.
+    """The couplings of one folder, by batch or by sample. Copies and pickles read and check the folder anew.
 
     Args:
         path: where `precompute` wrote them.
 
     Raises:
-        ValueError: incomplete, truncated or damaged; names the file. Costs one read of the folder.
+        ValueError: incomplete, truncated, damaged, or with shards of other couplings; names the file. Costs one read
+            of the folder, and shows a bar if that takes more than ten seconds.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.folder = CouplingFolder(Path(path).expanduser())
-        self.description = self.folder.description()
+        self.description = self.folder.description
         self._rows: Dataset = self.folder.read().with_format("torch")
         described = self.description
-        indices = self._rows[: described["num_samples"]]["index"].tolist()
+        names = self._rows.with_format("torch", columns=["index"])
+        indices = names[: described["num_samples"]]["index"].tolist()
         key = CouplingKey(**{name: described[name] for name in CouplingKey.__dataclass_fields__})
         self.plan = CouplingPlan(
             key, indices, tuple(described["shape"]), described["num_draws"], described["batch_size"]
         )
         self._position = {index: position for position, index in enumerate(indices)}
+
+    def __reduce__(self) -> Any:
+        return CouplingCache, (self.folder.path,)
 
     @property
     def has_observations(self) -> bool:
@@ -60,7 +65,8 @@ class CouplingCache:
             observation: what the student is going to see; None takes what was stored.
 
         Raises:
-            ValueError: a sample without couplings, or `observation` is not what they were computed for.
+            ValueError: a sample without couplings, `observation` is not what they were computed for, or the files were
+                changed since they had been checked.
         """
         missing = [index for index in indices if index not in self._position]
         if missing:
@@ -68,7 +74,9 @@ class CouplingCache:
                 f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all that is used"
             )
         num_samples = len(self.plan.indices)
-        rows = self._rows[[draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]]
+        numbers = [draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]
+        self.folder.check_unchanged(numbers)
+        rows = self._rows[numbers]
         if observation is None:
             observation = _stack([tensors_from_bytes(blob) for blob in rows["observation"]])
         self._check_observations(indices, rows["observation_checksum"], observation)

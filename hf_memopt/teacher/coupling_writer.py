@@ -29,8 +29,9 @@ def precompute(
 ) -> list[int]:
     """Write a plan's couplings to a folder, for `CouplingSource.cached`.
 
-    Call it again after an interruption, with any number of processes: complete shards stay. Processes need not know of
-    each other; each takes every `world_size`-th shard.
+    Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
+    written anew. Processes need not know of each other; each takes every `world_size`-th shard. What is there already
+    is read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
 
     Args:
         solve: see `CouplingSource.online`.
@@ -47,8 +48,8 @@ def precompute(
         Shards that other processes have not written yet; none, if the folder is complete.
 
     Raises:
-        ValueError: the folder holds other couplings (names each field that differs), or `load` does not give the same
-            observation twice and observations are not stored.
+        ValueError: the folder holds other couplings (names each field that differs) or other files; another process
+            writes the same shard; or `load` does not give the same observation twice and observations are not stored.
 
     Disk: 4 bytes for each element of a target, and 24 for each coupling.
     """
@@ -73,7 +74,7 @@ def precompute(
     if not store_observations:
         _check_repeatable(load, plan)
     features = coupling_features(math.prod(plan.shape), store_observations)
-    mine = [shard for shard in range(rank, num_shards, world_size) if not folder.is_complete(shard)]
+    mine = folder.incomplete(range(rank, num_shards, world_size))
     batches = {
         shard: range(shard * batches_per_shard, min((shard + 1) * batches_per_shard, plan.num_batches))
         for shard in mine

@@ -82,9 +82,9 @@ class CouplingSource:
             world_size: number of processes.
 
         Raises:
-            ValueError: incomplete, truncated, damaged or stale couplings (the message names each field that differs),
-                or no `load` without stored observations. While iterating: `load` gives another observation than the
-                one that a coupling was computed for.
+            ValueError: incomplete, truncated, damaged or stale couplings, or shards of others (the message names the
+                file, or each field that differs), or no `load` without stored observations. While iterating: `load`
+                gives another observation than the one that a coupling was computed for.
         """
         cache = CouplingCache(path)
         if expected is not None:

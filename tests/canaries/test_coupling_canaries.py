@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 import torch
 from datasets.arrow_writer import ArrowWriter
+from datasets.table import InMemoryTable, concat_tables
 from hf_memopt.recipes import smolvla_toy as toy
 from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.datasets.factory import make_dataset
@@ -54,6 +56,26 @@ def test_datasets_writes_shards_and_reads_a_folder_that_save_to_disk_could_have_
         }
         assert "features" in json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
         assert torch.equal(rows.with_format("torch")[:]["x"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_a_table_over_a_mapped_file_copies_nothing_and_outlives_the_files_name(tmp_path: Path) -> None:
+    with relied_on_by(STORE):
+        file, features = tmp_path / "shard.arrow", datasets.Features({"x": datasets.Value("int64")})
+        for values in ([2, 3], [0, 1]):
+            with ArrowWriter(features=features, path=str(tmp_path / "draft")) as writer:
+                writer.write_batch({"x": values * 100_000})
+                writer.finalize()
+            (tmp_path / "draft").rename(tmp_path / str(values[0]))
+        (tmp_path / "0").rename(file)
+        before = pyarrow.total_allocated_bytes()
+        with pyarrow.memory_map(str(file)) as mapped:
+            content = mapped.read_buffer()
+        table = InMemoryTable.from_buffer(content)
+        rows = datasets.Dataset(concat_tables([table, table]), fingerprint="given")
+        assert pyarrow.total_allocated_bytes() - before < 100_000
+        assert rows._fingerprint == "given"  # else all data is hashed once more
+        (tmp_path / "2").replace(file)
+        assert rows[:2]["x"] == [0, 1]
 
 
 def test_a_policy_in_training_is_told_its_dataset(

@@ -1,0 +1,220 @@
+"""Damage to a cache of couplings gives the teacher's couplings or an error, and what the error says to do helps."""
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from coupling_toys import Teacher, load, make_plan
+from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
+
+from hf_memopt.teacher.couplings import Coupling, CouplingPlan, CouplingSource, precompute
+
+PLAN = make_plan(batch_size=6)
+SEED = 4
+
+Attack = Callable[[Path, Path, random.Random], None]
+
+
+class OtherTeacher(Teacher):
+    """Gives other targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1].bias.data += 1
+
+
+def write(folder: Path, plan: CouplingPlan = PLAN, teacher: Teacher | None = None) -> list[int]:
+    return precompute(teacher or Teacher(), load, plan, folder, shard_size=12)
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole caches of as many shards: one to attack, and one each of another teacher, other noise, another order."""
+    folder = tmp_path_factory.mktemp("caches")
+    write(folder / "pristine")
+    write(folder / "teacher", make_plan(batch_size=6, weights="0" * 64), OtherTeacher())
+    write(folder / "noise", make_plan(batch_size=6, seed=8))
+    write(folder / "order", CouplingPlan(**{**vars(PLAN), "indices": PLAN.indices[::-1]}))
+    return folder
+
+
+def couplings(folder: Path) -> list[Coupling]:
+    """All of them, in the order of two epochs."""
+    source, found = CouplingSource.cached(folder, load, expected=PLAN.key), []
+    for epoch in range(2):
+        source.set_epoch(epoch)
+        found += list(source)
+    return found
+
+
+def equal(first: Sequence[Coupling], second: Sequence[Coupling]) -> bool:
+    return len(first) == len(second) and all(
+        ours.indices == theirs.indices
+        and torch.equal(ours.noise, theirs.noise)
+        and torch.equal(ours.target, theirs.target)
+        and torch.equal(ours.observation["state"], theirs.observation["state"])
+        for ours, theirs in zip(first, second, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ kinds of attack
+
+
+def damage_a_file(folder: Path, other: Path, dice: random.Random) -> None:
+    file = dice.choice(sorted(folder.iterdir()))
+    dice.choice(mutations_of(file))(file, dice)
+
+
+def damage_two_files(folder: Path, other: Path, dice: random.Random) -> None:
+    first, second = dice.sample(sorted(folder.iterdir()), 2)
+    dice.choice(mutations_of(first))(first, dice)
+    dice.choice([delete, empty, overwrite, turn_into_folder, link_to_nothing])(second, dice)
+
+
+def take_a_shard_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    data = dice.choice(sorted(other.glob("*.arrow")))
+    for file in (data, data.with_suffix(".json")):
+        shutil.copyfile(file, folder / file.name)
+
+
+def take_a_file_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    file = dice.choice(sorted(other.iterdir()))
+    shutil.copyfile(file, folder / file.name)
+
+
+def take_all_shards_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    for file in other.glob("data-*"):
+        shutil.copyfile(file, folder / file.name)
+
+
+def take_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    """One of another key: a whole cache of the same key in another order is as good."""
+    restore(folder, folder.parent / dice.choice(["teacher", "noise"]))
+
+
+def swap_two_shards(folder: Path, other: Path, dice: random.Random) -> None:
+    first, second = dice.sample(sorted(folder.glob("*.arrow")), 2)
+    for suffix in (".arrow", ".json"):
+        _swap(first.with_suffix(suffix), second.with_suffix(suffix))
+
+
+def swap_two_of_a_kind(folder: Path, other: Path, dice: random.Random) -> None:
+    _swap(*dice.sample(sorted(folder.glob(dice.choice(["data-*.json", "*.arrow"]))), 2))
+
+
+def copy_a_shard_to_another_place(folder: Path, other: Path, dice: random.Random) -> None:
+    first, second = dice.sample(sorted(folder.glob("*.arrow")), 2)
+    for suffix in (".arrow", ".json"):
+        shutil.copyfile(first.with_suffix(suffix), second.with_suffix(suffix))
+
+
+def delete_a_shard(folder: Path, other: Path, dice: random.Random) -> None:
+    data = dice.choice(sorted(folder.glob("*.arrow")))
+    data.unlink()
+    data.with_suffix(".json").unlink()
+
+
+def lead_elsewhere(folder: Path, other: Path, dice: random.Random) -> None:
+    state = folder / "state.json"
+    state.write_text(state.read_text().replace('"data-', f'"../{other.name}/data-', dice.randrange(1, 4)))
+
+
+def link_to_a_shard_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    data = dice.choice(sorted(folder.glob("*.arrow")))
+    for file in (data, data.with_suffix(".json"))[: dice.randrange(1, 3)]:
+        file.unlink()
+        file.symlink_to(other / file.name)
+
+
+def rename_the_shards(folder: Path, other: Path, dice: random.Random) -> None:
+    for file in folder.glob("data-*"):
+        file.rename(folder / file.name.replace("of-00004", "of-00005"))
+
+
+KINDS: tuple[Attack, ...] = (
+    damage_a_file,
+    damage_two_files,
+    take_a_shard_of_another_cache,
+    take_a_file_of_another_cache,
+    take_all_shards_of_another_cache,
+    take_another_cache,
+    swap_two_shards,
+    swap_two_of_a_kind,
+    copy_a_shard_to_another_place,
+    delete_a_shard,
+    lead_elsewhere,
+    link_to_a_shard_of_another_cache,
+    rename_the_shards,
+)
+
+
+def _swap(first: Path, second: Path) -> None:
+    ours, theirs = first.read_bytes(), second.read_bytes()
+    first.write_bytes(theirs)
+    second.write_bytes(ours)
+
+
+# ------------------------------------------------------------------------------------------------ the attack
+
+
+def attack(caches: Path, num_mutations: int) -> Tally:
+    tally, dice = Tally("couplings on disk, damaged and swapped", SEED), random.Random(SEED)
+    folder = caches / "attacked"
+    right, before = couplings(caches / "pristine"), content(caches / "pristine")
+    folder.mkdir()
+    while tally.tried < num_mutations:
+        restore(folder, caches / "pristine")
+        kind = dice.choice(KINDS[:1] * 6 + KINDS)
+        kind(folder, caches / dice.choice(["teacher", "noise", "order"]), dice)
+        after = content(folder)
+        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        if changed:
+            judge(tally, folder, f"{kind.__name__} {sorted(changed)}", changed, right)
+    return tally
+
+
+def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[Coupling]) -> None:
+    """Read the folder, do what the error says, and read it again."""
+    try:
+        found = couplings(folder)
+    except ValueError as error:
+        complaint = str(error)
+    except Exception as error:
+        tally.unclear.append(f"{what}: {error!r}")
+        return
+    else:
+        if equal(found, right):
+            tally.right += 1
+        else:
+            tally.silent.append(what)
+        return
+    named = any(Path(name).stem in complaint for name in changed) or "not the ones asked for" in complaint
+    if not named or "\n" in complaint:
+        tally.unclear.append(f"{what}: {complaint}")
+    elif not mended(folder, complaint, right):
+        tally.unclear.append(f"{what}: the remedy does not help: {complaint}")
+    else:
+        tally.refused += 1
+
+
+def mended(folder: Path, complaint: str, right: list[Coupling]) -> bool:
+    """Whether the couplings are right after at most three rounds of doing what the errors say."""
+    for _ in range(4):
+        if "new folder" in complaint:
+            return True
+        for name in re.findall(r"(\S+) (?:cannot be read|is a folder).* delete it", complaint):
+            Path(name).rmdir() if Path(name).is_dir() else Path(name).unlink()
+        try:
+            return write(folder) == [] and equal(couplings(folder), right)
+        except ValueError as error:
+            complaint = str(error)
+    return False
+
+
+@pytest.mark.parametrize("num_mutations", [40, pytest.param(2_500, marks=pytest.mark.slow)])
+def test_damaged_couplings_are_the_teachers_or_are_refused(caches: Path, num_mutations: int) -> None:
+    attack(caches, num_mutations).check(num_mutations)
