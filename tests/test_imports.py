@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("reporting",),
+    ("locks", "reporting"),
     ("transfer", "reflow", "memory"),
     ("activations", "teacher"),
     ("diagnostics", "training", "checkpoint"),
@@ -26,6 +26,7 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What each part may import besides the standard library; recipes may import anything.
 LIBRARIES = {
+    "locks": set(),
     "transfer": {"torch"},
     "reflow": {"torch"},
     "memory": {"torch", "psutil"},
