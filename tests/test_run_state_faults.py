@@ -255,7 +255,7 @@ def test_contents_reach_the_disk_before_names_and_names_before_anything_is_remov
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of 50 or more processes that were killed while they saved, and of some whose files could not grow."""
     script = Path(__file__).parent / "killed_saves.py"
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("killed")), "50", "10"]
+    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("killed")), "50", "10", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # forks of a process with more threads can hang
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stderr
@@ -266,6 +266,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_latest_loads_after_every_kill(killed: dict[str, Any]) -> None:
     assert killed["num_loaded"] >= 50
     assert killed["num_in_the_middle"] >= 10
+    assert killed["num_lost"] == 0
     assert killed["state_is_that_of_an_uninterrupted_run"]
 
 
