@@ -102,10 +102,11 @@ def test_saving_changes_nothing(uninterrupted: dict[str, Any], tmp_path: Path) -
 def test_a_folder_holds_the_last_checkpoints_and_says_which_is_newest(saved: ToyRun) -> None:
     folder = saved.checkpoints.folder
     assert names(folder) == ["latest", "step-000002", "step-000003"]
-    name, digest = (folder / "latest").read_text().split()
+    name, digest, run = (folder / "latest").read_text().split()
     assert name == "step-000003"
     assert digest == sha256(folder / name / "manifest.json")
     manifest = json.loads((folder / name / "manifest.json").read_text())
+    assert run == manifest["run"] == json.loads((folder / "step-000002" / "manifest.json").read_text())["run"]
     assert manifest["position"] == {"step": 3, "losses": saved.losses}
     assert manifest["launch"] == {"num_processes": 1, "device": "cpu", "mixed_precision": "no"}
     assert set(manifest["files"]) == {path.name for path in (folder / name).iterdir()} - {"manifest.json"}

@@ -1,7 +1,8 @@
 """Checkpoint folders on disk: written whole or not at all, and found to be what was written before they are read.
 
-A run's folder holds `step-000120/`, with `manifest.json` in each, and `latest`, two lines: the name of the newest
-checkpoint and the sha256 of its manifest. Names that end in `.partial` or `.removed` are what an interrupted save left.
+A run's folder holds `step-000120/`, with `manifest.json` in each, and `latest`, three lines: the name of the newest
+checkpoint, the sha256 of its manifest, and the run's id, which is in the manifests too. Names that end in `.partial` or
+`.removed` are what an interrupted save left.
 """
 
 import errno
@@ -33,10 +34,11 @@ _UNFINISHED = ("*.partial", "*.removed")
 
 
 class Pointer(NamedTuple):
-    """What `latest` says: a checkpoint's name, and the sha256 of its manifest."""
+    """What `latest` says: a checkpoint's name, the sha256 of its manifest, and the run that saved it."""
 
     name: str
     sha256: str
+    run: str
 
 
 def find_checkpoint(folder: Path, name: str | Path) -> Path:
@@ -172,7 +174,7 @@ def point_latest_to(checkpoint: Path) -> None:
     if _pointer(folder) == pointer:
         return
     draft = folder / f"{LATEST}.partial"
-    _write(draft, f"{pointer.name}\n{pointer.sha256}\n".encode())
+    _write(draft, "".join(f"{line}\n" for line in pointer).encode())
     draft.replace(folder / LATEST)
     sync_folder(folder)
 
@@ -204,12 +206,12 @@ def _existing(folder: Path, name: str | Path) -> Path:
 def _pointer(folder: Path) -> Pointer | None:
     """What `latest` says; None where that is nothing."""
     content = read_regular(folder / LATEST)
-    match = re.fullmatch(rb"(step-[0-9]{6,})\n([0-9a-f]{64})\n", content or b"")
+    match = re.fullmatch(rb"(step-[0-9]{6,})\n([0-9a-f]{64})\n([0-9a-f]{32})\n", content or b"")
     return None if match is None else Pointer(*(part.decode() for part in match.groups()))
 
 
 def _pointer_to(checkpoint: Path) -> Pointer:
-    return Pointer(checkpoint.name, sha256(checkpoint / MANIFEST))
+    return Pointer(checkpoint.name, sha256(checkpoint / MANIFEST), read_manifest(checkpoint)["run"])
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
@@ -236,22 +238,10 @@ def _complaint(checkpoint: Path) -> str | None:
 def _intact(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint that is what was saved, by the run whose `latest` is beside it."""
     manifest = verify_files(checkpoint)
-    run = _run_of(checkpoint.parent)
-    if run is not None and manifest["run"] != run:
-        raise ValueError(f"another run than that of {LATEST} saved it; resume from it in a folder of its own")
+    latest = _pointer(checkpoint.parent)
+    if latest is not None and manifest["run"] != latest.run:
+        raise ValueError(f"another run than that of {latest.name} saved it; resume from it in a folder of its own")
     return manifest
-
-
-def _run_of(folder: Path) -> str | None:
-    """The run whose newest checkpoint `latest` names; None where that is not what `latest` was written with."""
-    latest = _pointer(folder)
-    if latest is None:
-        return None
-    try:
-        run: str = read_manifest(folder / latest.name)["run"]
-    except ValueError:
-        return None
-    return run if _pointer_to(folder / latest.name) == latest else None
 
 
 def _num_bytes(folder: Path) -> int:

@@ -28,6 +28,10 @@ class FolderLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
 
+    def release(self) -> None:
+        """Let others have it now."""
+        self._lock.release()
+
 
 _locks: WeakValueDictionary[Path, FolderLock] = WeakValueDictionary()
 
