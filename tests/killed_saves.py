@@ -99,7 +99,7 @@ def limit_files(folder: Path) -> dict[str, Any]:
             save_within(limit_bytes, folder, writer)
         os.waitpid(process, 0)
         os.close(writer)
-        errors.append(os.read(reader, 200).decode())
+        errors.append(os.read(reader, 1000).decode())
         os.close(reader)
         assert resumed(folder)[0] == 2
     run = ToyRun(folder)
@@ -118,7 +118,7 @@ def save_within(limit_bytes: int, folder: Path, writer: int) -> NoReturn:
     try:
         run.save()
     except Exception as error:
-        os.write(writer, f"{type(error).__name__}: {error}"[:200].encode())
+        os.write(writer, f"{type(error).__name__}: {error}"[:1000].encode())
     os._exit(0)
 
 

@@ -145,26 +145,30 @@ def test_contents_reach_the_disk_before_names_and_names_before_anything_is_remov
     ]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of 50 or more processes that were killed while they saved, and of some whose files could not grow."""
-    script = Path(__file__).parent / "killed_saves.py"
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("killed")), "50", "10", "0"]
+@pytest.fixture(scope="module", params=[(50, 10, 0), pytest.param((200, 60, 1), marks=pytest.mark.slow)], ids=str)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of so many processes that were killed at random moments, and of some whose files could not grow.
+
+    The parameters: how many kills, how many of them in the middle of a save, and the seed.
+    """
+    num_kills, num_wanted, _ = request.param
+    script, folder = Path(__file__).parent / "killed_saves.py", tmp_path_factory.mktemp("killed")
+    command = [sys.executable, str(script), str(folder), *map(str, request.param)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # forks of a process with more threads can hang
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
+    assert result["num_loaded"] >= num_kills
+    assert result["num_in_the_middle"] >= num_wanted
     return result
 
 
 def test_latest_loads_after_every_kill(killed: dict[str, Any]) -> None:
-    assert killed["num_loaded"] >= 50
-    assert killed["num_in_the_middle"] >= 10
-    assert killed["num_lost"] == 0
+    assert killed["num_lost"] == 0  # of the saves that the process knew to be complete
     assert killed["state_is_that_of_an_uninterrupted_run"]
 
 
 def test_latest_loads_after_every_write_beyond_the_limit(killed: dict[str, Any]) -> None:
     assert len(killed["errors"]) > 5
-    assert all(killed["errors"])  # each one raised
+    assert all("step-000003.partial could not be written: " in error for error in killed["errors"])
     assert killed["state_after_errors_is_that_of_an_uninterrupted_run"]

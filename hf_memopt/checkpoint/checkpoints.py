@@ -165,15 +165,16 @@ class Checkpoints:
                 manifest = read_manifest(found)
             self._check_launch(found, manifest["launch"])
             check_random_states(found, self._accelerator.process_index, self._accelerator.device)
+        is_own = files.is_own(self.folder, found)
+        with self._together():
+            if is_own and self._accelerator.is_main_process:
+                with files.writing(self.folder / files.LATEST):
+                    files.point_latest_to(found)
         with self._together(), weights_only():
             self._accelerator.load_state(str(found))
-        with self._together():
-            if files.is_own(self.folder, found):
-                self._newest, self._run = (manifest["step"], found), manifest["run"]
-                self._ours.add(found.name)
-                if self._accelerator.is_main_process:
-                    with files.writing(self.folder / files.LATEST):
-                        files.point_latest_to(found)
+        if is_own:
+            self._newest, self._run = (manifest["step"], found), manifest["run"]
+            self._ours.add(found.name)
         return manifest["position"]  # type: ignore[no-any-return]
 
     @contextmanager

@@ -115,12 +115,14 @@ def writing(target: Path) -> Iterator[None]:
         folder = next(parent for parent in target.parents if parent.is_dir())
         free = shutil.disk_usage(folder).free
         needed = max((_num_bytes(path) for path in folder.glob("step-*")), default=0)
-        code = getattr(error, "errno", None) or (errno.ENOSPC if free < needed else errno.EIO)
+        cause, code = str(error).partition("\n")[0], getattr(error, "errno", None)
+        if code is None:  # torch and safetensors tell less than the system told them
+            code = errno.ENOSPC if free < needed else errno.EIO
+            cause = f"{os.strerror(code)} ({cause})"
         raise OSError(
             code,
-            f"{target} could not be written: {os.strerror(code)} ({str(error).partition('\n')[0]}); its disk has "
-            f"{free:,} bytes free, and a checkpoint takes {needed:,} or more. Make room, or mend the permissions; "
-            f"'{LATEST}' names a valid checkpoint as before",
+            f"{target} could not be written: {cause}; its disk has {free:,} bytes free, and a checkpoint takes "
+            f"{needed:,} or more. Make room, or mend the permissions; what '{LATEST}' named is still there",
         ) from error
 
 
@@ -204,7 +206,13 @@ def _existing(folder: Path, name: str | Path) -> Path:
 
 
 def _pointer(folder: Path) -> Pointer | None:
-    """What `latest` says; None where that is nothing."""
+    """What `latest` says; None where that is nothing.
+
+    Raises:
+        ValueError: it cannot be read, or be replaced by a file.
+    """
+    if (folder / LATEST).is_dir():
+        raise ValueError(f"{folder / LATEST} is a folder instead of a file; remove it, or choose another folder")
     content = read_regular(folder / LATEST)
     match = re.fullmatch(rb"(step-[0-9]{6,})\n([0-9a-f]{64})\n([0-9a-f]{32})\n", content or b"")
     return None if match is None else Pointer(*(part.decode() for part in match.groups()))

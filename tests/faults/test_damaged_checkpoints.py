@@ -247,9 +247,7 @@ def test_an_older_name_with_another_checkpoint_is_refused(kind: Mutation, messag
 def test_latest_with_another_name_is_refused(saved: Saved) -> None:
     """Both checkpoints are valid, and the user says which."""
     latest_with_another_name(saved.folder / "step-000003", random.Random(0))
-    message = (
-        r"step-000002/manifest\.json is not the one that .*latest was written with; valid in .*: step-0+2, step-0"
-    )
+    message = r"step-000002/manifest\.json is not the one that .*latest was written with; valid in .*: step-0+2, step-0"
     with pytest.raises(ValueError, match=message):
         saved.run.resume("latest")
     saved.run.resume("step-000003")
