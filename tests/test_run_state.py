@@ -176,6 +176,20 @@ def test_a_checkpoint_of_another_run_goes_on_in_a_folder_of_its_own(
     assert before == {path: path.read_bytes() for path in saved.checkpoints.folder.rglob("*") if path.is_file()}
 
 
+def test_a_folder_that_was_moved_goes_on_from_another_working_directory(
+    uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ToyRun(Path("run")).train(3, save=True)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move("run", "elsewhere/moved")
+    monkeypatch.chdir("elsewhere")
+    resumed = ToyRun(Path("moved"), seed=1)
+    resumed.resume()
+    resumed.train(save=True)
+    assert resumed.state() == uninterrupted
+
+
 def test_a_renamed_copy_goes_on_in_a_folder_of_its_own(saved: ToyRun, tmp_path: Path) -> None:
     copy = shutil.copytree(saved.checkpoints.folder / "step-000002", tmp_path / "before-it-diverged")
     resumed = ToyRun(tmp_path / "other")
