@@ -236,8 +236,8 @@ def test_a_folder_takes_no_other_runs_checkpoint(inside: bool, saved: ToyRun, fo
     saved.resume()
 
 
-def test_other_folders_are_not_asked(saved: ToyRun, folder: Path, tmp_path: Path) -> None:
-    """A damaged `latest` does not hinder the remedy that its refusal names."""
+def test_the_remedy_for_a_damaged_latest_works(saved: ToyRun, folder: Path) -> None:
+    """A checkpoint of the same folder can be resumed by its name all the same."""
     (folder / "latest").write_text("step-000001\n")
     assert_refused(saved, "latest", "latest is damaged")
     saved.resume("step-000002")
