@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import HfArgumentParser
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.training.low_bit import BITS
@@ -142,6 +143,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
         check_folder(options.training)
     else:  # Trainer has checkpoints of its own
         check_unused(options.training)
+        resumed_folder(options.training)
     return options
 
 
@@ -225,3 +227,22 @@ def check_unused(training: Any) -> None:
             f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
             "or name another folder"
         )
+
+
+def resumed_folder(training: TrainingOptions) -> str | None:
+    """The checkpoint of Trainer's to resume from; None for a new run.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    name = training.resume_from_checkpoint
+    if name is None:
+        return None
+    output = Path(training.output_dir)
+    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={training.output_dir!r} holds one"
+        )
+    return folder

@@ -1,7 +1,6 @@
 """The training of `train_causal_lm.py` by transformers' Trainer instead of a loop of its own."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from datasets import DatasetDict
 from hf_memopt.callbacks import attach
 from hf_memopt.recipes import causal_lm_report as report
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
-from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions
+from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, resumed_folder
 from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
@@ -20,7 +19,6 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 
 def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict) -> dict[str, Any]:
@@ -51,25 +49,6 @@ def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blo
         trainer.evaluate()
     trainer.save_model()
     return report.results(options, trainer.accelerator, history(trainer.state), cost)
-
-
-def resumed_folder(training: TrainingOptions) -> str | None:
-    """The checkpoint of Trainer's to resume from; None for a new run.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    name = training.resume_from_checkpoint
-    if name is None:
-        return None
-    output = Path(training.output_dir)
-    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
-    if folder is None or not Path(folder).is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
-            f"where output_dir={training.output_dir!r} holds one"
-        )
-    return folder
 
 
 def training_arguments(training: TrainingOptions) -> TrainingArguments:

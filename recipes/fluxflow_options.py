@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from hf_memopt.recipes.causal_lm_options import OffloadOptions, as_settings, check_modes, flag, read_flags
+from hf_memopt.recipes.causal_lm_options import OffloadOptions, as_settings, check_folder, check_modes, flag, read_flags
 
 MIN_LPIPS_SIZE = 16  # VGG halves it four times
 
@@ -138,7 +137,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
-    _check_folder(options.training)
+    check_folder(options.training)
     return options
 
 
@@ -203,15 +202,4 @@ def _check_levers(options: Options) -> None:
         raise ValueError(
             "checkpoint_discriminator=True with spectral_norm=True: each forward pass moves spectral normalisation's "
             "power iteration on, and computing again would move it once more; leave one of them out"
-        )
-
-
-def _check_folder(training: TrainingOptions) -> None:
-    """Refuse another run's folder now, and not when the first checkpoint is due."""
-    output = Path(training.output_dir)
-    used = [name for name in ("results.json", "checkpoints/latest") if (output / name).exists()]
-    if used and training.resume_from_checkpoint is None:
-        raise ValueError(
-            f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
-            "or name another folder"
         )

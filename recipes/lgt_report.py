@@ -18,6 +18,8 @@ from hf_memopt.recipes.lgt_model import LatentTransfer
 from hf_memopt.recipes.lgt_run import Run
 from safetensors.torch import save
 
+from hf_memopt.checkpoint import find_checkpoint
+
 logger = logging.getLogger(__name__)
 
 EARLY_EPOCHS = 10  # in which the loss has to fall
@@ -39,10 +41,13 @@ class Check:
 
 
 def check_folder(checkpoint: CheckpointConfig) -> None:
-    """Refuse a folder that holds another run."""
+    """Refuse a folder that holds another run, and a checkpoint that is not there."""
     output = Path(checkpoint.save_dir)
-    used = [path.name for name in ("results.json", "checkpoints") for path in output.glob(name)]
-    if used and checkpoint.resume_from_checkpoint is None:
+    if checkpoint.resume_from_checkpoint is not None:
+        find_checkpoint(output / "checkpoints", checkpoint.resume_from_checkpoint)
+        return
+    used = [name for name in ("results.json", "checkpoints/latest") if (output / name).exists()]
+    if used:
         raise ValueError(
             f"checkpoint.save_dir={checkpoint.save_dir!r} already holds {used[0]}; go on with "
             "--checkpoint.resume_from_checkpoint latest, or name another folder"

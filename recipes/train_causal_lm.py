@@ -28,7 +28,7 @@ from hf_memopt.recipes import causal_lm_report as report
 from hf_memopt.recipes import planned, training_loop
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
 from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, parse
-from hf_memopt.recipes.training_loop import open_checkpoints, record, save_and_stop, set_up_logging
+from hf_memopt.recipes.training_loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     set_up_logging(accelerator)
+    lock = lock_output(accelerator, options.training.output_dir)
     with accelerator.main_process_first():  # the others find tokenized datasets in the cache
         texts = data.read_texts(options.data)
         tokenizer = data.make_tokenizer(options.model, texts)
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         tokenizer.save_pretrained(options.training.output_dir)
         report.write(results, Path(options.training.output_dir))
         logger.info("\n" + report.table(results))
+    lock.release()
     accelerator.end_training()
     return results
 

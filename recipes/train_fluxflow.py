@@ -34,6 +34,7 @@ from hf_memopt.recipes.fluxflow_losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow_model import build_models, stride
 from hf_memopt.recipes.fluxflow_options import Options, parse
 from hf_memopt.recipes.fluxflow_step import Gan, Optimizers, make_optimizers, step
+from hf_memopt.recipes.training_loop import lock_output
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import get_scheduler
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(options)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    lock = lock_output(accelerator, options.training.output_dir)
     options, accelerator, predicted = planned.applied(
         options, accelerator, partial(workload, options), make_accelerator
     )
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         save_vae(run, Path(options.training.output_dir))
         panels = report.panels(run.gan, panel_images(run.source, options))
         report.write(results, panels, Path(options.training.output_dir))
+    lock.release()
     accelerator.end_training()
     return results
 

@@ -31,7 +31,7 @@ from hf_memopt.recipes.lgt_config import Config
 from hf_memopt.recipes.lgt_evaluation import evaluate
 from hf_memopt.recipes.lgt_parsing import read_config
 from hf_memopt.recipes.lgt_run import Progress, Run, make_accelerator, measure, prepare, update, window_sizes
-from hf_memopt.recipes.training_loop import record, set_up_logging
+from hf_memopt.recipes.training_loop import lock_output, record, set_up_logging
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     report.check_folder(config.checkpoint)
     accelerator = make_accelerator(config)
     set_up_logging(accelerator)
+    lock = lock_output(accelerator, config.checkpoint.save_dir)
     torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
     train_data, held_out = data.load(config)
     logger.info(
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if accelerator.is_main_process:
         report.write(results, run.best_model(), run.bank, held_out, config)
     accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
+    lock.release()
     accelerator.end_training()
     return results
 

@@ -30,7 +30,7 @@ from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_id
 from hf_memopt.recipes.neural_operator_evaluation import LOSSES, evaluate
 from hf_memopt.recipes.neural_operator_model import make_model, save_model
 from hf_memopt.recipes.neural_operator_options import Options, TrainingOptions, parse
-from hf_memopt.recipes.training_loop import open_checkpoints, record, save_and_stop, set_up_logging
+from hf_memopt.recipes.training_loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
 from neuralop.training import AdamW
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     set_up_logging(accelerator)
+    lock = lock_output(accelerator, options.training.output_dir)
     with accelerator.main_process_first():  # the others find the files
         samples = data.load(options.data, accelerator.device)
     logger.info(
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         Path(options.training.output_dir).mkdir(parents=True, exist_ok=True)
         save_model(model, options.training.output_dir)
         report.write(results, model, samples, Path(options.training.output_dir))
+    lock.release()
     accelerator.end_training()
     return results
 

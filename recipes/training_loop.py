@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.checkpoint import Checkpoints
+from hf_memopt.checkpoint.folder_lock import FolderLock, lock_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,18 @@ def set_up_logging(accelerator: Accelerator) -> None:
     """Messages as they are, from the main process alone."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+
+
+def lock_output(accelerator: Accelerator, folder: str) -> FolderLock:
+    """Before any work: the main process takes a run's folder until the end of `main`, or until `release`.
+
+    Raises:
+        ValueError: another process writes there.
+    """
+    lock = lock_of(Path(folder))
+    if accelerator.is_main_process:
+        lock.acquire()
+    return lock
 
 
 @dataclass

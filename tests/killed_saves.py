@@ -1,4 +1,4 @@
-"""Kills processes that save checkpoints: `killed_saves.py <folder> <how many> <of these, how many in the middle>`.
+"""Kills processes that save checkpoints: `killed_saves.py <folder> <how many> <of these in the middle> <seed>`.
 
 Prints what came of it as JSON. Kills go on until enough of them have hit a save: a busy machine delays both sides.
 All processes are forks of this one, so that the imports are paid for once. Also lets processes save that may write only
@@ -23,48 +23,60 @@ TOO_MANY_STEPS = 10**6
 
 def main() -> None:
     os.fsync = lambda descriptor: None  # what a killed process wrote is there without it, and sooner
-    folder, num_kills, num_wanted = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    dice = random.Random(0)
-    num_loaded = num_in_the_middle = 0
+    folder, num_kills, num_wanted, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    dice = random.Random(seed)
+    num_loaded = num_in_the_middle = num_lost = 0
     ToyRun(folder).train(1, save=True)
     while num_loaded < num_kills or (num_loaded < 20 * num_kills and num_in_the_middle < num_wanted):
-        kill_one(folder, dice)
+        num_saved = kill_one(folder, dice)
         num_in_the_middle += unfinished(folder)
-        run = ToyRun(folder, seed=1)
-        run.resume()
+        num_steps, state = resumed(folder)
         num_loaded += 1
+        num_lost += num_steps < num_saved
     killed = {
         "num_loaded": num_loaded,
         "num_in_the_middle": num_in_the_middle,
-        "state_is_that_of_an_uninterrupted_run": run.state() == expected(folder, run.num_steps),
+        "num_lost": num_lost,
+        "state_is_that_of_an_uninterrupted_run": state == expected(folder, num_steps),
     }
     print(json.dumps({**killed, **limit_files(folder)}))
 
 
-def kill_one(folder: Path, dice: random.Random) -> None:
+def resumed(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Steps and state of `latest`. The run is over then, and the folder free for the next process."""
+    run = ToyRun(folder, seed=1)
+    run.resume()
+    return run.num_steps, run.state()
+
+
+def kill_one(folder: Path, dice: random.Random) -> int:
+    """The last step of which the killed process knew that it was saved."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
         train_on(folder, writer)
     os.close(writer)
-    assert os.read(reader, 1) == b"!"
-    time.sleep(dice.uniform(0, 0.05))
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-    os.close(reader)
+    with os.fdopen(reader) as saved:
+        steps = [saved.readline()]
+        time.sleep(dice.uniform(0, 0.05))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        steps += [line for line in saved if line.endswith("\n")]
+    return int(steps[-1])
 
 
 def train_on(folder: Path, writer: int) -> NoReturn:
     run = ToyRun(folder)
     run.resume()
-    os.write(writer, b"!")
-    run.train(TOO_MANY_STEPS, save=True)
+    while run.num_steps < TOO_MANY_STEPS:
+        os.write(writer, f"{run.num_steps}\n".encode())
+        run.train(run.num_steps + 1, save=True)
     os._exit(1)
 
 
 def unfinished(folder: Path) -> bool:
     """Whether a save or a removal was under way."""
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()} - {".lock"}
     newest = max(name for name in names if name.startswith("step-"))
     return any("." in name for name in names) or not (folder / "latest").read_text().startswith(newest)
 
@@ -87,11 +99,11 @@ def limit_files(folder: Path) -> dict[str, Any]:
             save_within(limit_bytes, folder, writer)
         os.waitpid(process, 0)
         os.close(writer)
-        errors.append(os.read(reader, 200).decode())
+        errors.append(os.read(reader, 1000).decode())
         os.close(reader)
-        run = ToyRun(folder, seed=1)
-        run.resume()
-        assert run.num_steps == 2
+        assert resumed(folder)[0] == 2
+    run = ToyRun(folder)
+    run.resume()
     run.train(4, save=True)
     same = run.state() == expected(folder, 4)
     return {"errors": errors, "state_after_errors_is_that_of_an_uninterrupted_run": same}
@@ -106,7 +118,7 @@ def save_within(limit_bytes: int, folder: Path, writer: int) -> NoReturn:
     try:
         run.save()
     except Exception as error:
-        os.write(writer, f"{type(error).__name__}: {error}"[:200].encode())
+        os.write(writer, f"{type(error).__name__}: {error}"[:1000].encode())
     os._exit(0)
 
 

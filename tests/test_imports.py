@@ -35,7 +35,7 @@ LIBRARIES = {
     "diagnostics": {"torch", "psutil"},
     "reporting": {"matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
-    "checkpoint": {"torch", "accelerate"},
+    "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "planning": {"torch", "accelerate", "transformers", "peft", "tqdm", "yaml"},
     "integrations": set(),
     "integrations.lerobot": {

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches, files
+from hf_memopt.checkpoint.manifest import sha256
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
     run.train()
     return run.state()
+
+
+def names(folder: Path) -> list[str]:
+    """All that is in it beside the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 class Killed(BaseException):
@@ -95,11 +101,12 @@ def test_saving_changes_nothing(uninterrupted: dict[str, Any], tmp_path: Path) -
 
 def test_a_folder_holds_the_last_checkpoints_and_says_which_is_newest(saved: ToyRun) -> None:
     folder = saved.checkpoints.folder
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000002", "step-000003"]
-    name, digest = (folder / "latest").read_text().split()
+    assert names(folder) == ["latest", "step-000002", "step-000003"]
+    name, digest, run = (folder / "latest").read_text().split()
     assert name == "step-000003"
-    assert digest == files._sha256(folder / name / "manifest.json")
+    assert digest == sha256(folder / name / "manifest.json")
     manifest = json.loads((folder / name / "manifest.json").read_text())
+    assert run == manifest["run"] == json.loads((folder / "step-000002" / "manifest.json").read_text())["run"]
     assert manifest["position"] == {"step": 3, "losses": saved.losses}
     assert manifest["launch"] == {"num_processes": 1, "device": "cpu", "mixed_precision": "no"}
     assert set(manifest["files"]) == {path.name for path in (folder / name).iterdir()} - {"manifest.json"}
@@ -141,7 +148,7 @@ def test_what_an_interrupted_save_left_is_cleared_away(saved: ToyRun) -> None:
     resumed = ToyRun(folder)
     resumed.resume()
     resumed.train(4, save=True)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000003", "step-000004"]
+    assert names(folder) == ["latest", "step-000003", "step-000004"]
     assert files.verified(folder, "latest")[1]["step"] == 4
 
 
@@ -169,16 +176,26 @@ def test_a_checkpoint_of_another_run_goes_on_in_a_folder_of_its_own(
     assert before == {path: path.read_bytes() for path in saved.checkpoints.folder.rglob("*") if path.is_file()}
 
 
-def test_a_renamed_copy_is_loaded_but_never_latest(saved: ToyRun) -> None:
-    folder = saved.checkpoints.folder
-    copy = shutil.copytree(folder / "step-000002", folder / "before-it-diverged")
-    before = (folder / "latest").read_text()
-    resumed = ToyRun(folder)
-    resumed.resume(copy.name)
-    assert resumed.num_steps == 2
-    assert (folder / "latest").read_text() == before
-    with pytest.raises(ValueError, match="holds step-000003, which this run neither saved nor resumed from"):
-        resumed.train(save=True)
+def test_a_folder_that_was_moved_goes_on_from_another_working_directory(
+    uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ToyRun(Path("run")).train(3, save=True)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move("run", "elsewhere/moved")
+    monkeypatch.chdir("elsewhere")
+    resumed = ToyRun(Path("moved"), seed=1)
+    resumed.resume()
+    resumed.train(save=True)
+    assert resumed.state() == uninterrupted
+
+
+def test_a_renamed_copy_goes_on_in_a_folder_of_its_own(saved: ToyRun, tmp_path: Path) -> None:
+    copy = shutil.copytree(saved.checkpoints.folder / "step-000002", tmp_path / "before-it-diverged")
+    resumed = ToyRun(tmp_path / "other")
+    resumed.resume(copy)
+    resumed.train(save=True)
+    assert names(tmp_path / "other") == ["latest", "step-000005", "step-000006"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_processes", 2), ("device", "cuda"), ("mixed_precision", "bf16")])
@@ -204,7 +221,7 @@ def test_bad_arguments_are_refused(saved: ToyRun, tmp_path: Path) -> None:
         assert not saved.accelerator.sync_gradients
         with pytest.raises(ValueError, match="step=4: this is the middle of an accumulation window"):
             checkpoints.save(4, {})
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step-000002", "step-000003"]
+    assert names(checkpoints.folder) == ["latest", "step-000002", "step-000003"]
 
 
 def train_until_stopped(run: ToyRun, number: int) -> None:

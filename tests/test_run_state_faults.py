@@ -4,18 +4,15 @@ import errno
 import itertools
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate.utils.other
 import pytest
 import torch
-from accelerate import Accelerator
 from patience import HANG_S
 from toy_run import ToyRun
 
@@ -42,109 +39,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
     run.train()
     return run.state()
-
-
-def flip_byte(folder: Path, file: Path, dice: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    content[dice.randrange(len(content))] ^= dice.randrange(1, 256)
-    file.write_bytes(content)
-
-
-def truncate(folder: Path, file: Path, dice: random.Random) -> None:
-    os.truncate(file, dice.randrange(file.stat().st_size))
-
-
-def append(folder: Path, file: Path, dice: random.Random) -> None:
-    file.write_bytes(file.read_bytes() + dice.randbytes(dice.randrange(1, 9)))
-
-
-def delete(folder: Path, file: Path, dice: random.Random) -> None:
-    file.unlink()
-
-
-def swap(folder: Path, file: Path, dice: random.Random) -> None:
-    other = dice.choice([each for each in sorted(folder.iterdir()) if each != file])
-    ours, theirs = file.read_bytes(), other.read_bytes()
-    file.write_bytes(theirs)
-    other.write_bytes(ours)
-
-
-def add(folder: Path, file: Path, dice: random.Random) -> None:
-    shutil.copy(file, folder / f"copy_of_{file.name}")
-
-
-def take_from_another_step(folder: Path, file: Path, dice: random.Random) -> None:
-    shutil.copy(folder.parent / "step-000002" / file.name, file)
-
-
-def edit_manifest(folder: Path, file: Path, dice: random.Random) -> None:
-    """Digits, or a whole figure: what a person or a script would do."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    field = dice.choice(["position", "launch", "files", "step"])
-    manifest[field] = {} if field != "step" else 2
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-
-
-def damage_latest(folder: Path, file: Path, dice: random.Random) -> None:
-    dice.choice([flip_byte, truncate, append])(folder, folder.parent / "latest", dice)
-
-
-def old_latest(folder: Path, file: Path, dice: random.Random) -> None:
-    """Names another checkpoint, which is valid, with this one's digest."""
-    latest = folder.parent / "latest"
-    latest.write_text(latest.read_text().replace("step-000003", "step-000002"))
-
-
-MUTATIONS: list[Callable[[Path, Path, random.Random], None]] = [
-    *[flip_byte] * 8,
-    *[truncate, append, delete, swap, add, take_from_another_step, edit_manifest, damage_latest, old_latest],
-]
-
-
-def test_no_damaged_checkpoint_is_loaded(saved: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """500 of them: nothing is loaded, and the message names a valid checkpoint."""
-    folder = saved.checkpoints.folder
-    pristine = folder.with_name("pristine")
-    shutil.copytree(folder, pristine)
-    monkeypatch.setattr(Accelerator, "load_state", lambda *_: pytest.fail("loaded"))
-    dice = random.Random(0)
-    num_damaged = 0
-    for mutate in itertools.cycle(MUTATIONS):
-        mutate(folder / "step-000003", dice.choice(sorted((folder / "step-000003").iterdir())), dice)
-        if content(folder) == content(pristine):
-            continue  # some files are the same in both checkpoints
-        with pytest.raises(ValueError, match=r"(is not what was saved|is damaged).*; valid in .*: step-000002"):
-            saved.checkpoints.resume("latest")
-        num_damaged += 1
-        if num_damaged == 500:
-            return
-        shutil.rmtree(folder)
-        shutil.copytree(pristine, folder)
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize(
-    ("mutate", "message"),
-    [
-        (flip_byte, r"scheduler\.bin differs from what was saved \(sha256\)"),
-        (truncate, r"scheduler\.bin has \d+ bytes instead of \d+"),
-        (delete, r"scheduler\.bin is missing"),
-        (add, r"copy_of_scheduler\.bin is not part of it; remove that file"),
-        (edit_manifest, r"manifest\.json was changed after it had been written"),
-        (old_latest, r"step-000002/manifest\.json is not the one that .*latest was written with"),
-    ],
-)
-def test_a_refusal_names_the_file_and_the_remedy(mutate: Any, message: str, saved: ToyRun) -> None:
-    folder = saved.checkpoints.folder / "step-000003"
-    mutate(folder, folder / "scheduler.bin", random.Random(0))
-    before = saved.state()
-    with pytest.raises(ValueError, match=rf"{message}; valid in .*step-000002.*Resume from one of them by its path"):
-        saved.checkpoints.resume("latest")
-    assert saved.state() == before
-    saved.checkpoints.resume("step-000002")
 
 
 def test_refusals_without_a_valid_checkpoint(saved: ToyRun, tmp_path: Path) -> None:
@@ -251,25 +145,30 @@ def test_contents_reach_the_disk_before_names_and_names_before_anything_is_remov
     ]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of 50 or more processes that were killed while they saved, and of some whose files could not grow."""
-    script = Path(__file__).parent / "killed_saves.py"
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("killed")), "50", "10"]
+@pytest.fixture(scope="module", params=[(50, 10, 0), pytest.param((200, 60, 1), marks=pytest.mark.slow)], ids=str)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of so many processes that were killed at random moments, and of some whose files could not grow.
+
+    The parameters: how many kills, how many of them in the middle of a save, and the seed.
+    """
+    num_kills, num_wanted, _ = request.param
+    script, folder = Path(__file__).parent / "killed_saves.py", tmp_path_factory.mktemp("killed")
+    command = [sys.executable, str(script), str(folder), *map(str, request.param)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # forks of a process with more threads can hang
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
+    assert result["num_loaded"] >= num_kills
+    assert result["num_in_the_middle"] >= num_wanted
     return result
 
 
 def test_latest_loads_after_every_kill(killed: dict[str, Any]) -> None:
-    assert killed["num_loaded"] >= 50
-    assert killed["num_in_the_middle"] >= 10
+    assert killed["num_lost"] == 0  # of the saves that the process knew to be complete
     assert killed["state_is_that_of_an_uninterrupted_run"]
 
 
 def test_latest_loads_after_every_write_beyond_the_limit(killed: dict[str, Any]) -> None:
     assert len(killed["errors"]) > 5
-    assert all(killed["errors"])  # each one raised
+    assert all("step-000003.partial could not be written: " in error for error in killed["errors"])
     assert killed["state_after_errors_is_that_of_an_uninterrupted_run"]

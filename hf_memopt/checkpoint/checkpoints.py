@@ -1,8 +1,10 @@
 """Checkpoints of a training run on Accelerate: atomic, verified, and saved before the process is told to go."""
 
 import json
+import os
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 
 from hf_memopt.checkpoint import files
+from hf_memopt.checkpoint.folder_lock import lock_of
+from hf_memopt.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
 from hf_memopt.checkpoint.signals import StopSignals
+from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
+
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
 class Checkpoints:
@@ -22,10 +29,12 @@ class Checkpoints:
     Accelerate writes models, optimizers, schedulers, the loss scaler, random number generators and whatever was given
     to `register_for_checkpointing`. Added here: a checkpoint is under its name, and named by the file `latest`, only
     when all of its files are on disk; a manifest with the sha256 of each, without which nothing is loaded; files that
-    have the mode that the umask gives; the position in the data; and the end of the run at SIGTERM and SIGINT.
+    have the mode that the umask gives; the position in the data; and the end of the run at SIGTERM and SIGINT. No code
+    that a checkpoint names is ever run: states are tensors, numbers, strings, lists, tuples and dicts.
 
-    All ranks call `save`, `resume` and `stop_requested` together. What fails on one rank raises on all: there the error
-    itself, elsewhere a RuntimeError that names it. All nodes have to see the same `folder`.
+    All ranks call `save`, `resume`, `stopping_on_signal` and `stop_requested` together. What fails on one rank raises
+    on all: there the error itself, elsewhere a RuntimeError that names it. All nodes have to see the same `folder`,
+    which one run at a time has: from `resume` or `stopping_on_signal` on, at the latest from the first save.
 
     Args:
         accelerator: everything has to be prepared and registered before the first call.
@@ -34,7 +43,8 @@ class Checkpoints:
         safe_serialization: write weights as safetensors; False where a model's state dict holds more than tensors.
 
     Raises:
-        ValueError: `keep_last` is less than 1.
+        ValueError: `keep_last` is less than 1, or the accelerator uses DeepSpeed, FSDP or Megatron-LM, whose loaders
+            unpickle whatever a file names.
 
     Example:
         >>> checkpoints = Checkpoints(accelerator, "outputs/checkpoints")
@@ -55,11 +65,18 @@ class Checkpoints:
     ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+        if accelerator.distributed_type in _REFUSED:
+            raise ValueError(
+                f"accelerator uses {accelerator.distributed_type.value}, whose loaders run what a file names; use DDP, "
+                "or accelerator.save_state and load_state where you trust all checkpoints"
+            )
         self.folder = Path(folder)
         self._accelerator = accelerator
         self._keep_last = keep_last
         self._safe_serialization = safe_serialization
         self._newest: tuple[int, Path] | None = None
+        self._lock = lock_of(self.folder)
+        self._run = uuid.uuid4().hex
         self._ours: set[str] = set()  # names in `folder` that this object saved, began to save, or resumed
         self._signals = StopSignals()
         self._agreed_signal = 0
@@ -67,7 +84,7 @@ class Checkpoints:
     @property
     def has_latest(self) -> bool:
         """Whether there is a checkpoint to resume from, valid or not."""
-        return (self.folder / files.LATEST).is_file()
+        return files.has_latest(self.folder)
 
     def save(self, step: int, position: dict[str, Any]) -> Path:
         """Save the state after `step` updates; a step that is saved already is not saved again.
@@ -83,28 +100,32 @@ class Checkpoints:
 
         Raises:
             ValueError: `step` is negative, `position` is nothing for JSON, it is the middle of an accumulation window
-                (gradients are not saved), or `folder` holds checkpoints that this run neither saved nor resumed from.
-            OSError, or what torch and safetensors raise for it: a file could not be written. `latest` names a valid
-                checkpoint all the same, mostly the one before.
+                (gradients are not saved), a registered object's state is more than tensors and plain values, `folder`
+                holds checkpoints that this run neither saved nor resumed from, or another process is writing there.
+            OSError: a file could not be written: says which, and how many bytes are free and needed. `latest` names a
+                valid checkpoint all the same, mostly the one before.
         """
         if self._newest is not None and self._newest[0] == step:
             return self._newest[1]
-        checkpoint = self.folder / files.checkpoint_name(step)
+        checkpoint = self.folder / checkpoint_name(step)
         draft = files.draft_of(checkpoint)
         with self._together():
             self._check_saving(step, position)
+            self._claim()
             if self._accelerator.is_main_process:
-                files.begin(draft)
+                with files.writing(draft):
+                    files.begin(draft)
         self._ours.add(checkpoint.name)
         try:
-            with self._together():
+            with self._together(), files.writing(draft):
                 self._accelerator.save_state(str(draft), safe_serialization=self._safe_serialization)
-            with self._together():
+            with self._together(), files.writing(draft):
                 files.sync_files(draft)
             with self._together():
                 if self._accelerator.is_main_process:
-                    header = {"step": step, "position": json.loads(json.dumps(position)), "launch": self._launch()}
-                    files.publish(draft, header, checkpoint)
+                    check_pickles(draft)
+                    with files.writing(draft):
+                        files.publish(draft, self._header(step, position), checkpoint)
         except Exception:
             if self._accelerator.is_main_process and draft.is_dir():
                 shutil.rmtree(draft)
@@ -119,31 +140,41 @@ class Checkpoints:
         """Verify a checkpoint, load it, and return the `position` that it was saved with.
 
         Nothing is loaded of a checkpoint that is not what was saved, and no other one is taken in its place. One from
-        this run's `folder` becomes `latest`; newer ones are overwritten when training gets there again.
+        this run's `folder` becomes `latest`; newer ones are overwritten when training gets there again. A folder that
+        cannot be written to will do while its `latest` stays as it is.
 
         Args:
             name: "latest", a path, or the name of a checkpoint in `folder`.
 
         Raises:
             ValueError: there is no such checkpoint; a file is missing, damaged or not part of it (it names the file,
-                and the checkpoints that are valid); or it was saved by another number of processes, on another kind of
-                device or in another precision, where training would not go on as it would have.
+                and the checkpoints that are valid); `folder` holds checkpoints and this is none of them; another
+                process is writing in `folder`; a state is more than tensors and plain values; random states cannot be
+                set here; or it was saved by another number of processes, on another kind of device or in another
+                precision, where training would not go on as it would have.
+            OSError: `latest` could not be written.
         """
         with self._together():
             if self._accelerator.is_main_process:
+                if os.access(self.folder, os.W_OK):
+                    self._lock.acquire()
                 found, manifest = files.verified(self.folder, name)
+                check_pickles(found)
             else:  # one rank reads all files
                 found = files.find_checkpoint(self.folder, name)
-                manifest = files.read_manifest(found)
+                manifest = read_manifest(found)
             self._check_launch(found, manifest["launch"])
+            check_random_states(found, self._accelerator.process_index, self._accelerator.device)
+        is_own = files.is_own(self.folder, found)
         with self._together():
-            self._accelerator.load_state(str(found))
-        with self._together():
-            if found.resolve() == (self.folder / files.checkpoint_name(manifest["step"])).resolve():
-                self._newest = manifest["step"], found
-                self._ours.add(found.name)
-                if self._accelerator.is_main_process:
+            if is_own and self._accelerator.is_main_process:
+                with files.writing(self.folder / files.LATEST):
                     files.point_latest_to(found)
+        with self._together(), weights_only():
+            self._accelerator.load_state(str(found))
+        if is_own:
+            self._newest, self._run = (manifest["step"], found), manifest["run"]
+            self._ours.add(found.name)
         return manifest["position"]  # type: ignore[no-any-return]
 
     @contextmanager
@@ -154,10 +185,13 @@ class Checkpoints:
         that interrupts at once. A signal that no `stop_requested` has answered counts when the loop is over.
 
         Raises:
+            ValueError: at the beginning, as from `save`: the folder is another run's or another process's.
             SystemExit: at the end, on all ranks, where `stop_requested` was true.
             KeyboardInterrupt: at a SIGINT after the first signal.
         """
         self._agreed_signal = 0
+        with self._together():
+            self._claim()
         with self._signals.listening():
             yield
         if self._agreed_signal:
@@ -188,12 +222,28 @@ class Checkpoints:
             json.dumps(position)
         except (TypeError, ValueError) as error:
             raise ValueError(f"position={position}: {error}; use numbers, strings, lists and dictionaries") from error
+
+    def _claim(self) -> None:
+        """Refuse a folder that is another run's or another process's, before anything is trained or written."""
+        if not self._accelerator.is_main_process:
+            return
+        with files.writing(self.folder / files.LATEST):
+            self._lock.acquire()
+            files.sync_folder(self.folder.parent)
         latest = files.read_latest(self.folder)
         if latest is not None and latest.name not in self._ours:
             raise ValueError(
                 f"folder={str(self.folder)!r} holds {latest.name}, which this run neither saved nor resumed from; "
                 "resume from it or choose another folder"
             )
+
+    def _header(self, step: int, position: dict[str, Any]) -> Manifest:
+        return {
+            "step": step,
+            "run": self._run,
+            "position": json.loads(json.dumps(position)),
+            "launch": self._launch(),
+        }
 
     def _launch(self) -> dict[str, Any]:
         accelerator = self._accelerator

@@ -1,52 +1,70 @@
 """Checkpoint folders on disk: written whole or not at all, and found to be what was written before they are read.
 
-A run's folder holds `step-000120/`, with `manifest.json` in each, and `latest`, two lines: the name of the newest
-checkpoint and the sha256 of its manifest. Names that end in `.partial` or `.removed` are what an interrupted save left.
+A run's folder holds `step-000120/`, with `manifest.json` in each, and `latest`, three lines: the name of the newest
+checkpoint, the sha256 of its manifest, and the run's id, which is in the manifests too. Names that end in `.partial` or
+`.removed` are what an interrupted save left.
 """
 
-import hashlib
-import json
+import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-MANIFEST = "manifest.json"
+from safetensors import SafetensorError
+
+from hf_memopt.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    files_below,
+    is_checkpoint_name,
+    list_files,
+    read_manifest,
+    read_regular,
+    render,
+    sha256,
+    verify_files,
+)
+
 LATEST = "latest"
 _UNFINISHED = ("*.partial", "*.removed")
 
-Manifest = dict[str, Any]
-
 
 class Pointer(NamedTuple):
-    """What `latest` says: a checkpoint's name, and the sha256 of its manifest."""
+    """What `latest` says: a checkpoint's name, the sha256 of its manifest, and the run that saved it."""
 
     name: str
     sha256: str
-
-
-def checkpoint_name(step: int) -> str:
-    """Name of the folder of a step."""
-    return f"step-{step:06d}"
+    run: str
 
 
 def find_checkpoint(folder: Path, name: str | Path) -> Path:
     """The folder that `name` stands for: "latest", a path, or the name of a checkpoint in `folder`. Reads no states.
 
     Raises:
-        ValueError: there is none, or `latest` cannot be read.
+        ValueError: there is none, `latest` cannot be read, or `folder` holds checkpoints and this is none of them.
     """
     if str(name) == LATEST:
-        pointer = read_latest(folder)
-        if pointer is None:
+        latest = read_latest(folder)
+        if latest is None:
             raise ValueError(f"checkpoint 'latest': {folder} has no file of that name; {_remedy(folder)}")
-        return folder / pointer.name
-    for candidate in (Path(name), folder / name):
-        if candidate.is_dir():
-            return candidate
-    raise ValueError(f"checkpoint {str(name)!r}: no such folder, and none in {folder}; {_remedy(folder)}")
+        return folder / latest.name
+    found = _existing(folder, name)
+    latest = _pointer(folder)
+    if latest is not None and not is_own(folder, found):
+        raise ValueError(
+            f"checkpoint {found} is none of those in {folder}, which holds {latest.name}, and a folder is for one run; "
+            f"resume from {latest.name}, or choose another folder"
+        )
+    return found
+
+
+def is_own(folder: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one that runs in `folder` save and remove."""
+    return is_checkpoint_name(checkpoint.name) and checkpoint.parent.resolve() == folder.resolve()
 
 
 def read_latest(folder: Path) -> Pointer | None:
@@ -55,51 +73,32 @@ def read_latest(folder: Path) -> Pointer | None:
     Raises:
         ValueError: it is not what was written.
     """
-    file = folder / LATEST
-    if not file.is_file():
-        return None
-    match = re.fullmatch(rb"(step-[0-9]{6,})\n([0-9a-f]{64})\n", file.read_bytes())
-    if match is None:
-        raise ValueError(f"{file} is damaged: it should name a checkpoint; {_remedy(folder)}")
-    return Pointer(*(part.decode() for part in match.groups()))
+    pointer = _pointer(folder)
+    if pointer is None and has_latest(folder):
+        raise ValueError(f"{folder / LATEST} is damaged: it should name a checkpoint; {_remedy(folder)}")
+    return pointer
+
+
+def has_latest(folder: Path) -> bool:
+    """Whether there is something of the name `latest`."""
+    return os.path.lexists(folder / LATEST)
 
 
 def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
     """The checkpoint that `name` stands for and its manifest, after reading all of its files.
 
     Raises:
-        ValueError: a file is missing, is not the checkpoint's, or differs from what was saved; it names the file, and
-            valid checkpoints in `folder`.
+        ValueError: as from `find_checkpoint`; or a file is missing, is not the checkpoint's, or differs from what was
+            saved; or it is another checkpoint's folder. It names the file, and valid checkpoints in `folder`.
     """
     found = find_checkpoint(folder, name)
-    complaint = _complaint(found)
-    if complaint is None and str(name) == LATEST:
-        pointer = read_latest(folder)
-        if pointer is None or pointer.sha256 != _sha256(found / MANIFEST):
-            complaint = f"{found / MANIFEST} is not the one that {folder / LATEST} was written with"
-    if complaint is not None:
-        raise ValueError(f"checkpoint {found} is not what was saved: {complaint}; {_remedy(folder)}")
-    return found, read_manifest(found)
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """What `manifest.json` says.
-
-    Raises:
-        ValueError: there is none, or it is not what was written.
-    """
-    file = checkpoint / MANIFEST
-    if not file.is_file():
-        raise ValueError(f"{MANIFEST} is missing from {checkpoint}")
-    written = file.read_bytes()
     try:
-        manifest = json.loads(written)
-        manifest.pop("sha256")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if _render(manifest) != written:
-        raise ValueError(f"{file} was changed after it had been written")
-    return manifest  # type: ignore[no-any-return]
+        manifest = _intact(found)
+        if str(name) == LATEST and _pointer(folder) != _pointer_to(found):
+            raise ValueError(f"{found / MANIFEST} is not the one that {folder / LATEST} was written with")
+    except ValueError as error:
+        raise ValueError(f"checkpoint {found} is not what was saved: {error}; {_remedy(folder)}") from error
+    return found, manifest
 
 
 def draft_of(checkpoint: Path) -> Path:
@@ -107,11 +106,32 @@ def draft_of(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.partial")
 
 
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """What cannot be written inside raises an OSError that names `target`, and how many bytes are free and needed."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        folder = next(parent for parent in target.parents if parent.is_dir())
+        free = shutil.disk_usage(folder).free
+        needed = max((_num_bytes(path) for path in folder.glob("step-*")), default=0)
+        cause, code = str(error).partition("\n")[0], getattr(error, "errno", None)
+        if code is None:  # torch and safetensors tell less than the system told them
+            code = errno.ENOSPC if free < needed else errno.EIO
+            cause = f"{os.strerror(code)} ({cause})"
+        raise OSError(
+            code,
+            f"{target} could not be written: {cause}; its disk has {free:,} bytes free, and a checkpoint takes "
+            f"{needed:,} or more. Make room, or mend the permissions; what '{LATEST}' named is still there",
+        ) from error
+
+
 def begin(draft: Path) -> None:
-    """Make an empty folder to write a checkpoint into, and remove what interrupted saves left beside it."""
+    """Make an empty folder to write a checkpoint into, and remove what interrupted saves left beside it.
+
+    Only for who has the folder's lock: another process's draft would be taken for one of these.
+    """
     folder = draft.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    sync_folder(folder.parent)
     for pattern in _UNFINISHED:
         for left in folder.glob(pattern):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -120,7 +140,7 @@ def begin(draft: Path) -> None:
 
 def sync_files(folder: Path) -> None:
     """Wait until the contents of all files below `folder` are on disk."""
-    for file in _files(folder):
+    for file in files_below(folder):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
 
@@ -140,8 +160,7 @@ def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
     A checkpoint of that name, which `latest` must not name, is replaced.
     """
     _set_modes(draft)
-    sizes_and_hashes = {_relative(draft, file): _entry(file) for file in _files(draft)}
-    _write(draft / MANIFEST, _render({**header, "files": sizes_and_hashes}))
+    _write(draft / MANIFEST, render({**header, "files": list_files(draft)}))
     for subfolder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
         sync_folder(subfolder)
     remove([checkpoint] if checkpoint.exists() else [])
@@ -151,10 +170,13 @@ def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Let `latest` name this checkpoint; it always names the former one or this one."""
+    """Let `latest` name this checkpoint; it always names the former one or this one. Writes nothing if it does."""
     folder = checkpoint.parent
+    pointer = _pointer_to(checkpoint)
+    if _pointer(folder) == pointer:
+        return
     draft = folder / f"{LATEST}.partial"
-    _write(draft, f"{checkpoint.name}\n{_sha256(checkpoint / MANIFEST)}\n".encode())
+    _write(draft, "".join(f"{line}\n" for line in pointer).encode())
     draft.replace(folder / LATEST)
     sync_folder(folder)
 
@@ -173,9 +195,36 @@ def older_than(folder: Path, step: int, keep_last: int) -> list[Path]:
     return upto[: max(0, len(upto) - keep_last)]
 
 
+def _existing(folder: Path, name: str | Path) -> Path:
+    try:
+        for candidate in (Path(name), folder / name):
+            if candidate.is_dir():
+                return candidate
+    except OSError as error:
+        raise ValueError(f"checkpoint {str(name)!r} cannot be read: {error.strerror}; {_remedy(folder)}") from error
+    raise ValueError(f"checkpoint {str(name)!r}: no such folder, and none in {folder}; {_remedy(folder)}")
+
+
+def _pointer(folder: Path) -> Pointer | None:
+    """What `latest` says; None where that is nothing.
+
+    Raises:
+        ValueError: it cannot be read, or be replaced by a file.
+    """
+    if (folder / LATEST).is_dir():
+        raise ValueError(f"{folder / LATEST} is a folder instead of a file; remove it, or choose another folder")
+    content = read_regular(folder / LATEST)
+    match = re.fullmatch(rb"(step-[0-9]{6,})\n([0-9a-f]{64})\n([0-9a-f]{32})\n", content or b"")
+    return None if match is None else Pointer(*(part.decode() for part in match.groups()))
+
+
+def _pointer_to(checkpoint: Path) -> Pointer:
+    return Pointer(checkpoint.name, sha256(checkpoint / MANIFEST), read_manifest(checkpoint)["run"])
+
+
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    matches = [(re.fullmatch(r"step-([0-9]{6,})", path.name), path) for path in folder.glob("step-*") if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    paths = [path for path in folder.glob("step-*") if is_checkpoint_name(path.name) and path.is_dir()]
+    return sorted((int(path.name.removeprefix("step-")), path) for path in paths)
 
 
 def _remedy(folder: Path) -> str:
@@ -188,49 +237,29 @@ def _remedy(folder: Path) -> str:
 def _complaint(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None where it is what was saved."""
     try:
-        listed = read_manifest(checkpoint)["files"]
+        _intact(checkpoint)
     except ValueError as error:
         return str(error)
-    found = {_relative(checkpoint, file) for file in _files(checkpoint)} - {MANIFEST}
-    for name in sorted(found | listed.keys()):
-        if name not in found:
-            return f"{name} is missing"
-        if name not in listed:
-            return f"{name} is not part of it; remove that file"
-        if (checkpoint / name).stat().st_size != listed[name]["bytes"]:
-            return f"{name} has {(checkpoint / name).stat().st_size} bytes instead of {listed[name]['bytes']}"
-        if _sha256(checkpoint / name) != listed[name]["sha256"]:
-            return f"{name} differs from what was saved (sha256)"
     return None
 
 
-def _entry(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+def _intact(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint that is what was saved, by the run whose `latest` is beside it."""
+    manifest = verify_files(checkpoint)
+    latest = _pointer(checkpoint.parent)
+    if latest is not None and manifest["run"] != latest.run:
+        raise ValueError(f"another run than that of {latest.name} saved it; resume from it in a folder of its own")
+    return manifest
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _render(manifest: Manifest) -> bytes:
-    """A manifest as it is written, with the digest of all the rest at its end."""
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return (json.dumps({**manifest, "sha256": digest}, indent=1) + "\n").encode()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if not path.is_dir())
-
-
-def _relative(folder: Path, file: Path) -> str:
-    return file.relative_to(folder).as_posix()
+def _num_bytes(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in files_below(folder))
 
 
 def _set_modes(draft: Path) -> None:
     """What the umask gives to new files, as the draft itself has it: safetensors writes files that only we can read."""
     mode = draft.stat().st_mode & 0o666
-    for file in _files(draft):
+    for file in files_below(draft):
         if file.stat().st_mode & 0o777 != mode:
             file.chmod(mode)
 

@@ -1,6 +1,9 @@
 """What checkpoints rely on in accelerate, safetensors and torch's loaders. A failure names who relies on it."""
 
 import inspect
+import os
+import pickle
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -8,15 +11,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.checkpointing import save_custom_state
+from accelerate.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
-from accelerate.utils import DataLoaderConfiguration, save
+from accelerate.utils import DataLoaderConfiguration, load, save
+from accelerate.utils.constants import SCALER_NAME
 from reliance import relied_on_by
 from torch import nn
 from torch.utils.data import DataLoader
 
 CHECKPOINTS = "hf_memopt/checkpoint/checkpoints.py"
 FILES = "hf_memopt/checkpoint/files.py"
+STATES = "hf_memopt/checkpoint/states.py"
 BATCHES = "hf_memopt/checkpoint/batches.py"
 
 pytestmark = pytest.mark.canary
@@ -48,13 +58,61 @@ def test_a_changed_bit_of_the_weights_loads_without_a_word(saved: tuple[Accelera
 
 
 def test_random_states_that_cannot_be_loaded_are_passed_over(saved: tuple[Accelerator, Path]) -> None:
-    """Hence no resuming with another number of processes or on another kind of device."""
-    with relied_on_by(CHECKPOINTS):
+    """Hence they are tried first, and no resuming with another number of processes or on another kind of device."""
+    with relied_on_by(STATES):
         accelerator, folder = saved
         (folder / "random_states_0.pkl").unlink()
         before = torch.get_rng_state()
         accelerator.load_state(str(folder))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_states_are_saved_under_these_names(saved: tuple[Accelerator, Path]) -> None:
+    with relied_on_by(STATES):
+        states = load(saved[1] / "random_states_0.pkl")
+        assert {"step", "random_state", "numpy_random_seed", "torch_manual_seed"} <= states.keys()
+        source = inspect.getsource(save_accelerator_state)
+        for device in ("cuda", "xpu"):
+            assert f'states["torch_{device}_manual_seed"] = torch.{device}.get_rng_state_all()' in source
+
+
+class MakesFolder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+    def state_dict(self) -> Any:
+        return self
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def test_states_of_registered_objects_run_code_unless_torch_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable has to reach accelerate's `weights_only=False`."""
+    with relied_on_by(STATES):
+        accelerator = Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(MakesFolder(tmp_path / "made"))
+        accelerator.save_state(str(tmp_path / "state"))
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+            with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL posix\.mkdir"):
+                accelerator.load_state(str(tmp_path / "state"))
+        assert not (tmp_path / "made").exists()
+        accelerator.load_state(str(tmp_path / "state"))
+        assert (tmp_path / "made").exists()
+
+
+def test_accelerate_unpickles_eight_kinds_of_files() -> None:
+    """Weights, optimizers, schedules, samplers, loaders, the scaler, random and registered states: bin, pkl and pt."""
+    with relied_on_by(STATES):
+        source = inspect.getsource(load_accelerator_state) + inspect.getsource(load_custom_state)
+        assert len(re.findall(r"[ (]load\(", source)) == 8
+        assert Path(SCALER_NAME).suffix == ".pt"
 
 
 def test_weights_are_written_for_their_owner_alone(saved: tuple[Accelerator, Path]) -> None:

@@ -3,6 +3,7 @@
 Each function is one situation; what came of it on this rank goes to `<folder>/rank<number>.json`.
 """
 
+import errno
 import json
 import os
 import signal
@@ -74,7 +75,7 @@ def signal_on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def fail(folder: Path) -> None:
-    raise OSError("No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def refusal(call: Any) -> str:

@@ -1,0 +1,121 @@
+"""What the files of a checkpoint were when they were saved, as `manifest.json` in it says."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+Manifest = dict[str, Any]
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a step."""
+    return f"step-{step:06d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a step's."""
+    return re.fullmatch(r"step-[0-9]{6,}", name) is not None
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """What `manifest.json` says: step, run, position, launch and files.
+
+    Raises:
+        ValueError: there is none, it is not what was written, or it is another folder's.
+    """
+    if checkpoint.is_symlink():
+        raise ValueError("it is a symbolic link; name the folder that it leads to")
+    file = checkpoint / MANIFEST
+    written = read_regular(file)
+    if written is None:
+        raise ValueError(f"{MANIFEST} is missing from {checkpoint}")
+    try:
+        manifest: Manifest = json.loads(written)
+        manifest.pop("sha256")
+        unchanged = render(manifest) == written
+        name = checkpoint_name(manifest["step"])
+        if not isinstance(manifest["run"], str):
+            raise TypeError("run is no name")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not unchanged:
+        raise ValueError(f"{file} was changed after it had been written")
+    if is_checkpoint_name(checkpoint.name) and checkpoint.name != name:
+        raise ValueError(f"{file} is that of {name}: another checkpoint has been put into this folder")
+    return manifest
+
+
+def verify_files(checkpoint: Path) -> Manifest:
+    """Read all files, and return the manifest.
+
+    Raises:
+        ValueError: as from `read_manifest`; or a file is missing, is not the checkpoint's, or is not what was saved.
+    """
+    manifest = read_manifest(checkpoint)
+    listed = manifest["files"]
+    found = {_relative(checkpoint, file) for file in files_below(checkpoint)} - {MANIFEST}
+    for name in sorted(found | listed.keys()):
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        if name not in listed:
+            raise ValueError(f"{name} is not part of it; remove that file")
+        try:
+            _compare(checkpoint / name, listed[name])
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    return manifest
+
+
+def list_files(checkpoint: Path) -> Manifest:
+    """Sizes and digests of all files, for the manifest."""
+    return {
+        _relative(checkpoint, file): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in files_below(checkpoint)
+    }
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All that is no folder."""
+    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+
+
+def read_regular(file: Path) -> bytes | None:
+    """What a file holds; None where there is no regular file of that name: reading a pipe would take for ever.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return file.read_bytes() if file.is_file() else None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def sha256(file: Path) -> str:
+    """Digest of a file, in hexadecimal digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def render(manifest: Manifest) -> bytes:
+    """A manifest as it is written, with the digest of all the rest at its end."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": digest}, indent=1) + "\n").encode()
+
+
+def _compare(file: Path, entry: dict[str, Any]) -> None:
+    num_bytes = file.stat().st_size
+    if not file.is_file():  # reading a pipe would take for ever
+        raise ValueError(f"{file.name} is no regular file")
+    if num_bytes != entry["bytes"]:
+        raise ValueError(f"{file.name} has {num_bytes} bytes instead of {entry['bytes']}")
+    if sha256(file) != entry["sha256"]:
+        raise ValueError(f"{file.name} differs from what was saved (sha256)")
+
+
+def _relative(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()

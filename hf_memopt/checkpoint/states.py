@@ -1,0 +1,80 @@
+"""What is unpickled of a checkpoint: tensors and plain values, never code, and random states that can be set here."""
+
+import os
+import pickle
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import RNG_STATE_NAME, load
+
+_PICKLES = (".bin", ".pkl", ".pt")
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+def check_pickles(checkpoint: Path) -> None:
+    """Unpickle what accelerate will, without reading the tensors.
+
+    Raises:
+        ValueError: a file holds more than tensors and plain values, which only code could make again.
+    """
+    for file in sorted(checkpoint.iterdir()):
+        if file.suffix in _PICKLES:
+            _read(file)
+
+
+def check_random_states(checkpoint: Path, process_index: int, device: torch.device) -> None:
+    """Set generators of our own to the states that a process would get: accelerate passes over those that do not fit.
+
+    Raises:
+        ValueError: a state is missing, or cannot be set with these versions or on this device.
+    """
+    file = checkpoint / f"{RNG_STATE_NAME}_{process_index}.pkl"
+    states = _read(file)
+    try:
+        random.Random().setstate(states["random_state"])
+        np.random.RandomState().set_state(states["numpy_random_seed"])
+        torch.Generator().set_state(states["torch_manual_seed"])
+        if device.type in ("cuda", "xpu"):
+            of_devices = states[f"torch_{device.type}_manual_seed"]
+            torch.Generator(device).set_state(of_devices[device.index or 0])
+        int(states["step"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"{file}: these random states cannot be set here ({type(error).__name__}: {error}), and training would not "
+            "go on as it would have; resume with the versions of Python, numpy and torch that saved them"
+        ) from error
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Within, torch loads tensors and plain values alone, whatever its callers ask for."""
+    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    os.environ[_FORCE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _read(file: Path) -> Any:
+    """As accelerate's loader does, with the globals that it allows for random states."""
+    try:
+        with weights_only():
+            return load(file, map_location="cpu", mmap=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = named[1] if named else "code"
+        raise ValueError(
+            f"{file} holds more than tensors, numbers, strings, lists, tuples and dicts: {what}, which is not run. Let "
+            "state_dict of what is registered for checkpointing return nothing else, or, if that class is yours, allow "
+            "it with torch.serialization.add_safe_globals"
+        ) from error
+    except Exception as error:  # a forged pickle can raise anything
+        raise ValueError(f"{file} is not what torch.save writes: {type(error).__name__}: {error}") from error
