@@ -35,11 +35,10 @@ class WriterLock:
         self._opened: FileIO | None = None
 
     def acquire(self) -> None:
-        """Take the lock. A dead process of this machine does not stand in the way.
+        """Take the lock. A dead process does not stand in the way; that of another machine is named in a warning.
 
         Raises:
-            ValueError: another process holds it: says which, where and since when. Or one of another machine has
-                neither released it nor locked it in a way that this machine sees: names the file to delete.
+            ValueError: another process holds it: says which, where and since when.
             OSError: the lock file cannot be written.
         """
         while self._opened is None:
@@ -99,10 +98,13 @@ class WriterLock:
     def _sign(self, opened: FileIO) -> None:
         before = _read_owner(opened)
         if before and before.host != socket.gethostname():
-            # There are network file systems whose locks another machine does not see.
-            raise ValueError(
-                f"{self._what}: {before.text} was writing there and may still be. If it has ended, delete "
-                f"{self._file}; if not, wait for it or {self._advice}"
+            # A job that is killed and queued again finds this. But on some network file systems a lock holds within one
+            # machine only, and then the owner may be alive.
+            logger.warning(
+                "%s: %s left its lock there, which is taken over. If that process still runs, stop it or %s",
+                self._what,
+                before.text,
+                self._advice,
             )
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now().isoformat()}
         try:
