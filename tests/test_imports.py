@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
     ("locks", "reporting"),
-    ("transfer", "reflow", "memory"),
+    ("transfer", "reflow"),
+    ("memory",),
     ("activations", "teacher"),
     ("diagnostics", "training", "checkpoint"),
     ("planning",),
