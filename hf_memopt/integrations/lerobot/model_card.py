@@ -126,19 +126,20 @@ def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Ob
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    teacher = getattr(config, "teacher_model_path", None)
+    # A folder's path says nothing to others and too much about its owner.
+    named = getattr(config, "teacher_model_path", None) or ""
+    teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
     sections = [_front_matter(config, teacher), _introduction(num_steps, teacher), _training(folder, config)]
     sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
     return "\n\n".join([*sections, _usage(), ""])
 
 
 def _front_matter(config: Any, teacher: str | None) -> str:
-    on_hub = teacher if teacher is not None and not Path(teacher).is_absolute() else None
     data = ModelCardData(
         library_name="lerobot",
         pipeline_tag="robotics",
         license=config.license,
-        base_model=on_hub,
+        base_model=teacher,
         tags=sorted({"lerobot", "smolvla", "reflow", "rectified-flow", *(config.tags or ())}),
     )
     return f"---\n{data.to_yaml()}\n---"
@@ -146,8 +147,7 @@ def _front_matter(config: Any, teacher: str | None) -> str:
 
 def _introduction(num_steps: int, teacher: str | None) -> str:
     steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
-    # A folder's path says nothing to others and too much about its owner.
-    origin = "a local SmolVLA checkpoint" if teacher is None or Path(teacher).is_absolute() else f"`{_plain(teacher)}`"
+    origin = "a local SmolVLA checkpoint" if teacher is None else f"`{teacher}`"
     return (
         f"# SmolVLA, reflowed\n\nA SmolVLA policy that samples an action chunk in {steps}. It was distilled by reflow "
         f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
