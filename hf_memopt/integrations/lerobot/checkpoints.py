@@ -15,8 +15,13 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.checkpoint_files import check_header, file_in, no_remote_code, read_object
-from hf_memopt.integrations.lerobot.processors import PREPROCESSOR_FILE, check_processors, read_steps
+from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN, check_header, file_in, no_remote_code, read_object
+from hf_memopt.integrations.lerobot.processors import (
+    POSTPROCESSOR_FILE,
+    PREPROCESSOR_FILE,
+    check_processors,
+    read_steps,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -148,7 +153,8 @@ def check_same_statistics(
     Raises:
         ValueError: names the first feature that differs and both values.
     """
-    saved = _saved_statistics(teacher_folder)
+    check_processors(teacher_folder)
+    _, saved = _normalizer(teacher_folder, PREPROCESSOR_FILE, "normalizer_processor")
     for feature, statistic in normalizing_statistics(config):
         theirs = saved.get(f"{feature}.{statistic}")
         ours = dataset_stats.get(feature, {}).get(statistic)
@@ -163,6 +169,29 @@ def check_same_statistics(
             )
 
 
+def check_normalizers(folder: Path, config: SmolVLAConfig) -> None:
+    """Check that the processors, which lerobot has been able to make, normalise all that the configuration says.
+
+    lerobot passes over what a normaliser lacks.
+
+    Raises:
+        ValueError: names the first feature and statistic that is lacking.
+    """
+    for name, kind, features in (
+        (PREPROCESSOR_FILE, "normalizer_processor", config.input_features),
+        (POSTPROCESSOR_FILE, "unnormalizer_processor", config.output_features),
+    ):
+        settings, saved = _normalizer(folder, name, kind)
+        modes = {each: mode.value for each, mode in config.normalization_mapping.items()}
+        for feature, statistic in normalizing_statistics(config):
+            known = f"{feature}.{statistic}" in saved and feature in settings["features"]
+            if feature in features and not (known and settings["norm_map"] == modes):
+                raise ValueError(
+                    f"{folder / name} does not normalise {feature!r} by its {statistic}, which {CONFIG_FILE} asks for; "
+                    f"{COPY_AGAIN}"
+                )
+
+
 def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
     """The statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
@@ -172,13 +201,12 @@ def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
             yield feature, statistic
 
 
-def _saved_statistics(folder: Path) -> dict[str, Tensor]:
-    check_processors(folder)
-    for step in read_steps(folder / PREPROCESSOR_FILE):
-        if step["registry_name"] == "normalizer_processor" and step.get("state_file"):
-            state: dict[str, Tensor] = load_file(folder / step["state_file"])
-            return state
-    return {}
+def _normalizer(folder: Path, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and statistics of the step of that kind; nothing where there is none."""
+    for step in read_steps(folder / name):
+        if step["registry_name"] == kind:
+            return step.get("config", {}), load_file(folder / step["state_file"]) if "state_file" in step else {}
+    return {}, {}
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN
 from hf_memopt.integrations.lerobot.checkpoints import (
     WEIGHTS_FILE,
+    check_normalizers,
     load_config,
     load_policy,
     resolve_checkpoint,
@@ -82,8 +83,10 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
         raise ValueError(f"num_steps={num_steps} must be at least 1")
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
-    exported = SmolVLAConfig(**{**_smolvla_fields(load_config(folder)), **_FRESH, "num_steps": num_steps})
+    config = load_config(folder)
+    exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
     check_acts(folder)
+    check_normalizers(folder, config)
     with new_folder(output) as draft:
         _copy_files([folder / WEIGHTS_FILE, *files], draft)
         exported.save_pretrained(draft)
