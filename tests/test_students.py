@@ -175,13 +175,51 @@ def drop_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def remove(name: str) -> Edit:
-    return lambda folder: (folder / name).unlink()
+def remove(pattern: str) -> Edit:
+    def edit(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return edit
 
 
 def overwrite_config(content: bytes) -> Edit:
+    return overwrite(content, "config.json")
+
+
+def overwrite(content: bytes, name: str = "policy_preprocessor.json") -> Edit:
     def edit(folder: Path) -> None:
-        (folder / "config.json").write_bytes(content)
+        (folder / name).write_bytes(content)
+
+    return edit
+
+
+def replace_by_folder(folder: Path) -> None:
+    remove("policy_preprocessor.json")(folder)
+    (folder / "policy_preprocessor.json").mkdir()
+
+
+def replace_by_link(folder: Path) -> None:
+    remove("policy_preprocessor.json")(folder)
+    (folder / "policy_preprocessor.json").symlink_to("nothing")
+
+
+def set_padding(value: str) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "policy_preprocessor.json"
+        document = json.loads(file.read_text())
+        (step,) = (each for each in document["steps"] if each["registry_name"] == "tokenizer_processor")
+        step["config"]["padding_side"] = value
+        file.write_text(json.dumps(document))
+
+    return edit
+
+
+def set_weight(value: float) -> Edit:
+    def edit(folder: Path) -> None:
+        tensors = weights(folder)
+        tensors["model.action_in_proj.bias"].fill_(value)
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     return edit
 
@@ -199,7 +237,24 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "half a config": (overwrite_config(b'{"type": "smol'), "is not valid JSON .*copy the checkpoint again"),
     "binary config": (overwrite_config(b"\xff\xfe\x00"), "is not valid JSON .*copy the checkpoint again"),
     "bad field": (edit_config(chunk_size="eight"), "(?s)no usable configuration.*correct that field"),
-    "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json"),
+    "a config that is a list": (overwrite_config(b"[]"), "holds list and no JSON object; copy the checkpoint again"),
+    "a config nested deeply": (overwrite_config(b"[" * 100_000), "is not valid JSON .*copy the checkpoint again"),
+    "no model of that name": (
+        edit_config(vlm_model_name="/nowhere"),
+        "vlm_model_name='/nowhere': .*correct",
+    ),
+    "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json.*migrate_policy"),
+    "no postprocessor": (remove("policy_postprocessor.json"), "has no policy_postprocessor.json"),
+    "steps that are no list": (overwrite(b'{"steps": null}'), "steps must be a list of objects"),
+    "a processor that is null": (overwrite(b"null"), "holds NoneType and no JSON object"),
+    "an empty processor": (overwrite(b""), "is not valid JSON .*copy the checkpoint again"),
+    "a processor that is a folder": (replace_by_folder, "has no policy_preprocessor.json"),
+    "a processor that leads nowhere": (replace_by_link, "has no policy_preprocessor.json"),
+    "no statistics": (remove("*normalizer*.safetensors"), "has no policy_.*normalizer.*safetensors"),
+    "a setting that is none": (set_padding("sideways"), "cannot act on an observation .*copy the checkpoint again"),
+    "NaN in a weight": (set_weight(float("nan")), f"{WEIGHTS_FILE}: model.action_in_proj.bias is not finite; take an"),
+    "infinity in a weight": (set_weight(float("inf")), f"{WEIGHTS_FILE}: model.action_in_proj.bias is not finite"),
+    "a weight that overflows": (set_weight(3e38), "gives actions that are not finite; take an earlier checkpoint"),
 }
 
 
@@ -212,6 +267,27 @@ def test_prepare_student_refuses_broken_teacher(defect: str, toy_teacher: Path, 
         prepare_student(str(teacher), tmp_path / "student")
     assert str(teacher) in str(caught.value)
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda step: step.pop("state_file"),
+        lambda step: step["config"]["features"].pop("action"),
+        lambda step: step["config"]["norm_map"].pop("ACTION"),
+    ],
+)
+def test_export_refuses_processors_that_do_not_normalise(
+    drop: Callable[[dict[str, Any]], Any], toy_student: Path, tmp_path: Path
+) -> None:
+    student = Path(shutil.copytree(toy_student, tmp_path / "student"))
+    file = student / "policy_postprocessor.json"
+    document = json.loads(file.read_text())
+    drop(next(step for step in document["steps"] if step["registry_name"] == "unnormalizer_processor"))
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"policy_postprocessor.json does not normalise 'action' by its mean"):
+        export_student(str(student), tmp_path / "exported", 1, "")
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("teacher", ["/nowhere/teacher", "nobody/nothing", "not a name!"])

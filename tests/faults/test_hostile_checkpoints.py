@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ ON_THE_CPU = {"device_processor": {"device": "cpu"}}
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Iterator[Path]:
+def trace(tmp_path: Path) -> Path:
     """A path at which a folder appears if a payload runs."""
-    yield tmp_path / "trace"
+    return tmp_path / "trace"
 
 
 def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -251,7 +251,7 @@ def test_links_within_the_hubs_cache(target: str, allowed: bool, tmp_path: Path)
     if allowed:
         assert file_in(folder, "config.json") == folder / "config.json"
     else:
-        with pytest.raises(ValueError, match="config.json is a link out of its folder, to /"):
+        with pytest.raises(ValueError, match=r"config.json is a link out of its folder, to /"):
             file_in(folder, "config.json")
 
 

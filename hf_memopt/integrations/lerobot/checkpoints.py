@@ -15,7 +15,13 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN, check_header, file_in, no_remote_code, read_object
+from hf_memopt.integrations.lerobot.checkpoint_files import (
+    COPY_AGAIN,
+    check_header,
+    file_in,
+    no_remote_code,
+    read_object,
+)
 from hf_memopt.integrations.lerobot.processors import (
     POSTPROCESSOR_FILE,
     PREPROCESSOR_FILE,
