@@ -1,9 +1,10 @@
 """`export` and `prepare-student` refuse a policy that cannot work, and say which file it is."""
 
+import json
 import random
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.students import export_student
 
 COMMANDS = {
     "export": (["export", "--no-evaluation", "--num-steps", "2", "--policy"], SmolVLAPolicy),
@@ -114,3 +116,24 @@ def test_no_damage_is_passed_on(count: int, toy_teacher: Path, tmp_path: Path, c
         restore(folder, toy_teacher)
     with capsys.disabled():
         tally.check(at_least=count)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda step: step.pop("state_file"),
+        lambda step: step["config"]["features"].pop("action"),
+        lambda step: step["config"]["norm_map"].pop("ACTION"),
+    ],
+)
+def test_export_refuses_processors_that_do_not_normalise(
+    drop: Callable[[dict[str, Any]], Any], toy_student: Path, tmp_path: Path
+) -> None:
+    student = Path(shutil.copytree(toy_student, tmp_path / "student"))
+    file = student / "policy_postprocessor.json"
+    document = json.loads(file.read_text())
+    drop(next(step for step in document["steps"] if step["registry_name"] == "unnormalizer_processor"))
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"policy_postprocessor.json does not normalise 'action' by its mean"):
+        export_student(str(student), tmp_path / "exported", 1, "")
+    assert not (tmp_path / "exported").exists()
