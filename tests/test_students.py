@@ -190,11 +190,6 @@ def overwrite(content: bytes, name: str = "policy_preprocessor.json") -> Edit:
     return edit
 
 
-def replace_by_folder(folder: Path) -> None:
-    remove("policy_preprocessor.json")(folder)
-    (folder / "policy_preprocessor.json").mkdir()
-
-
 def replace_by_link(folder: Path) -> None:
     remove("policy_preprocessor.json")(folder)
     (folder / "policy_preprocessor.json").symlink_to("nothing")
@@ -235,22 +230,18 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "bad field": (edit_config(chunk_size="eight"), "(?s)no usable configuration.*correct that field"),
     "a config that is a list": (
         overwrite(b"[]", "config.json"),
-        "holds list and no JSON object; copy the checkpoint again",
+        "holds list and no JSON object; copy",
     ),
     "a config nested deeply": (
         overwrite(b"[" * 100_000, "config.json"),
         "is not valid JSON .*copy the checkpoint again",
     ),
-    "no model of that name": (
-        edit_config(vlm_model_name="/nowhere"),
-        "vlm_model_name='/nowhere': .*correct",
-    ),
+    "no such model": (edit_config(vlm_model_name="/nowhere"), "vlm_model_name='/nowhere': .*correct that field"),
     "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json.*migrate_policy"),
     "no postprocessor": (remove("policy_postprocessor.json"), "has no policy_postprocessor.json"),
     "steps that are no list": (overwrite(b'{"steps": null}'), "steps must be a list of objects"),
     "a processor that is null": (overwrite(b"null"), "holds NoneType and no JSON object"),
     "an empty processor": (overwrite(b""), "is not valid JSON .*copy the checkpoint again"),
-    "a processor that is a folder": (replace_by_folder, "has no policy_preprocessor.json"),
     "a processor that leads nowhere": (replace_by_link, "has no policy_preprocessor.json"),
     "no statistics": (remove("*normalizer*.safetensors"), "has no policy_.*normalizer.*safetensors"),
     "a setting that is none": (set_padding("sideways"), "cannot act on an observation .*copy the checkpoint again"),

@@ -193,6 +193,7 @@ STEPS: dict[str, tuple[Step, str]] = {
     "a state that is null": ({"registry_name": "device_processor", "state_file": None}, "must be the name of a file"),
     "the folder above": ({"registry_name": "device_processor", "state_file": ".."}, "has no \\.\\."),
     "a missing state": ({"registry_name": "device_processor", "state_file": "x.safetensors"}, "has no x.safetensors"),
+    "a state that is a folder": ({"registry_name": "device_processor", "state_file": "."}, "must be the name of"),
     "a state of JSON": ({"registry_name": "device_processor", "state_file": "config.json"}, "truncated or damaged"),
 }
 
