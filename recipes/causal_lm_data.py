@@ -80,7 +80,7 @@ def _read_file(file: Path) -> str:
 
 def _read_dataset(options: DataOptions, name: str) -> Dataset:
     try:
-        found = load_dataset(name, options.dataset_config, split=options.split)
+        found = load_dataset(name, options.dataset_config, split=options.split, trust_remote_code=False)
     except (OSError, ValueError, DatasetsError) as error:
         raise ValueError(
             f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r} cannot be loaded; "
@@ -102,7 +102,7 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
     if name is None:
         return train_tokenizer(texts, options.vocab_size)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder: {error}") from error
     if tokenizer.eos_token_id is None:

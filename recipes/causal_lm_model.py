@@ -18,7 +18,7 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
     """
     dtype = getattr(torch, options.dtype)
     if options.model is None:
-        model = AutoModelForCausalLM.from_config(_new_config(options, tokenizer), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(_new_config(options, tokenizer), dtype=dtype, trust_remote_code=False)
     else:
         model = _load(options.model, dtype)
     longest = getattr(model.config, "max_position_embeddings", None)
@@ -48,7 +48,7 @@ def make_offloader(mode: str, options: OffloadOptions, device: torch.device) -> 
 
 def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={name!r} cannot be loaded; pass a hub id or folder of a causal LM: {error}") from error
 

@@ -98,7 +98,8 @@ def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[dict[str,
 def _weights_from_config() -> AbstractContextManager[Any]:
     """A pretrained model's shapes are in its configuration; nothing is loaded."""
 
-    def from_config(name: str, dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=dtype)
+    def from_config(name: str, dtype: torch.dtype, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     return patch.object(AutoModelForCausalLM, "from_pretrained", from_config)

@@ -51,7 +51,9 @@ def _open(options: DataOptions) -> Any:
     if options.dataset is not None:
         given, name, more = ("dataset", options.dataset, {"name": options.dataset_config})
     try:
-        return datasets.load_dataset(name, split=options.split, streaming=options.streaming, **more)
+        return datasets.load_dataset(
+            name, split=options.split, streaming=options.streaming, trust_remote_code=False, **more
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"{given}={getattr(options, given)!r} cannot be loaded: {error}") from error
 

@@ -85,7 +85,7 @@ def _from_dataset(data: DataConfig) -> Latents:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     name = str(data.dataset)
-    found = load_from_disk(name) if Path(name).is_dir() else load_dataset(name)
+    found = load_from_disk(name) if Path(name).is_dir() else load_dataset(name, trust_remote_code=False)
     rows = found[data.split] if isinstance(found, DatasetDict) else found
     columns = rows.with_format("torch", columns=[data.latent_column, data.style_column])[:]
     return Latents(columns[data.latent_column].float(), columns[data.style_column].long())

@@ -203,7 +203,8 @@ def _weights_from_config() -> Iterator[None]:
     """A pretrained VLM's shapes are in its configuration; nothing is loaded."""
 
     def from_config(name: str, torch_dtype: str, **ignored: Any) -> Any:
-        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(name), dtype=torch_dtype)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch_dtype, trust_remote_code=False)
 
     pretrained = SimpleNamespace(from_pretrained=from_config)
     with patch.object(smolvlm_with_expert, "AutoModelForImageTextToText", pretrained):

@@ -175,13 +175,42 @@ def drop_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def remove(name: str) -> Edit:
-    return lambda folder: (folder / name).unlink()
-
-
-def overwrite_config(content: bytes) -> Edit:
+def remove(pattern: str) -> Edit:
     def edit(folder: Path) -> None:
-        (folder / "config.json").write_bytes(content)
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return edit
+
+
+def overwrite(content: bytes, name: str = "policy_preprocessor.json") -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return edit
+
+
+def replace_by_link(folder: Path) -> None:
+    remove("policy_preprocessor.json")(folder)
+    (folder / "policy_preprocessor.json").symlink_to("nothing")
+
+
+def set_padding(value: str) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "policy_preprocessor.json"
+        document = json.loads(file.read_text())
+        (step,) = (each for each in document["steps"] if each["registry_name"] == "tokenizer_processor")
+        step["config"]["padding_side"] = value
+        file.write_text(json.dumps(document))
+
+    return edit
+
+
+def set_weight(value: float) -> Edit:
+    def edit(folder: Path) -> None:
+        tensors = weights(folder)
+        tensors["model.action_in_proj.bias"].fill_(value)
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     return edit
 
@@ -195,11 +224,30 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "other width": (edit_config(max_action_dim=6), "do not fit its config.json"),
     "other depth": (edit_config(num_vlm_layers=2), "do not fit its config.json"),
     "other policy": (edit_config(type="act"), "holds a policy of type 'act'; reflow needs a smolvla"),
-    "no policy type": (overwrite_config(b"{}"), "holds a policy of type None"),
-    "half a config": (overwrite_config(b'{"type": "smol'), "is not valid JSON .*copy the checkpoint again"),
-    "binary config": (overwrite_config(b"\xff\xfe\x00"), "is not valid JSON .*copy the checkpoint again"),
+    "no policy type": (overwrite(b"{}", "config.json"), "holds a policy of type None"),
+    "half a config": (overwrite(b'{"type": "smol', "config.json"), "is not valid JSON .*copy the checkpoint again"),
+    "binary config": (overwrite(b"\xff\xfe\x00", "config.json"), "is not valid JSON .*copy the checkpoint again"),
     "bad field": (edit_config(chunk_size="eight"), "(?s)no usable configuration.*correct that field"),
-    "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json"),
+    "a config that is a list": (
+        overwrite(b"[]", "config.json"),
+        "holds list and no JSON object; copy",
+    ),
+    "a config nested deeply": (
+        overwrite(b"[" * 100_000, "config.json"),
+        "is not valid JSON .*copy the checkpoint again",
+    ),
+    "no such model": (edit_config(vlm_model_name="/nowhere"), "vlm_model_name='/nowhere': .*correct that field"),
+    "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json.*migrate_policy"),
+    "no postprocessor": (remove("policy_postprocessor.json"), "has no policy_postprocessor.json"),
+    "steps that are no list": (overwrite(b'{"steps": null}'), "steps must be a list of objects"),
+    "a processor that is null": (overwrite(b"null"), "holds NoneType and no JSON object"),
+    "an empty processor": (overwrite(b""), "is not valid JSON .*copy the checkpoint again"),
+    "a processor that leads nowhere": (replace_by_link, "has no policy_preprocessor.json"),
+    "no statistics": (remove("*normalizer*.safetensors"), "has no policy_.*normalizer.*safetensors"),
+    "a setting that is none": (set_padding("sideways"), "cannot act on an observation .*copy the checkpoint again"),
+    "NaN in a weight": (set_weight(float("nan")), f"{WEIGHTS_FILE}: model.action_in_proj.bias is not finite; take an"),
+    "infinity in a weight": (set_weight(float("inf")), f"{WEIGHTS_FILE}: model.action_in_proj.bias is not finite"),
+    "a weight that overflows": (set_weight(3e38), "gives actions that are not finite; take an earlier checkpoint"),
 }
 
 

@@ -127,7 +127,7 @@ class HuggingFaceModel:
     def config(self) -> Any:
         """The configuration, which says everything about shapes."""
         try:
-            return AutoConfig.from_pretrained(self.model)
+            return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"model={self.model!r}: no configuration of a transformers model was found or read; pass a folder with "
@@ -262,7 +262,7 @@ class _Update:
 def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    model: Any = auto.from_config(options.config, dtype=dtype, attn_implementation=attention)
+    model: Any = auto.from_config(options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     model.config.use_cache = False
     model.train()
     if options.lora_rank is not None:

@@ -9,6 +9,8 @@ INTEGRATION = "hf_memopt/integrations/lerobot"
 PREFIX = f"{INTEGRATION}/prefix.py"
 MODELING = f"{INTEGRATION}/modeling_smolvla_reflow.py"
 TEACHER = f"{INTEGRATION}/teacher.py"
+CHECKPOINT_FILES = f"{INTEGRATION}/checkpoint_files.py"
+PROCESSORS = f"{INTEGRATION}/processors.py"
 CHECKPOINTS = f"{INTEGRATION}/checkpoints.py"
 RECIPE = "recipes/reflow_smolvla.py"
 

@@ -19,13 +19,18 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.policies import make_policy
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
+from lerobot.scripts import lerobot_train as lerobot_train_module
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from lerobot_runs import PLUGIN, lerobot_train, new_process, run, train_flags, weights
-from reliance import CHECKPOINTS, INTEGRATION, MODELING, PREFIX, RECIPE, relied_on_by
+from reliance import CHECKPOINT_FILES, CHECKPOINTS, INTEGRATION, MODELING, PREFIX, PROCESSORS, RECIPE, relied_on_by
 from safetensors.torch import load_file
+from transformers.dynamic_module_utils import resolve_trust_remote_code
 
+from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.processors import STEPS
 
 pytestmark = pytest.mark.canary
 
@@ -35,6 +40,29 @@ def test_from_pretrained_takes_a_config_and_strict() -> None:
         parameters = inspect.signature(SmolVLAPolicy.from_pretrained).parameters
         assert {"config", "strict"} <= parameters.keys()
         assert not parameters["strict"].default
+
+
+def test_steps_of_a_smolvla(toy_teacher: Path) -> None:
+    with relied_on_by(PROCESSORS):
+        config = PreTrainedConfig.from_pretrained(toy_teacher)
+        made = make_smolvla_pre_post_processors(config)
+        steps = {step["registry_name"] for pipeline in made for step in pipeline.get_config()["steps"]}
+        assert steps == set(STEPS)
+
+
+def test_processors_are_made_from_where_the_policy_says_once_it_is_there() -> None:
+    with relied_on_by(MODELING):
+        source = inspect.getsource(lerobot_train_module.train)
+        assert source.index("policy = make_policy(") < source.index("= active_cfg.pretrained_path")
+
+
+def test_transformers_asks_nobody_without_time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with relied_on_by(CHECKPOINT_FILES):
+        asked = {"model_name": "x", "has_local_code": False, "has_remote_code": True}
+        assert resolve_trust_remote_code(None, **asked)
+        with no_remote_code(), pytest.raises(ValueError, match="trust_remote_code=True"):
+            resolve_trust_remote_code(None, **asked)
 
 
 class Recorder:

@@ -12,6 +12,7 @@ from lerobot_runs import weights
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.checkpoints import load_config, resolve_checkpoint
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.students import push_to_hub
 
 TEACHER = "robots/teacher"
@@ -54,6 +55,20 @@ def test_missing_repository(hub: FakeHub, tmp_path: Path, capsys: pytest.Capture
     assert main(["prepare-student", "--teacher", "robots/other", "--output", str(tmp_path / "student")]) == 2
     assert "'robots/other' is neither a checkpoint folder nor a hub id that can be reached" in capsys.readouterr().err
     assert not (tmp_path / "student").exists()
+
+
+def test_training_goes_on_with_the_files_that_were_checked(hub: FakeHub, toy_student: Path) -> None:
+    files = {file.name: file.read_bytes() for file in toy_student.iterdir()}
+    hub.repositories["robots/student"] = files
+    config = load_config(toy_student)
+    config.pretrained_path = Path("robots/student")
+    SmolVLAReflowPolicy(config, dataset_stats={})
+    assert config.pretrained_path == resolve_checkpoint("robots/student")
+    hostile = files["policy_preprocessor.json"].replace(b'"registry_name": "device_processor"', b'"class": "os.mkdir"')
+    hub.repositories["robots/hostile"] = {**files, "policy_preprocessor.json": hostile}
+    config.pretrained_path = Path("robots/hostile")
+    with pytest.raises(ValueError, match=r"snapshots/.*/policy_preprocessor.json: a step is 'os.mkdir'"):
+        SmolVLAReflowPolicy(config, dataset_stats={})
 
 
 @pytest.mark.parametrize("private", [True, False])

@@ -1,27 +1,36 @@
 """Policy checkpoints on disk or on the hub, checked before anything depends on them."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from draccus.utils import DecodingError, ParsingError
 from httpx import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_memopt.integrations.lerobot.checkpoint_files import (
+    COPY_AGAIN,
+    check_header,
+    file_in,
+    no_remote_code,
+    read_object,
+)
+from hf_memopt.integrations.lerobot.processors import (
+    POSTPROCESSOR_FILE,
+    PREPROCESSOR_FILE,
+    check_processors,
+    read_steps,
+)
+
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-PREPROCESSOR_FILE = "policy_preprocessor.json"
-POSTPROCESSOR_FILE = "policy_postprocessor.json"
 
 # What decides the shape, the meaning or the conditioning of a velocity field. Student and teacher must agree on it.
 ARCHITECTURE_FIELDS = (
@@ -44,12 +53,13 @@ ARCHITECTURE_FIELDS = (
 _NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
 
 
-def resolve_checkpoint(path_or_id: str | Path) -> Path:
+def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The local folder of a policy checkpoint.
 
     Args:
         path_or_id: a `pretrained_model` folder, a training run's output folder (its last checkpoint is taken), or a
             hub id such as `lerobot/smolvla_base`, which is downloaded.
+        revision: branch, tag or commit on the hub; None, its main branch.
 
     Raises:
         ValueError: it is neither.
@@ -61,7 +71,8 @@ def resolve_checkpoint(path_or_id: str | Path) -> Path:
     if path.exists():
         raise ValueError(f"{path} holds no policy: there is no {CONFIG_FILE} in it or in its last checkpoint")
     try:
-        return Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors", "README.md"]))
+        patterns = ["*.json", "*.safetensors", "README.md"]
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=patterns))
     except (HTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"{path_or_id!r} is neither a checkpoint folder nor a hub id that can be reached ({error}); "
@@ -75,16 +86,13 @@ def load_config(folder: Path) -> SmolVLAConfig:
     Raises:
         ValueError: it cannot be read, or is no SmolVLA's.
     """
-    file = folder / CONFIG_FILE
-    try:
-        kind = json.loads(file.read_bytes()).get("type")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
+    file = file_in(folder, CONFIG_FILE)
+    kind = read_object(file).get("type")
     if kind not in ("smolvla", "smolvla_reflow"):
         raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs a smolvla or smolvla_reflow policy")
     try:
         return PreTrainedConfig.from_pretrained(folder)
-    except (DecodingError, ParsingError) as error:
+    except Exception as error:
         raise ValueError(
             f"{file} is no usable configuration: {error.__cause__ or error}; correct that field"
         ) from error
@@ -98,48 +106,32 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
         changes: fields of its configuration to change.
 
     Raises:
-        ValueError: the weights file is unusable or does not fit the configuration.
+        ValueError: the weights file is unusable or does not fit the configuration, or no model can be built from that.
     """
     check_weights_file(folder)
     # lerobot moves a loaded policy to the device that its checkpoint names, and would fetch the VLM only to replace it.
     fixed = {"device": "cpu", "load_vlm_weights": False, "compile_model": False, "rtc_config": None}
     config = dataclasses.replace(load_config(folder), **fixed, **changes)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_remote_code():
         try:
             policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
         except RuntimeError as error:
             raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+        except Exception as error:
+            raise ValueError(
+                f"no model can be built from {folder / CONFIG_FILE}, with vlm_model_name={config.vlm_model_name!r}: "
+                f"{error}; correct that field"
+            ) from error
     return policy
 
 
 def check_weights_file(folder: Path) -> None:
-    """Read the header of the weights and compare the file's length with it, without loading a tensor.
+    """Compare the weights' header with the file's length, without loading a tensor.
 
     Raises:
-        ValueError: the file is missing, truncated or damaged.
+        ValueError: the file is missing, truncated, damaged, or a link out of the folder.
     """
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        raise ValueError(f"{folder} has no {WEIGHTS_FILE}; pass a complete checkpoint folder")
-    try:
-        with safe_open(file, framework="pt"):
-            return
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}); copy the checkpoint again") from error
-
-
-def check_processors(folder: Path) -> None:
-    """Check that the checkpoint says how its inputs and outputs are normalised.
-
-    Raises:
-        ValueError: it does not, as policies do not that were saved before lerobot 0.4.
-    """
-    for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder} has no {name}, so its normaliser is unknown; convert an old policy with "
-                "`python -m lerobot.processor.migrate_policy_normalization --pretrained-path <folder>`"
-            )
+    check_header(file_in(folder, WEIGHTS_FILE))
 
 
 def check_same_architecture(student: SmolVLAConfig, teacher: SmolVLAConfig) -> None:
@@ -167,7 +159,8 @@ def check_same_statistics(
     Raises:
         ValueError: names the first feature that differs and both values.
     """
-    saved = _saved_statistics(teacher_folder)
+    check_processors(teacher_folder)
+    _, saved = _normalizer(teacher_folder, PREPROCESSOR_FILE, "normalizer_processor")
     for feature, statistic in normalizing_statistics(config):
         theirs = saved.get(f"{feature}.{statistic}")
         ours = dataset_stats.get(feature, {}).get(statistic)
@@ -182,6 +175,29 @@ def check_same_statistics(
             )
 
 
+def check_normalizers(folder: Path, config: SmolVLAConfig) -> None:
+    """Check that the processors, which lerobot has been able to make, normalise all that the configuration says.
+
+    lerobot passes over what a normaliser lacks.
+
+    Raises:
+        ValueError: names the first feature and statistic that is lacking.
+    """
+    for name, kind, features in (
+        (PREPROCESSOR_FILE, "normalizer_processor", config.input_features),
+        (POSTPROCESSOR_FILE, "unnormalizer_processor", config.output_features),
+    ):
+        settings, saved = _normalizer(folder, name, kind)
+        modes = {each: mode.value for each, mode in config.normalization_mapping.items()}
+        for feature, statistic in normalizing_statistics(config):
+            known = f"{feature}.{statistic}" in saved and feature in settings["features"]
+            if feature in features and not (known and settings["norm_map"] == modes):
+                raise ValueError(
+                    f"{folder / name} does not normalise {feature!r} by its {statistic}, which {CONFIG_FILE} asks for; "
+                    f"{COPY_AGAIN}"
+                )
+
+
 def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
     """The statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
@@ -191,13 +207,12 @@ def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
             yield feature, statistic
 
 
-def _saved_statistics(folder: Path) -> dict[str, Tensor]:
-    check_processors(folder)
-    for step in json.loads((folder / PREPROCESSOR_FILE).read_text())["steps"]:
-        if step["registry_name"] == "normalizer_processor" and step.get("state_file"):
-            state: dict[str, Tensor] = load_file(folder / step["state_file"])
-            return state
-    return {}
+def _normalizer(folder: Path, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and statistics of the step of that kind; nothing where there is none."""
+    for step in read_steps(folder / name):
+        if step["registry_name"] == kind:
+            return step.get("config", {}), load_file(folder / step["state_file"]) if "state_file" in step else {}
+    return {}, {}
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ import torch
 from hf_memopt.integrations.lerobot.checkpoints import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.processors import check_processors
 
 
 def diagnose(policy: str, device: str | None = None) -> str:
@@ -21,6 +22,9 @@ def diagnose(policy: str, device: str | None = None) -> str:
     config = load_config(folder)
     if not isinstance(config, SmolVLAReflowConfig) or not config.use_reflow:
         raise ValueError(f"{folder} has no teacher: its policy is of type {config.type!r} without use_reflow=true")
+    taught = not config.teaches_itself and config.couplings_path is None
+    for each in [folder, *([resolve_checkpoint(str(config.teacher_model_path))] if taught else [])]:
+        check_processors(each)
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     config.device = device
     student = SmolVLAReflowPolicy.from_pretrained(folder, config=config)

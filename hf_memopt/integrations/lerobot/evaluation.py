@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.factory import resolve_delta_timestamps
-from lerobot.policies import make_pre_post_processors
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from hf_memopt.integrations.lerobot.checkpoints import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.prefix import Observation, observe
+from hf_memopt.integrations.lerobot.processors import load_processors
 from hf_memopt.reflow import straightness
 
 Batch = Mapping[str, Tensor]
@@ -119,7 +119,7 @@ def held_out_batches(
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     overrides = {"device_processor": {"device": device}}
-    preprocess, _ = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+    preprocess, _ = load_processors(config, folder, overrides)
     metadata = LeRobotDatasetMetadata(repo_id, root=root)
     timestamps = resolve_delta_timestamps(config, metadata)
     chosen = None if episodes is None else list(episodes)

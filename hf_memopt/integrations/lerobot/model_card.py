@@ -1,6 +1,6 @@
 """The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,11 @@ from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
 from lerobot.datasets.factory import make_train_eval_datasets
 
 from hf_memopt import __version__
+from hf_memopt.integrations.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.evaluation import ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.integrations.lerobot.processors import check_processors
 
 _CARD_SETTINGS = (
     "teacher_num_steps",
@@ -49,19 +51,24 @@ class Observations:
         """For the card."""
         number = None if self.episodes is None else len(self.episodes)
         which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
-        return f"{which} of `{self.repo_id}`{', held out from training' if self.held_out else ''}"
+        return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
 
 
 def training_observations(folder: Path) -> Observations:
     """The episodes that the checkpoint's training run held out (`--dataset.eval_split`), or all if it held out none.
 
     Raises:
-        ValueError: the checkpoint does not say what it was trained on.
+        ValueError: the checkpoint does not say what it was trained on, or that data cannot be had.
     """
-    if not (folder / TRAIN_CONFIG_NAME).is_file():
-        raise ValueError(f"{folder} has no {TRAIN_CONFIG_NAME}, so the dataset is unknown; pass --dataset-repo-id")
-    cfg = TrainPipelineConfig.from_pretrained(folder)
-    _, held_out = make_train_eval_datasets(cfg)
+    file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
+    read_object(file)
+    try:
+        cfg = TrainPipelineConfig.from_pretrained(folder)
+        _, held_out = make_train_eval_datasets(cfg)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
+        ) from error
     root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
     if held_out is None:
         return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
@@ -96,11 +103,14 @@ def measure(
         raise ValueError(
             f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
         )
-    observations = observations or training_observations(folder)
     changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
     if getattr(config, "teacher_num_steps", None) is not None:
         changes["num_steps"] = config.teacher_num_steps
-    models = [load_policy(folder), load_policy(resolve_checkpoint(teacher), **changes)]
+    teacher_folder = resolve_checkpoint(teacher)
+    for each in (folder, teacher_folder):
+        check_processors(each)
+    observations = observations or training_observations(folder)
+    models = [load_policy(folder), load_policy(teacher_folder, **changes)]
     student, teaching = (model.to(device) for model in models)
     batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
     return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
@@ -116,19 +126,20 @@ def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Ob
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    teacher = getattr(config, "teacher_model_path", None)
+    # A folder's path says nothing to others and too much about its owner.
+    named = getattr(config, "teacher_model_path", None) or ""
+    teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
     sections = [_front_matter(config, teacher), _introduction(num_steps, teacher), _training(folder, config)]
     sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
     return "\n\n".join([*sections, _usage(), ""])
 
 
 def _front_matter(config: Any, teacher: str | None) -> str:
-    on_hub = teacher if teacher is not None and not Path(teacher).is_absolute() else None
     data = ModelCardData(
         library_name="lerobot",
         pipeline_tag="robotics",
         license=config.license,
-        base_model=on_hub,
+        base_model=teacher,
         tags=sorted({"lerobot", "smolvla", "reflow", "rectified-flow", *(config.tags or ())}),
     )
     return f"---\n{data.to_yaml()}\n---"
@@ -136,8 +147,7 @@ def _front_matter(config: Any, teacher: str | None) -> str:
 
 def _introduction(num_steps: int, teacher: str | None) -> str:
     steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
-    # A folder's path says nothing to others and too much about its owner.
-    origin = "a local SmolVLA checkpoint" if teacher is None or Path(teacher).is_absolute() else f"`{teacher}`"
+    origin = "a local SmolVLA checkpoint" if teacher is None else f"`{teacher}`"
     return (
         f"# SmolVLA, reflowed\n\nA SmolVLA policy that samples an action chunk in {steps}. It was distilled by reflow "
         f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
@@ -148,11 +158,12 @@ def _introduction(num_steps: int, teacher: str | None) -> str:
 def _training(folder: Path, config: Any) -> str:
     settings = {name: getattr(config, name) for name in _CARD_SETTINGS if hasattr(config, name)}
     if (folder / TRAIN_CONFIG_NAME).is_file():
-        run = json.loads((folder / TRAIN_CONFIG_NAME).read_text())
+        run = read_object(file_in(folder, TRAIN_CONFIG_NAME))
         settings |= {name: run.get(name) for name in ("steps", "batch_size", "seed")}
-        settings["dataset"] = run["dataset"]["repo_id"]
-        settings["learning rate"] = (run.get("optimizer") or {}).get("lr")
-    rows = [f"| {name} | {value} |" for name, value in settings.items() if value is not None]
+        for name, (part, field) in {"dataset": ("dataset", "repo_id"), "learning rate": ("optimizer", "lr")}.items():
+            if isinstance(run.get(part), dict):
+                settings[name] = run[part].get(field)
+    rows = [f"| {name} | {_plain(value)} |" for name, value in settings.items() if value is not None]
     return "\n".join(["## How it was made", "", "| setting | value |", "|---|---|", *rows])
 
 
@@ -178,6 +189,11 @@ def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> s
             f"{evaluation.student.normalized_straightness:.4f}.",
         ]
     )
+
+
+def _plain(text: Any) -> str:
+    """Text of somebody else's, with ? for whatever could end a line, a code span or a cell, or be HTML."""
+    return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
 
 
 def _usage() -> str:

@@ -12,6 +12,8 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
+from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
+from hf_memopt.integrations.lerobot.checkpoints import resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.couplings import CachedPairs, coupling_inputs, frame_noise, without_padding
 from hf_memopt.integrations.lerobot.prefix import (
@@ -21,6 +23,7 @@ from hf_memopt.integrations.lerobot.prefix import (
     demonstrated_actions,
     observe,
 )
+from hf_memopt.integrations.lerobot.processors import check_processors
 from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
 from hf_memopt.integrations.lerobot.without_teacher import SelfTeacher
 from hf_memopt.memory import PhaseMemory
@@ -36,7 +39,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
 
     Raises:
-        ValueError: see `ReflowTeacher.check`.
+        ValueError: see `ReflowTeacher.check`, and `check_processors` for what the student starts from.
     """
 
     config_class = SmolVLAReflowConfig
@@ -52,7 +55,12 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
             if cached is not None:
                 root = getattr(kwargs.get("dataset_meta"), "root", None)
                 cached.check(dataset_stats, None if root is None else Path(root))
-        super().__init__(config, **kwargs)
+        if dataset_stats is not None and config.pretrained_path:
+            # lerobot makes the processors next, of these very files.
+            config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
+            check_processors(config.pretrained_path)
+        with no_remote_code():
+            super().__init__(config, **kwargs)
         self._teacher, self._cached = teacher, cached
         self.memory: PhaseMemory | None = None
 

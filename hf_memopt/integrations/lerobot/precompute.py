@@ -12,13 +12,14 @@ from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import LeRobotDataset
 from lerobot.datasets.factory import make_dataset
-from lerobot.policies import make_policy, make_pre_post_processors
+from lerobot.policies import make_policy
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.couplings import comparable_fields, coupling_inputs
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.processors import load_processors
 from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, precompute
 
 
@@ -105,11 +106,10 @@ class Frames:
             "norm_map": policy.config.normalization_mapping,
             "stats": dataset.meta.stats,
         }
-        self._preprocess, _ = make_pre_post_processors(
-            policy_cfg=policy.config,
-            pretrained_path=policy.config.pretrained_path,
-            dataset_stats=dataset.meta.stats,
-            preprocessor_overrides={
+        self._preprocess, _ = load_processors(
+            policy.config,
+            policy.config.pretrained_path,
+            {
                 "device_processor": {"device": torch.device(policy.config.device).type},
                 "normalizer_processor": normalizer,
                 "rename_observations_processor": {"rename_map": cfg.rename_map},

@@ -8,11 +8,11 @@ import gymnasium
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from lerobot.envs.utils import freeze_after_episode_end
-from lerobot.policies import make_pre_post_processors
 from lerobot.processor import PolicyProcessorPipeline
 from lerobot.scripts.lerobot_eval import eval_policy
 
-from hf_memopt.integrations.lerobot.checkpoints import load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.processors import load_processors
 
 _MAX_PARALLEL = 10
 
@@ -54,9 +54,8 @@ def evaluate_in_environment(
         raise ValueError(f"num_episodes={num_episodes} must be at least 1")
     environment = _make_environment(env_id, min(num_episodes, _MAX_PARALLEL))
     folder = resolve_checkpoint(policy)
+    processors = load_processors(load_config(folder), folder, {"device_processor": {"device": device}})
     model = load_policy(folder).to(device)
-    overrides = {"device_processor": {"device": device}}
-    processors = make_pre_post_processors(model.config, pretrained_path=str(folder), preprocessor_overrides=overrides)
     results = {}
     try:
         for steps in num_steps:

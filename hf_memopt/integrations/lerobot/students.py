@@ -3,28 +3,30 @@
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
+from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN
 from hf_memopt.integrations.lerobot.checkpoints import (
     WEIGHTS_FILE,
-    check_processors,
+    check_normalizers,
     load_config,
     load_policy,
     resolve_checkpoint,
 )
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.processors import check_processors, load_processors
 
 # A derived checkpoint must not be pushed over the one it came from.
 _FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
-_PROCESSOR_FILES = "policy_*processor*"
 
 
 def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
@@ -39,13 +41,12 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
         `output`, for `--policy.path=`.
 
     Raises:
-        ValueError: the teacher cannot be read, its weights do not fit its configuration, or `output` exists. Nothing
-            is written then.
+        ValueError: the teacher cannot be read, does not act (see `check_acts`), or `output` exists. Nothing is written
+            then.
     """
     folder = resolve_checkpoint(teacher)
     config = load_config(folder)
-    check_processors(folder)
-    load_policy(folder)
+    files = check_processors(folder)
     reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
     fields = {
         "use_reflow": True,
@@ -55,8 +56,9 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
         **settings,
     }
     student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
+    check_acts(folder)
     with new_folder(output) as draft:
-        _copy_checkpoint(folder, draft)
+        _copy_files([folder / WEIGHTS_FILE, *files], draft)
         student.save_pretrained(draft)
     return output
 
@@ -74,19 +76,46 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
         `output`.
 
     Raises:
-        ValueError: bad `num_steps`, unreadable policy, or `output` exists. Nothing is written then.
+        ValueError: bad `num_steps`, a policy that cannot be read or does not act (see `check_acts`), or `output`
+            exists. Nothing is written then.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
     folder = resolve_checkpoint(policy)
-    check_processors(folder)
-    exported = SmolVLAConfig(**{**_smolvla_fields(load_config(folder)), **_FRESH, "num_steps": num_steps})
+    files = check_processors(folder)
+    config = load_config(folder)
+    exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
+    check_acts(folder)
+    check_normalizers(folder, config)
     with new_folder(output) as draft:
-        _copy_checkpoint(folder, draft)
+        _copy_files([folder / WEIGHTS_FILE, *files], draft)
         exported.save_pretrained(draft)
         (draft / "README.md").write_text(card)
-        load_policy(draft)
     return output
+
+
+def check_acts(folder: Path) -> None:
+    """Let the policy act once, in one Euler step on the CPU, with an observation of zeros and noise of zeros.
+
+    Raises:
+        ValueError: it cannot be loaded, its weights or its actions are not finite, or it does not take an observation
+            of its own `input_features`.
+    """
+    policy = load_policy(folder, num_steps=1)
+    for name, tensor in policy.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} is not finite; take an earlier checkpoint")
+    preprocess, postprocess = load_processors(policy.config, folder, {"device_processor": {"device": "cpu"}})
+    try:
+        frame = {name: torch.zeros(feature.shape) for name, feature in policy.config.input_features.items()}
+        noise = torch.zeros(1, policy.config.chunk_size, policy.config.max_action_dim)
+        actions = postprocess(policy.predict_action_chunk(preprocess({**frame, "task": ""}), noise=noise))
+    except Exception as error:
+        raise ValueError(
+            f"the policy in {folder} cannot act on an observation of its own input_features: {error}; {COPY_AGAIN}"
+        ) from error
+    if not actions.isfinite().all():
+        raise ValueError(f"the policy in {folder} gives actions that are not finite; take an earlier checkpoint")
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
@@ -136,6 +165,6 @@ def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
 
 
-def _copy_checkpoint(source: Path, destination: Path) -> None:
-    for file in (source / WEIGHTS_FILE, *sorted(source.glob(_PROCESSOR_FILES))):
+def _copy_files(files: Iterable[Path], destination: Path) -> None:
+    for file in files:
         shutil.copyfile(file, destination / file.name)

@@ -1,0 +1,66 @@
+"""A checkpoint's files are data, whoever made them: what lies elsewhere, or would run, is refused."""
+
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from safetensors import SafetensorError, safe_open
+from transformers import dynamic_module_utils
+
+COPY_AGAIN = "copy the checkpoint again"
+
+
+def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint folder") -> Path:
+    """A file of a checkpoint's folder. A link may lead to another file of the folder, and in the hub's cache to a blob.
+
+    Raises:
+        ValueError: there is no such file, or it is a link to somewhere else.
+    """
+    file = folder / name
+    if not os.path.isfile(file):
+        raise ValueError(f"{folder} has no {name}; {remedy}")
+    home, target = folder.resolve(), file.resolve()
+    # <repository>/snapshots/<commit>/config.json leads to <repository>/blobs/<hash>.
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+        raise ValueError(f"{file} is a link out of its folder, to {target}; replace it by a copy of that file")
+    return file
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); {COPY_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {type(found).__name__} and no JSON object; {COPY_AGAIN}")
+    return found
+
+
+def check_header(file: Path) -> None:
+    """Read the header of a safetensors file and compare the file's length with it, without loading a tensor.
+
+    Raises:
+        ValueError: the file is truncated or damaged.
+    """
+    try:
+        with safe_open(file, framework="pt"):
+            return
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}); {COPY_AGAIN}") from error
+
+
+def no_remote_code() -> AbstractContextManager[Any]:
+    """Inside, transformers refuses a model or tokenizer with code of its own, where it would ask at a terminal.
+
+    lerobot loads both by the names that a checkpoint gives, and has no argument to say so.
+    """
+    return patch.object(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
