@@ -18,6 +18,8 @@ from hf_memopt.recipes.lgt_model import LatentTransfer
 from hf_memopt.recipes.lgt_run import Run
 from safetensors.torch import save
 
+from hf_memopt.command_line import check_output_folder
+
 logger = logging.getLogger(__name__)
 
 EARLY_EPOCHS = 10  # in which the loss has to fall
@@ -39,8 +41,9 @@ class Check:
 
 
 def check_folder(checkpoint: CheckpointConfig) -> None:
-    """Refuse a folder that holds another run."""
+    """Refuse a folder that holds another run, or cannot be written to."""
     output = Path(checkpoint.save_dir)
+    check_output_folder("checkpoint.save_dir", output)
     used = [path.name for name in ("results.json", "checkpoints") for path in output.glob(name)]
     if used and checkpoint.resume_from_checkpoint is None:
         raise ValueError(

@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from hf_memopt.command_line import check_output_folder
+
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_doctor(commands)
@@ -61,6 +63,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _report(parsed: argparse.Namespace) -> int:
     from hf_memopt.reporting import read_run, write_report
 
+    check_output_folder("output", parsed.output)
     run = read_run(parsed.run_dir)
     if parsed.json:
         print(json.dumps(run.to_dict(), indent=2))

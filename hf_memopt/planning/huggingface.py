@@ -25,6 +25,7 @@ from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
 from hf_memopt.planning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -106,9 +107,9 @@ class HuggingFaceModel:
         for name, known in _CHOICES.items():
             _check_choice(name, getattr(self, name), known)
         for name in ("seq_len", "effective_batch", "lora_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            COUNT.check(name, getattr(self, name))
+        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         if self.lora_rank is not None:
             _import_peft(self.lora_rank)
         longest = getattr(self.config, "max_position_embeddings", None)

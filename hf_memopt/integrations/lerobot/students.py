@@ -21,6 +21,7 @@ from hf_memopt.integrations.lerobot.checkpoints import (
     resolve_checkpoint,
 )
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.ranges import COUNT
 
 # A derived checkpoint must not be pushed over the one it came from.
 _FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
@@ -76,8 +77,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
     Raises:
         ValueError: bad `num_steps`, unreadable policy, or `output` exists. Nothing is written then.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
     check_processors(folder)
     exported = SmolVLAConfig(**{**_smolvla_fields(load_config(folder)), **_FRESH, "num_steps": num_steps})
