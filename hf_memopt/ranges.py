@@ -37,10 +37,8 @@ class Range:
 
     def complaint(self, value: Any) -> str | None:
         """What is wrong with a value; None, nothing."""
-        if self.whole and not isinstance(value, Integral):
-            return f"must be a whole number{self.why}"
-        if not isinstance(value, Integral) and not (isinstance(value, Real) and math.isfinite(value)):
-            return f"must be a finite number{self.why}"
+        if not _is_number(value, self.whole):
+            return f"must be a {'whole' if self.whole else 'finite'} number{self.why}"
         bounds = {
             f"at least {self.at_least}": value >= self.at_least,
             f"above {self.above}": value > self.above,
@@ -49,6 +47,10 @@ class Range:
         }
         violated = next((bound for bound, holds in bounds.items() if not holds), None)
         return violated and f"must be {violated}{self.why}"
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    return isinstance(value, Integral) or (not whole and isinstance(value, Real) and math.isfinite(value))
 
 
 COUNT = Range(at_least=1, at_most=2**31 - 1, whole=True)

@@ -38,7 +38,7 @@ LIBRARIES = {
     "reporting": {"matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate"},
-    "planning": {"torch", "accelerate", "transformers", "peft", "tqdm", "yaml"},
+    "planning": {"torch", "accelerate", "transformers", "huggingface_hub", "peft", "tqdm", "yaml"},
     "integrations": set(),
     "integrations.lerobot": {
         "torch",

@@ -14,7 +14,6 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
@@ -24,6 +23,7 @@ from transformers import (
 from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
+from hf_memopt.planning.model_config import building, read_config
 from hf_memopt.planning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
@@ -86,8 +86,9 @@ class HuggingFaceModel:
         offload_threshold_mb: of `ActivationOffloader`.
 
     Raises:
-        ValueError: an option is unknown or out of range; the configuration cannot be found or read; its architecture
-            belongs to none of the tasks; or `seq_len` is longer than the model's positions.
+        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
+            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
+            positions.
     """
 
     model: str
@@ -127,13 +128,7 @@ class HuggingFaceModel:
     @cached_property
     def config(self) -> Any:
         """The configuration, which says everything about shapes."""
-        try:
-            return AutoConfig.from_pretrained(self.model)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"model={self.model!r}: no configuration of a transformers model was found or read; pass a folder with "
-                f"a config.json, such a file, or a hub id (when offline, one that was downloaded before): {error}"
-            ) from error
+        return read_config(self.model)
 
     @cached_property
     def kind(self) -> str:
@@ -263,7 +258,8 @@ class _Update:
 def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    model: Any = auto.from_config(options.config, dtype=dtype, attn_implementation=attention)
+    with building(f"model={options.model!r}"):
+        model: Any = auto.from_config(options.config, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
     model.train()
     if options.lora_rank is not None:

@@ -98,7 +98,7 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
         changes: fields of its configuration to change.
 
     Raises:
-        ValueError: the weights file is unusable or does not fit the configuration.
+        ValueError: the weights file is unusable or does not fit the configuration, or the VLM is not there.
     """
     check_weights_file(folder)
     # lerobot moves a loaded policy to the device that its checkpoint names, and would fetch the VLM only to replace it.
@@ -109,6 +109,11 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
             policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
         except RuntimeError as error:
             raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+        except (OSError, HFValidationError) as error:
+            raise ValueError(
+                f"the VLM of {folder} cannot be read: vlm_model_name={config.vlm_model_name!r} ({error}); write its "
+                f"folder or hub id into {CONFIG_FILE}, and as tokenizer_name into {PREPROCESSOR_FILE}"
+            ) from error
     return policy
 
 

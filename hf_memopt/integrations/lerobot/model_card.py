@@ -13,7 +13,12 @@ from lerobot.datasets.factory import make_train_eval_datasets
 from hf_memopt import __version__
 from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.evaluation import ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.integrations.lerobot.evaluation import (
+    ReflowEvaluation,
+    evaluate_reflow,
+    held_out_batches,
+    reading_dataset,
+)
 
 _CARD_SETTINGS = (
     "teacher_num_steps",
@@ -56,12 +61,13 @@ def training_observations(folder: Path) -> Observations:
     """The episodes that the checkpoint's training run held out (`--dataset.eval_split`), or all if it held out none.
 
     Raises:
-        ValueError: the checkpoint does not say what it was trained on.
+        ValueError: the checkpoint does not say what it was trained on, or that is not there.
     """
     if not (folder / TRAIN_CONFIG_NAME).is_file():
         raise ValueError(f"{folder} has no {TRAIN_CONFIG_NAME}, so the dataset is unknown; pass --dataset-repo-id")
     cfg = TrainPipelineConfig.from_pretrained(folder)
-    _, held_out = make_train_eval_datasets(cfg)
+    with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
+        _, held_out = make_train_eval_datasets(cfg)
     root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
     if held_out is None:
         return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)

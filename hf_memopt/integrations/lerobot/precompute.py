@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.couplings import comparable_fields, coupling_inputs
+from hf_memopt.integrations.lerobot.evaluation import reading_dataset
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, precompute
@@ -52,7 +53,8 @@ def precompute_for_policy(
     with _command_line(["--discover_packages_path=hf_memopt.integrations.lerobot", *training_flags]):
         cfg = read_training_flags()
     config = _check(cfg)
-    dataset = make_dataset(cfg)
+    with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
+        dataset = make_dataset(cfg)
     policy = make_policy(cfg=config, ds_meta=dataset.meta, rename_map=cfg.rename_map).eval()
     frames = Frames(cfg, policy, dataset)
     key = key_of(config, dataset)
