@@ -181,11 +181,16 @@ def _check_offloading(options: Options) -> None:
 def check_folder(training: Any) -> None:
     """Refuse an output folder that holds another run, and a checkpoint that is not there."""
     check_unused(training)
-    if training.resume_from_checkpoint is not None:
+    check_resumable(checkpoints_folder(training), training.resume_from_checkpoint)
+
+
+def check_resumable(checkpoints: Path, resume_from_checkpoint: str | None) -> None:
+    """Refuse a checkpoint that is not there; None stands for none."""
+    if resume_from_checkpoint is not None:
         try:
-            find_checkpoint(checkpoints_folder(training), training.resume_from_checkpoint)
+            find_checkpoint(checkpoints, resume_from_checkpoint)
         except ValueError as error:
-            raise ValueError(f"resume_from_checkpoint={training.resume_from_checkpoint!r}: {error}") from error
+            raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r}: {error}") from error
 
 
 def check_unused(training: Any) -> None:

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from hf_memopt.recipes.causal_lm_options import OffloadOptions, check_modes
+from hf_memopt.recipes.causal_lm_options import OffloadOptions, check_folder, check_modes
 from hf_memopt.recipes.flags import (
     Count,
     CountOrZero,
@@ -18,7 +17,6 @@ from hf_memopt.recipes.flags import (
     read_flags,
 )
 
-from hf_memopt.command_line import check_output_folder
 from hf_memopt.ranges import Range
 
 MIN_LPIPS_SIZE = 16  # VGG halves it four times
@@ -155,7 +153,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
-    _check_folder(options.training)
+    check_folder(options.training)
     return options
 
 
@@ -191,16 +189,4 @@ def _check_levers(options: Options) -> None:
         raise ValueError(
             "checkpoint_discriminator=True with spectral_norm=True: each forward pass moves spectral normalisation's "
             "power iteration on, and computing again would move it once more; leave one of them out"
-        )
-
-
-def _check_folder(training: TrainingOptions) -> None:
-    """Refuse another run's folder, or one that cannot be written to, now and not when the first checkpoint is due."""
-    output = Path(training.output_dir)
-    check_output_folder("output_dir", output)
-    used = [name for name in ("results.json", "checkpoints/latest") if (output / name).exists()]
-    if used and training.resume_from_checkpoint is None:
-        raise ValueError(
-            f"output_dir={training.output_dir!r} already holds {used[0]}; go on with --resume_from_checkpoint latest, "
-            "or name another folder"
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from hf_memopt.recipes import lgt_images
+from hf_memopt.recipes.causal_lm_options import check_resumable
 from hf_memopt.recipes.causal_lm_report import Cost, table
 from hf_memopt.recipes.lgt_config import CheckpointConfig, Config
 from hf_memopt.recipes.lgt_data import LatentBank, Latents, describe
@@ -50,6 +51,7 @@ def check_folder(checkpoint: CheckpointConfig) -> None:
             f"checkpoint.save_dir={checkpoint.save_dir!r} already holds {used[0]}; go on with "
             "--checkpoint.resume_from_checkpoint latest, or name another folder"
         )
+    check_resumable(output / "checkpoints", checkpoint.resume_from_checkpoint)
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 
 from hf_memopt.checkpoint import files
 from hf_memopt.checkpoint.signals import StopSignals
+from hf_memopt.ranges import Range
 
 
 class Checkpoints:
@@ -53,8 +54,7 @@ class Checkpoints:
     def __init__(
         self, accelerator: Accelerator, folder: str | Path, keep_last: int = 2, *, safe_serialization: bool = True
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+        Range(at_least=1, whole=True, why=": the newest checkpoint always stays").check("keep_last", keep_last)
         self.folder = Path(folder)
         self._accelerator = accelerator
         self._keep_last = keep_last

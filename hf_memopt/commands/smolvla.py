@@ -109,11 +109,13 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
+    from hf_memopt.diagnostics.devices import find_devices
     from hf_memopt.integrations.lerobot.evaluation_report import table, write_evaluation
     from hf_memopt.integrations.lerobot.model_card import Observations, measure
     from hf_memopt.integrations.lerobot.rollouts import evaluate_in_environment
 
     check_output_folder("output", parsed.output)
+    find_devices(parsed.device)
     given = None
     if parsed.dataset_repo_id:
         given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)

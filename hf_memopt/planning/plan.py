@@ -106,9 +106,9 @@ def plan(
     Cost: seconds for each simulation; a few for each combination of levers.
     """
     COUNT.check("num_workers", num_workers)
-    link_bytes_per_s = None if link is None else parse_size(link)
+    link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = gpu if isinstance(gpu, Card) else find_card(gpu, link_bytes_per_s)
-    search = _Search(workload, card, None if host is None else parse_size(host))
+    search = _Search(workload, card, None if host is None else parse_size(host, "host"))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
     result = TrainingPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))
