@@ -179,6 +179,8 @@ def _is_mode(mode: Any) -> bool:
 
 def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, dict[str, int]]]:
     holders: dict[str, dict[str, dict[str, int]]] = results.get("memory_bytes", {})
+    if isinstance(holders, list):  # train_lgt's, by epoch
+        return {}
     try:
         phases = [tuple(by_phase) for by_phase in holders.values()]
         counted = all(isinstance(n, int) for by in holders.values() for kinds in by.values() for n in kinds.values())
