@@ -178,9 +178,8 @@ def _is_mode(mode: Any) -> bool:
 
 
 def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, dict[str, int]]]:
-    holders: dict[str, dict[str, dict[str, int]]] = results.get("memory_bytes", {})
-    if isinstance(holders, list):  # train_lgt's, by epoch
-        return {}
+    found = results.get("memory_bytes", {})
+    holders: dict[str, dict[str, dict[str, int]]] = {} if isinstance(found, list) else found  # train_lgt's, by epoch
     try:
         phases = [tuple(by_phase) for by_phase in holders.values()]
         counted = all(isinstance(n, int) for by in holders.values() for kinds in by.values() for n in kinds.values())
