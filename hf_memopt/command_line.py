@@ -7,6 +7,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +41,8 @@ _REMEDIES = {
 def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
 
-    `--traceback` among the arguments, which `main` does not see, lets the mistake escape. Everything that is not known
-    to come from bad input escapes in any case.
+    `--traceback` among the arguments, which `main` does not see, lets the mistake escape; the line mentions it where
+    another library found the mistake. Everything that is not known to come from bad input escapes in any case.
 
     Args:
         program: what the line begins with.
@@ -56,8 +57,9 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
         line = None if passed_on != given else _line(error)
         if line is None:
             raise
+        hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
         # In one call, so that lines of several processes do not mix.
-        sys.stderr.write(f"{_rank()}{program}: error: {line}\n")
+        sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
         return 2
     return status if isinstance(status, int) else 0
 
@@ -72,6 +74,12 @@ def _line(error: Exception) -> str | None:
     if isinstance(error, ValueError | OSError) or names & _OF_LIBRARIES:
         return " ".join(str(error).split()) or type(error).__name__
     return None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this library's own code raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
 
 
 def _rank() -> str:

@@ -49,7 +49,12 @@ def file_error(number: int, path: str = "/a/b") -> OSError:
 )
 def test_a_mistake_is_one_line_and_status_2(error: Exception, line: str, capsys: Capture) -> None:
     assert one_line_errors("tool", raising(error), []) == 2
-    assert capsys.readouterr() == ("", f"tool: error: {line}\n")
+    assert capsys.readouterr() == ("", f"tool: error: {line} (--traceback shows where)\n")
+
+
+def test_what_this_library_has_said_itself_needs_no_traceback(capsys: Capture) -> None:
+    assert one_line_errors("tool", lambda arguments: COUNT.check("steps", 0), []) == 2
+    assert capsys.readouterr().err == "tool: error: steps=0 must be at least 1\n"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_each_of_several_processes_says_which_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert one_line_errors("tool", raising(ValueError("bad")), []) == 2
-    assert capsys.readouterr().err == "[rank 1] tool: error: bad\n"
+    assert capsys.readouterr().err == "[rank 1] tool: error: bad (--traceback shows where)\n"
 
 
 @pytest.mark.parametrize(

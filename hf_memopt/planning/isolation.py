@@ -14,8 +14,8 @@ import torch
 
 # What torch's engine says in a child of a process whose threads for devices have started.
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
-# What torch says of a tensor with 2^63 bytes or more.
-_TOO_LARGE = "Storage size calculation overflowed"
+# What torch says of a tensor with 2^63 bytes or numbers, or more.
+TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
 
 
 class IsolatedError(RuntimeError):
@@ -89,7 +89,7 @@ class _Isolated[Result]:
                 "backward has run on an accelerator in this process, after which torch's autograd does not survive a "
                 "fork; estimate and plan before the first backward, or in a process of their own"
             )
-        if error is not None and _TOO_LARGE in str(error):
+        if error is not None and any(words in str(error) for words in TOO_LARGE):
             raise ValueError(
                 f"a tensor of this step is larger than any memory ({error}); use smaller sizes or a smaller batch"
             )
