@@ -98,7 +98,7 @@ def test_export_refuses_an_existing_folder(toy_student: Path, tmp_path: Path, ca
 
 def test_export_refuses_zero_steps(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
     flags = ["--policy", str(toy_student), "--output", str(tmp_path / "exported"), "--num-steps", "0"]
-    assert "num_steps=0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
+    assert "argument --num-steps: 0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
     assert list(tmp_path.iterdir()) == []
 
 

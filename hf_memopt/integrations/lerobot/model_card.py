@@ -106,9 +106,9 @@ def measure(
     changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
     if getattr(config, "teacher_num_steps", None) is not None:
         changes["num_steps"] = config.teacher_num_steps
+    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
     models = [load_policy(folder), load_policy(resolve_checkpoint(teacher), **changes)]
     student, teaching = (model.to(device) for model in models)
-    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
     return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
 
 
