@@ -69,12 +69,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_file("timeline", parsed.timeline)
     from hf_memopt.planning import page, summary
     from hf_memopt.planning.cards import CARDS, find_card
     from hf_memopt.planning.estimate import estimate_peak_memory
 
-    check_output_file("json", parsed.json)
-    check_output_file("timeline", parsed.timeline)
     card = find_card(parsed.gpu) if parsed.gpu else None
     name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
     # Where copies go, and how long they take, is a matter of some card; which one decides times, and the kernels of

@@ -61,9 +61,9 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _report(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.reporting import read_run, write_report
 
-    check_output_folder("output", parsed.output)
     run = read_run(parsed.run_dir)
     if parsed.json:
         print(json.dumps(run.to_dict(), indent=2))

@@ -44,11 +44,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_folder("output", parsed.output)
     from hf_memopt.planning import plan
     from hf_memopt.planning.plan_report import as_json, explain, headline, table
 
-    check_output_file("json", parsed.json)
-    check_output_folder("output", parsed.output)
     workload = _workload(parsed)
     found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)
     print(f"{headline(found)}\n\n{table(found)}")

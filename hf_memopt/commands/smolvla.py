@@ -22,9 +22,9 @@ def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _prepare_student(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.students import prepare_student
 
-    check_output_folder("output", parsed.output)
     output = prepare_student(parsed.teacher, parsed.output)
     print(
         f"{output} is ready. Train it with\n"
@@ -64,9 +64,9 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _precompute(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.precompute import precompute_for_policy
 
-    check_output_folder("output", parsed.output)
     missing = precompute_for_policy(
         parsed.training_flags,
         parsed.output,
@@ -109,12 +109,12 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.diagnostics.devices import find_devices
     from hf_memopt.integrations.lerobot.evaluation_report import table, write_evaluation
     from hf_memopt.integrations.lerobot.model_card import Observations, measure
     from hf_memopt.integrations.lerobot.rollouts import evaluate_in_environment
 
-    check_output_folder("output", parsed.output)
     find_devices(parsed.device)
     given = None
     if parsed.dataset_repo_id:
@@ -161,10 +161,10 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
     from hf_memopt.integrations.lerobot.students import check_new, export_student, push_to_hub
 
-    check_output_folder("output", parsed.output)
     check_new(parsed.output)  # before minutes are spent on measuring
     given = None
     if parsed.dataset_repo_id:
