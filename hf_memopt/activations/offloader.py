@@ -97,13 +97,8 @@ class ActivationOffloader:
         mode: str = "auto",
         copier: Copier | None = None,
     ) -> None:
-        for field, value in (
-            ("offload_threshold_mb", offload_threshold_mb),
-            ("budget_gib", budget_gib),
-            ("max_slowdown", max_slowdown),
-            ("host_budget_gib", host_budget_gib),
-        ):
-            NOT_NEGATIVE.check(field, value)
+        for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib"):
+            NOT_NEGATIVE.check(field, locals()[field])
         COUNT_OR_ZERO.check("prefetch_ahead", prefetch_ahead)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
