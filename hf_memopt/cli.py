@@ -1,31 +1,37 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
 
 from hf_memopt import __version__
+from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status; user errors go to standard error and give 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((argument for argument in given if argument != TRACEBACK_FLAG), "")
+    return one_line_errors(f"hf-memopt {command}".rstrip(), _run, given)
+
+
+def _run(arguments: list[str]) -> int:
     parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
-    try:
-        status: int = parsed.run(parsed)
-    except ValueError as error:
-        print(f"hf-memopt {parsed.command}: error: {error}", file=sys.stderr)
-        return 2
+    status: int = parsed.run(parsed)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     from hf_memopt.commands import estimate, machine, plan, smolvla
 
-    parser = argparse.ArgumentParser(prog="hf-memopt", description="Train in the memory you have.")
+    parser = Parser(
+        prog="hf-memopt",
+        description="Train in the memory you have.",
+        epilog="A mistake is one line and exit status 2; with --traceback it is a Python traceback.",
+    )
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for part in (smolvla, machine, estimate, plan):

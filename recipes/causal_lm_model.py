@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from hf_memopt.recipes.causal_lm_options import ModelOptions, OffloadOptions
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.planning.model_config import building, check_sizes
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
@@ -18,7 +19,9 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
     """
     dtype = getattr(torch, options.dtype)
     if options.model is None:
-        model = AutoModelForCausalLM.from_config(_new_config(options, tokenizer), dtype=dtype, trust_remote_code=False)
+        config = _new_config(options, tokenizer)
+        with building(f"config_overrides={options.config_overrides!r}"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         model = _load(options.model, dtype)
     longest = getattr(model.config, "max_position_embeddings", None)
@@ -55,6 +58,8 @@ def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
     overrides = _overrides(options.config_overrides)
+    if options.model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={options.model_type!r} is unknown to transformers; use qwen3, for example")
     known = AutoConfig.for_model(options.model_type)
     for name in overrides:
         if not hasattr(known, name):
@@ -64,7 +69,11 @@ def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> An
             )
     token = tokenizer.eos_token_id
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": token, "eos_token_id": token, "pad_token_id": token}
-    return AutoConfig.for_model(options.model_type, **{**tokens, **overrides})
+    source = f"config_overrides={options.config_overrides!r}"
+    with building(source):
+        config = AutoConfig.for_model(options.model_type, **{**tokens, **overrides})
+    check_sizes(config, source)
+    return config
 
 
 def _overrides(text: str) -> dict[str, Any]:

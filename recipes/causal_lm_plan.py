@@ -12,7 +12,8 @@ from accelerate.utils import GradientAccumulationPlugin
 from hf_memopt.recipes import causal_lm_data as data
 from hf_memopt.recipes import train_causal_lm as recipe
 from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
-from hf_memopt.recipes.causal_lm_options import Options, read_flags
+from hf_memopt.recipes.causal_lm_options import Options
+from hf_memopt.recipes.flags import read_flags
 from hf_memopt.recipes.planned import Changes, RecipeWorkload
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

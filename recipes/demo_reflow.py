@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from typing import Any
 logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
 
 from hf_memopt.recipes import smolvla_toy as toy  # noqa: E402
+
+from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors  # noqa: E402
+from hf_memopt.ranges import SEED  # noqa: E402
 
 NUM_EPISODES = 100
 HELD_OUT = 0.2
@@ -38,8 +41,8 @@ LEARNING_RATE = 3e-3
 OUTPUTS = ("toy", "teacher", "student_init", "student", "student_1step", "logs", "results.json", "figures")
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     begun = time.perf_counter()
     make_room(options.output, options.overwrite)
     toy_folder = options.output / "toy"
@@ -68,20 +71,23 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default=Path("outputs/demo"), help="folder for everything (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of data and training (default: %(default)s)")
+    add("--seed", type=number(SEED), default=0, help="of data and training (default: %(default)s)")
     add("--overwrite", action="store_true", help="first remove what an earlier demo wrote to the folder")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def make_room(output: Path, overwrite: bool) -> None:
     """Refuse a folder that is in use; with `overwrite`, remove what a demo writes and nothing else."""
+    check_output_folder("output", output)
     present = [name for name in OUTPUTS if (output / name).exists()]
     if present and not overwrite:
-        sys.exit(f"demo: {output} already holds {', '.join(present)}; replace them with --overwrite or name another")
+        raise ValueError(
+            f"output={str(output)!r} already holds {', '.join(present)}; replace them with --overwrite or name another"
+        )
     for name in present:
         path = output / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -228,4 +234,4 @@ def print_memory(memory: dict[str, dict[str, dict[str, int]]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(one_line_errors("demo_reflow", main))

@@ -2,9 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from hf_memopt.recipes.causal_lm_options import OffloadOptions, as_settings, check_folder, check_modes, flag, read_flags
+from hf_memopt.recipes.causal_lm_options import OffloadOptions, check_folder, check_modes
+from hf_memopt.recipes.flags import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Schedule,
+    Seed,
+    as_settings,
+    flag,
+    read_flags,
+)
+
+from hf_memopt.ranges import Range
 
 MIN_LPIPS_SIZE = 16  # VGG halves it four times
 
@@ -14,13 +27,13 @@ class ModelOptions:
     _argument_group_name: ClassVar[str] = "model"
 
     vae: str | None = flag(None, "hub id or folder of a diffusers AutoencoderKL to go on with; without it a new one")
-    channels: list[int] = field(
+    channels: list[Count] = field(
         default_factory=lambda: [32, 64, 64], metadata={"help": "of a new VAE, by level; each after the first halves"}
     )
-    layers_per_block: int = flag(1, "residual blocks of a new VAE's encoder at each level")
-    latent_channels: int = flag(4, "of a new VAE")
-    discriminator_channels: int = flag(32, "of the first layer; doubled at each of the next")
-    discriminator_layers: int = flag(3, "convolutions that halve the image")
+    layers_per_block: Count = flag(1, "residual blocks of a new VAE's encoder at each level")
+    latent_channels: Count = flag(4, "of a new VAE")
+    discriminator_channels: Count = flag(32, "of the first layer; doubled at each of the next")
+    discriminator_layers: Count = flag(3, "convolutions that halve the image")
     spectral_norm: bool = flag(True, "spectral normalisation of the discriminator's weights")
 
 
@@ -34,33 +47,33 @@ class DataOptions:
     split: str = flag("train", "split of the dataset")
     image_column: str = flag("image", "column of the dataset that holds the images")
     streaming: bool = flag(False, "read the dataset as it comes instead of downloading it first")
-    shuffle_buffer: int = flag(1000, "streaming: images among which the next one is drawn")
-    num_drawn: int = flag(256, "images that are drawn where no others are given")
-    resolution: int = flag(64, "images are cropped and scaled to as many pixels as a square of this side has")
-    aspect_ratios: list[float] = field(
+    shuffle_buffer: Count = flag(1000, "streaming: images among which the next one is drawn")
+    num_drawn: Count = flag(256, "images that are drawn where no others are given")
+    resolution: Count = flag(64, "images are cropped and scaled to as many pixels as a square of this side has")
+    aspect_ratios: list[Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]] = field(
         default_factory=lambda: [1.0], metadata={"help": "width / height of the buckets; an image goes to the nearest"}
     )
-    num_workers: int = flag(0, "processes that read and decode images")
-    prefetch_factor: int | None = flag(None, "batches that each of them reads ahead; torch's default is 2")
+    num_workers: CountOrZero = flag(0, "processes that read and decode images")
+    prefetch_factor: Count | None = flag(None, "batches that each of them reads ahead; torch's default is 2")
 
 
 @dataclass
 class LossOptions:
     _argument_group_name: ClassVar[str] = "losses"
 
-    detail_weight: float = flag(0.5, "of the L1 error of what a 3 x 3 blur removes, beside 1 for what it leaves")
-    mse_weight: float = flag(0.1, "of the mean squared error")
-    lpips_weight: float = flag(0.1, "of LPIPS; 0 leaves it out")
+    detail_weight: NotNegative = flag(0.5, "of the L1 error of what a 3 x 3 blur removes, beside 1 for what it leaves")
+    mse_weight: NotNegative = flag(0.1, "of the mean squared error")
+    lpips_weight: NotNegative = flag(0.1, "of LPIPS; 0 leaves it out")
     lpips_weights: Literal["auto", "imagenet", "random"] = flag(
         "auto", "of LPIPS' VGG16; auto: ImageNet's if torch hub's cache has them, else random, which measures load only"
     )
-    kl_weight: float = flag(1e-3, "of the KL divergence, mean over latents, when warmed up")
-    kl_warmup_steps: int = flag(5000, "steps over which that weight rises, along a cosine; 0: at once")
-    free_bits: float = flag(0.0, "KL divergence of a latent, in nats, that costs nothing")
-    adversarial_weight: float = flag(0.5, "of the hinge loss in the VAE's loss; only its decoder sees it")
-    adversarial_warmup_steps: int = flag(0, "steps over which that weight rises, along a cosine; 0: at once")
-    r1_gamma: float = flag(5.0, "half of it weighs the R1 penalty")
-    r1_interval: int = flag(16, "discriminator updates from one R1 penalty to the next")
+    kl_weight: NotNegative = flag(1e-3, "of the KL divergence, mean over latents, when warmed up")
+    kl_warmup_steps: CountOrZero = flag(5000, "steps over which that weight rises, along a cosine; 0: at once")
+    free_bits: NotNegative = flag(0.0, "KL divergence of a latent, in nats, that costs nothing")
+    adversarial_weight: NotNegative = flag(0.5, "of the hinge loss in the VAE's loss; only its decoder sees it")
+    adversarial_warmup_steps: CountOrZero = flag(0, "steps over which that weight rises, along a cosine; 0: at once")
+    r1_gamma: NotNegative = flag(5.0, "half of it weighs the R1 penalty")
+    r1_interval: Count = flag(16, "discriminator updates from one R1 penalty to the next")
 
 
 @dataclass
@@ -68,24 +81,28 @@ class TrainingOptions:
     _argument_group_name: ClassVar[str] = "training"
 
     output_dir: str = flag("outputs/fluxflow", "folder for the VAE, checkpoints, results.json and panels.png")
-    max_steps: int = flag(400, "global steps: one for each batch, however many updates it makes")
-    batch_size: int = flag(4, "images per update and process")
-    micro_batch_size: int = flag(0, "images per forward pass; an update accumulates over the batch; 0: all at once")
-    training_steps: int = flag(1, "times that a batch is trained on, at all resolutions")
-    resolutions: list[int] = field(
+    max_steps: Count = flag(400, "global steps: one for each batch, however many updates it makes")
+    batch_size: Count = flag(4, "images per update and process")
+    micro_batch_size: CountOrZero = flag(
+        0, "images per forward pass; an update accumulates over the batch; 0: all at once"
+    )
+    training_steps: Count = flag(1, "times that a batch is trained on, at all resolutions")
+    resolutions: list[Count] = field(
         default_factory=list, metadata={"help": "at which each batch is trained, --resolution or less (that alone)"}
     )
-    learning_rate: float = flag(5e-4, "of the VAE's AdamW")
-    discriminator_learning_rate: float = flag(1e-4, "of the discriminator's AdamW")
-    lr_scheduler_type: str = flag("cosine", "one of transformers' schedules, stepped once per batch")
-    warmup_steps: int = flag(10, "steps until the learning rates have reached their peaks")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm, the VAE's and the discriminator's")
-    ema_decay: float = flag(0.999, "of the average of the VAE's weights, per update, at most; 0: no average")
-    log_every: int = flag(10, "steps between log lines")
-    checkpointing_steps: int = flag(0, "steps between checkpoints; 0: only when interrupted, and by an error")
+    learning_rate: NotNegative = flag(5e-4, "of the VAE's AdamW")
+    discriminator_learning_rate: NotNegative = flag(1e-4, "of the discriminator's AdamW")
+    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped once per batch")
+    warmup_steps: CountOrZero = flag(10, "steps until the learning rates have reached their peaks")
+    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm, the VAE's and the discriminator's")
+    ema_decay: Annotated[float, Range(at_least=0, below=1, why="; 0 makes no average")] = flag(
+        0.999, "of the average of the VAE's weights, per update, at most; 0: no average"
+    )
+    log_every: Count = flag(10, "steps between log lines")
+    checkpointing_steps: CountOrZero = flag(0, "steps between checkpoints; 0: only when interrupted, and by an error")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
     detect_leaks: Literal["off", "warn", "raise"] = flag("off", "what to do about memory that stays behind")
-    seed: int = flag(0, "of weights, latents and the order of the data")
+    seed: Seed = flag(0, "of weights, latents and the order of the data")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
@@ -133,39 +150,11 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
         ValueError: names a flag, its value and the remedy.
     """
     options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
-    _check_numbers(options)
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
     check_folder(options.training)
     return options
-
-
-def _check_numbers(options: Options) -> None:
-    model, data, losses, training, _, _ = options
-    at_least = {
-        "layers_per_block": (model.layers_per_block, 1),
-        "latent_channels": (model.latent_channels, 1),
-        "discriminator_channels": (model.discriminator_channels, 1),
-        "discriminator_layers": (model.discriminator_layers, 1),
-        "shuffle_buffer": (data.shuffle_buffer, 1),
-        "num_drawn": (data.num_drawn, 1),
-        "num_workers": (data.num_workers, 0),
-        "kl_warmup_steps": (losses.kl_warmup_steps, 0),
-        "adversarial_warmup_steps": (losses.adversarial_warmup_steps, 0),
-        "r1_interval": (losses.r1_interval, 1),
-        "max_steps": (training.max_steps, 1),
-        "batch_size": (training.batch_size, 1),
-        "micro_batch_size": (training.micro_batch_size, 0),
-        "training_steps": (training.training_steps, 1),
-        "log_every": (training.log_every, 1),
-        "checkpointing_steps": (training.checkpointing_steps, 0),
-    }
-    for name, (value, least) in at_least.items():
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-    if not 0 <= training.ema_decay < 1:
-        raise ValueError(f"ema_decay={training.ema_decay} must be 0, for no average, or lie below 1")
 
 
 def _check_resolutions(options: Options) -> None:
@@ -186,8 +175,6 @@ def _check_data(data: DataOptions) -> None:
         raise ValueError("streaming=True needs --dataset or --image_folder; drawn images are in memory")
     if data.prefetch_factor is not None and not data.num_workers:
         raise ValueError(f"prefetch_factor={data.prefetch_factor} needs --num_workers; without them nobody reads ahead")
-    if not data.aspect_ratios or min(data.aspect_ratios) <= 0:
-        raise ValueError(f"aspect_ratios={data.aspect_ratios} must be widths divided by heights, such as 0.75 1 1.33")
 
 
 def _check_levers(options: Options) -> None:

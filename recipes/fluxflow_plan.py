@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from hf_memopt.recipes import train_fluxflow as recipe
 from hf_memopt.recipes.causal_lm_model import make_offloader
-from hf_memopt.recipes.causal_lm_options import read_flags
+from hf_memopt.recipes.flags import read_flags
 from hf_memopt.recipes.fluxflow_levers import make_average
 from hf_memopt.recipes.fluxflow_losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow_model import build_models

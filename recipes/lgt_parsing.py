@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hf_memopt.recipes.lgt_config import Config
 
+from hf_memopt.command_line import Parser
+
 SECTIONS: dict[str, type] = Config.__annotations__
 
 
@@ -62,7 +64,7 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=_Formatter, allow_abbrev=False)
+    parser = Parser(description=description, formatter_class=_Formatter, allow_abbrev=False)
     parser.add_argument("--config_path", type=str, help="JSON file of sections, with any of the fields below")
     for section, kind in SECTIONS.items():
         group, hints = parser.add_argument_group(section), get_type_hints(kind)
@@ -80,8 +82,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         sections = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"config_path={str(path)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(sections, dict):
+        raise ValueError(f"config_path={str(path)!r} must hold an object with sections {', '.join(SECTIONS)}")
     values = {}
     for section, content in sections.items():
         if section not in SECTIONS or not isinstance(content, dict):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from hf_memopt.recipes import lgt_images
+from hf_memopt.recipes.causal_lm_options import check_resumable
 from hf_memopt.recipes.causal_lm_report import Cost, table
 from hf_memopt.recipes.lgt_config import CheckpointConfig, Config
 from hf_memopt.recipes.lgt_data import LatentBank, Latents, describe
@@ -18,7 +19,7 @@ from hf_memopt.recipes.lgt_model import LatentTransfer
 from hf_memopt.recipes.lgt_run import Run
 from safetensors.torch import save
 
-from hf_memopt.checkpoint import find_checkpoint
+from hf_memopt.command_line import check_output_folder
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,12 @@ class Check:
 
 
 def check_folder(checkpoint: CheckpointConfig) -> None:
-    """Refuse a folder that holds another run, and a checkpoint that is not there."""
+    """Refuse a folder that holds another run or cannot be written to, and a checkpoint that is not there."""
     output = Path(checkpoint.save_dir)
-    if checkpoint.resume_from_checkpoint is not None:
-        find_checkpoint(output / "checkpoints", checkpoint.resume_from_checkpoint)
-        return
+    check_output_folder("checkpoint.save_dir", output)
+    check_resumable(output / "checkpoints", checkpoint.resume_from_checkpoint)
     used = [name for name in ("results.json", "checkpoints/latest") if (output / name).exists()]
-    if used:
+    if used and checkpoint.resume_from_checkpoint is None:
         raise ValueError(
             f"checkpoint.save_dir={checkpoint.save_dir!r} already holds {used[0]}; go on with "
             "--checkpoint.resume_from_checkpoint latest, or name another folder"

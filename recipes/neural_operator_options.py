@@ -2,16 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from hf_memopt.recipes.causal_lm_options import (
-    OffloadOptions,
+from hf_memopt.recipes.causal_lm_options import OffloadOptions, check_folder, check_modes
+from hf_memopt.recipes.flags import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Schedule,
+    Seed,
     as_settings,
-    check_folder,
-    check_modes,
     flag,
     read_flags,
 )
+
+from hf_memopt.ranges import Range
 
 
 @dataclass
@@ -19,10 +25,12 @@ class ModelOptions:
     _argument_group_name: ClassVar[str] = "model"
 
     model: Literal["fno", "tfno", "uno"] = flag("fno", "neuralop's FNO, TFNO (Tucker-factorized weights) or UNO")
-    modes: int = flag(16, "Fourier modes along each side; a UNO has half as many where its resolution is halved")
-    hidden_channels: int = flag(32, "width")
-    num_layers: int = flag(4, "Fourier layers; at least 4 for a UNO")
-    rank: float = flag(0.1, "tfno: share of the dense weights' parameters that the factors have, about")
+    modes: Annotated[int, Range(at_least=2, whole=True)] = flag(
+        16, "Fourier modes along each side; a UNO has half as many where its resolution is halved"
+    )
+    hidden_channels: Count = flag(32, "width")
+    num_layers: Count = flag(4, "Fourier layers; at least 4 for a UNO")
+    rank: Positive = flag(0.1, "tfno: share of the dense weights' parameters that the factors have, about")
     checkpoint_blocks: bool = flag(False, "keep only the input of each Fourier layer and compute the rest again")
     checkpoint_mlps: bool = flag(False, "the same for the lifting and projection layers")
 
@@ -37,16 +45,16 @@ class ModelOptions:
 class DataOptions:
     _argument_group_name: ClassVar[str] = "data"
 
-    resolution: int = flag(16, "nodes along each side of the training data")
-    test_resolutions: list[int] = field(
+    resolution: Count = flag(16, "nodes along each side of the training data")
+    test_resolutions: list[Count] = field(
         default_factory=lambda: [16, 32, 64], metadata={"help": "nodes along each side of the test data"}
     )
-    num_train: int = flag(1000, "training samples")
-    num_test: int = flag(100, "test samples of each resolution")
-    solve_resolution: int = flag(
+    num_train: Annotated[int, Range(at_least=2, whole=True)] = flag(1000, "training samples")
+    num_test: Count = flag(100, "test samples of each resolution")
+    solve_resolution: CountOrZero = flag(
         120, "solve on a grid of at least this many nodes along each side and keep every second, third, ... node"
     )
-    data_seed: int = flag(0, "of the generated coefficient fields")
+    data_seed: Seed = flag(0, "of the generated coefficient fields")
     data_folder: str | None = flag(
         None, "folder with darcy_train_<resolution>.pt and darcy_test_<resolution>.pt, used instead of generated data"
     )
@@ -59,19 +67,23 @@ class TrainingOptions:
 
     output_dir: str = flag("outputs/neural_operator", "folder for the model, checkpoints, results.json and panels.png")
     loop: Literal["accelerate", "neuralop"] = flag("accelerate", "the loop in this file, or neuralop's own Trainer")
-    epochs: int = flag(20, "passes over the training samples")
-    batch_size: int = flag(32, "samples per update and process")
-    micro_batch_size: int = flag(0, "samples per forward pass, of which an update then has several; 0: all at once")
+    epochs: Count = flag(20, "passes over the training samples")
+    batch_size: Count = flag(32, "samples per update and process")
+    micro_batch_size: CountOrZero = flag(
+        0, "samples per forward pass, of which an update then has several; 0: all at once"
+    )
     train_loss: Literal["h1", "l2"] = flag("h1", "relative Sobolev or L2 norm of the error, as neuralop defines them")
-    learning_rate: float = flag(5e-3, "peak learning rate of neuralop's AdamW")
-    weight_decay: float = flag(1e-4, "of AdamW, on all weights")
-    lr_scheduler_type: str = flag("cosine", "one of transformers' schedules, stepped at every update")
-    warmup_steps: int = flag(0, "updates until the learning rate has reached its peak")
-    eval_every: int = flag(5, "epochs between evaluations; there is one at the end in any case")
-    checkpointing_steps: int = flag(0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)")
-    checkpoints_total_limit: int = flag(2, "how many checkpoints to keep")
+    learning_rate: NotNegative = flag(5e-3, "peak learning rate of neuralop's AdamW")
+    weight_decay: NotNegative = flag(1e-4, "of AdamW, on all weights")
+    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
+    warmup_steps: CountOrZero = flag(0, "updates until the learning rate has reached its peak")
+    eval_every: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
+    checkpointing_steps: CountOrZero = flag(
+        0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)"
+    )
+    checkpoints_total_limit: Count = flag(2, "how many checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
-    seed: int = flag(0, "of weights and the order of the data")
+    seed: Seed = flag(0, "of weights and the order of the data")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
@@ -95,32 +107,16 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
         ValueError: names a flag, its value and the remedy.
     """
     options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
-    _check_numbers(options)
+    _check_model(options.model, options.data)
     _check_offloading(options)
     _check_loop(options)
     check_folder(options.training)
     return options
 
 
-def _check_numbers(options: Options) -> None:
-    model, data, training, offload = options
-    at_least = {
-        "modes": (model.modes, 2),
-        "hidden_channels": (model.hidden_channels, 1),
-        "num_layers": (model.num_layers, 4 if model.model == "uno" else 1),
-        "num_train": (data.num_train, 2),
-        "num_test": (data.num_test, 1),
-        "epochs": (training.epochs, 1),
-        "batch_size": (training.batch_size, 1),
-        "micro_batch_size": (training.micro_batch_size, 0),
-        "eval_every": (training.eval_every, 1),
-        "checkpointing_steps": (training.checkpointing_steps, 0),
-        "checkpoints_total_limit": (training.checkpoints_total_limit, 1),
-        "compare_steps": (offload.compare_steps, 4),
-    }
-    for name, (value, least) in at_least.items():
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+def _check_model(model: ModelOptions, data: DataOptions) -> None:
+    if model.model == "uno" and model.num_layers < 4:
+        raise ValueError(f"num_layers={model.num_layers} must be at least 4 for model='uno'")
     for resolution in (data.resolution, *data.test_resolutions):
         if resolution < model.modes:
             raise ValueError(

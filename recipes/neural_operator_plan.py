@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from hf_memopt.recipes import train_neural_operator as recipe
 from hf_memopt.recipes.causal_lm_model import make_offloader
-from hf_memopt.recipes.causal_lm_options import read_flags
+from hf_memopt.recipes.flags import read_flags
 from hf_memopt.recipes.neural_operator_model import make_model
 from hf_memopt.recipes.neural_operator_options import Options
 from hf_memopt.recipes.planned import Changes, RecipeWorkload

@@ -27,12 +27,14 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from hf_memopt.recipes.flags import check_card
 from hf_memopt.recipes.planned import card_of
 from lerobot.common.train_utils import load_training_step
 from lerobot.configs import parser
@@ -41,11 +43,14 @@ from lerobot.scripts.lerobot_train import train
 from lerobot.utils.constants import TRAINING_STATE_DIR
 from torch import Tensor
 
+from hf_memopt.command_line import one_line_errors
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.memory.counters import Host
 from hf_memopt.planning import plan
 from hf_memopt.planning.plan_report import explain, headline
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
 from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
@@ -122,8 +127,7 @@ def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None
     Raises:
         ValueError: names the field, its value and the nearest one that works.
     """
-    if num_accumulation_steps < 1:
-        raise ValueError(f"{ACCUMULATION_FLAG}={num_accumulation_steps} must be at least 1")
+    COUNT.check(ACCUMULATION_FLAG, num_accumulation_steps)
     for name in ("steps", "save_freq"):
         value = getattr(cfg, name)
         happens = name == "steps" or 0 < value < cfg.steps
@@ -175,25 +179,38 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
     return chosen
 
 
-@parser.wrap()
-def read_config(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
-    """The command line as lerobot reads it."""
-    return cfg
+def check_numbers(cfg: TrainPipelineConfig) -> None:
+    """Refuse numbers that lerobot would find out about later, or not at all."""
+    for name, allowed in (
+        ("steps", COUNT),
+        ("batch_size", COUNT),
+        ("num_workers", COUNT_OR_ZERO),
+        ("log_freq", COUNT_OR_ZERO),
+        ("save_freq", COUNT_OR_ZERO),
+        ("seed", SEED),
+    ):
+        allowed.check(name, getattr(cfg, name))
+    for name in ("optimizer_lr", "optimizer_weight_decay", "optimizer_grad_clip_norm"):
+        NOT_NEGATIVE.check(f"policy.{name}", getattr(cfg.policy, name))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says, or `arguments` in its place."""
+    if arguments is not None:
+        sys.argv[1:] = arguments
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
     num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
     card, sys.argv[1:] = take_plan_flag(sys.argv[1:])
-    cfg = read_config()
-    cfg.validate()
+    check_card(card)
+    cfg = read_training_flags()
     if not isinstance(cfg.policy, SmolVLAReflowConfig):
         kind = None if cfg.policy is None else cfg.policy.type
         raise ValueError(
             f"policy type {kind!r}: this recipe trains smolvla_reflow; make a student with `hf-memopt prepare-student` "
             "and pass it as --policy.path"
         )
+    check_numbers(cfg)
     check_windows(cfg, num_accumulation_steps)
     if card is not None:
         cfg.policy.teacher_offload = planned_offload(cfg, num_accumulation_steps, card)
@@ -206,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("reflow_smolvla", main))

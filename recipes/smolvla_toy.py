@@ -10,7 +10,8 @@ writes `outputs/toy/vlm` and `outputs/toy/dataset`. Nothing is downloaded.
 """
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from transformers import (
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
 )
+
+from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors
+from hf_memopt.ranges import COUNT, SEED
 
 FloatArray = NDArray[np.float32]
 
@@ -308,29 +312,32 @@ def _one_progress_bar() -> Iterator[None]:
 
 
 def policy_flags(vlm: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for a policy trained from scratch."""
+    """The toy's `lerobot-train` flags for a policy trained from scratch, which then works in any working directory."""
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in POLICY_SETTINGS.items()}
     return [
         "--policy.type=smolvla",
-        f"--policy.vlm_model_name={vlm}",
+        f"--policy.vlm_model_name={vlm.resolve()}",
         *(f"--policy.{key}={str(value).lower()}" for key, value in settings.items()),
     ]
 
 
 def dataset_flags(dataset: Path) -> list[str]:
     """The toy's `lerobot-train` flags for the data."""
-    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset}", "--env_eval_freq=0"]
+    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for vlm/ and dataset/")
-    parser.add_argument("--episodes", type=int, default=60, help="number of demonstrations (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations (default: %(default)s)")
-    arguments = parser.parse_args()
-    write_vlm(arguments.output / "vlm")
-    write_dataset(arguments.output / "dataset", arguments.episodes, arguments.seed)
+    parser.add_argument(
+        "--episodes", type=number(COUNT), default=60, help="number of demonstrations (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=number(SEED), default=0, help="of the demonstrations (default: %(default)s)")
+    parsed = parser.parse_args(arguments)
+    check_output_folder("output", parsed.output)
+    write_vlm(parsed.output / "vlm")
+    write_dataset(parsed.output / "dataset", parsed.episodes, parsed.seed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("smolvla_toy", main))

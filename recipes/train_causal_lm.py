@@ -14,6 +14,7 @@ nothing is offloaded unless --cpu_copies asks for the copies. @FILE stands for t
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from transformers import default_data_collator, get_scheduler
 
 from hf_memopt import MemoryLogger
 from hf_memopt.checkpoint import endless_batches
+from hf_memopt.command_line import one_line_errors
 from hf_memopt.training.low_bit import low_bit_adamw
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
@@ -248,4 +250,4 @@ def measure(mode: str, options: Options, tokenizer: Any, blocks: DatasetDict) ->
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("train_causal_lm", main))

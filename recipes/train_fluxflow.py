@@ -14,6 +14,7 @@ the flags in a file, one per line.
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,7 @@ from transformers import get_scheduler
 
 from hf_memopt import LeakMonitor, MemoryLogger
 from hf_memopt.checkpoint import Checkpoints
+from hf_memopt.command_line import one_line_errors
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 
@@ -303,4 +305,4 @@ def panel_images(source: data.Source, options: Options, count: int = 6) -> list[
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("train_fluxflow", main))

@@ -13,6 +13,7 @@ accelerate's. On a CPU nothing is offloaded unless --offload.cpu_copies asks for
 """
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,6 +37,7 @@ from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches
+from hf_memopt.command_line import one_line_errors
 from hf_memopt.training.compile import compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
@@ -151,4 +153,4 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("train_lgt", main))

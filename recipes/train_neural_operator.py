@@ -12,6 +12,7 @@ offloaded unless --cpu_copies asks for the copies. @FILE stands for the flags in
 """
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import get_scheduler
 
 from hf_memopt.checkpoint import endless_batches
+from hf_memopt.command_line import one_line_errors
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 
@@ -233,4 +235,4 @@ def measure(mode: str, options: Options, samples: data.Data) -> Cost:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(one_line_errors("train_neural_operator", main))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_memopt.recipes.smolvla_toy import dataset_flags, policy_flags
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
@@ -97,8 +98,38 @@ def test_export_refuses_an_existing_folder(toy_student: Path, tmp_path: Path, ca
 
 def test_export_refuses_zero_steps(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
     flags = ["--policy", str(toy_student), "--output", str(tmp_path / "exported"), "--num-steps", "0"]
-    assert "num_steps=0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
+    assert "argument --num-steps: 0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
     assert list(tmp_path.iterdir()) == []
+
+
+def moved(student: Path, copy: Path, **changes: object) -> list[str]:
+    """Flags of a command for a copy of a student with other entries in its configuration."""
+    shutil.copytree(student, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    return ["--policy", str(copy), "--output", str(copy.parent / "output")]
+
+
+@pytest.mark.parametrize("name", ["gone/to/nowhere", "/gone", "nobody/no-such-vlm"])
+def test_a_vlm_that_is_gone_is_named(name: str, toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
+    flags = moved(toy_student, tmp_path / "student", vlm_model_name=name)
+    message = refused(capsys, "export", *flags, "--no-evaluation")
+    assert f"vlm_model_name={name!r}" in message
+    assert "write its folder or hub id into config.json, and as tokenizer_name into policy_preprocessor.json" in message
+
+
+def test_data_that_are_gone_are_named(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
+    flags = moved(toy_student, tmp_path / "student")
+    data = ["--dataset-repo-id", "local/gone", "--dataset-root", str(tmp_path / "gone")]
+    message = refused(capsys, "evaluate", *flags, *data)
+    assert f"dataset 'local/gone' cannot be read from folder '{tmp_path / 'gone'}'" in message
+    assert "name one with --dataset-repo-id and --dataset-root" in message
+
+
+def test_toys_flags_hold_in_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"--policy.vlm_model_name={tmp_path / 'vlm'}" in policy_flags(Path("vlm"))
+    assert f"--dataset.root={tmp_path / 'data'}" in dataset_flags(Path("data"))
 
 
 def test_doctor_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -48,7 +48,7 @@ def test_a_folder_in_use_is_refused_and_only_the_demos_own_files_are_replaced(tm
     make_room(tmp_path, overwrite=False)
     (tmp_path / "mine.txt").write_text("keep")
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"already holds logs, results.json.*--overwrite"):
+    with pytest.raises(ValueError, match=r"already holds logs, results.json.*--overwrite"):
         make_room(tmp_path, overwrite=False)
     make_room(tmp_path, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.txt"]

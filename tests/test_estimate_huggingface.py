@@ -220,6 +220,53 @@ def test_unreadable_configurations_are_refused(text: str, tmp_path: Path) -> Non
         HuggingFaceModel(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_size": 64.5}, "Field 'hidden_size' expected int, got float"),
+        ({"hidden_size": None}, "Field 'hidden_size' expected int, got NoneType"),
+        ({"hidden_size": -64}, "hidden_size=-64 must be at least 1"),
+        ({"hidden_size": 2**62}, "hidden_size=4611686018427387904 must be at most 2147483647"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size=-1 must be at least 0"),
+        (
+            {"num_hidden_layers": 10**6, "layer_types": None},
+            "num_hidden_layers=1000000 are more than 1000 layers, .*; use two smaller numbers and extrapolate",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights are not simulated; remove"),
+    ],
+)
+def test_configurations_that_cannot_be_simulated_are_refused(
+    change: dict[str, Any], message: str, qwen3: str, tmp_path: Path
+) -> None:
+    config = json.loads((Path(qwen3) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=f"(?s)model='{tmp_path}'.*{message}"):
+        HuggingFaceModel(str(tmp_path), seq_len=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "seq_len", "message"),
+    [
+        (
+            {"hidden_act": "nope"},
+            TOKENS,
+            r"transformers cannot build a model from this configuration \(KeyError: 'nope'\)",
+        ),
+        ({"max_position_embeddings": 2**62}, 2**31 - 1, "a tensor of this step is larger than any memory"),
+    ],
+)
+def test_what_shows_when_a_model_is_built_or_run(
+    change: dict[str, Any], seq_len: int, message: str, qwen3: str, tmp_path: Path
+) -> None:
+    config = json.loads((Path(qwen3) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change | {"vocab_size": 2**31 - 1}))
+    step = HuggingFaceModel(str(tmp_path), seq_len=seq_len, effective_batch=8).step_with("none", "off", 8)
+    with pytest.raises(ValueError, match=message):
+        estimate_peak_memory(step.setup, step.step)
+
+
 @pytest.mark.parametrize("model", ["nobody/no-such-model", "/nowhere"])
 def test_unknown_models_are_refused(model: str) -> None:
     with pytest.raises(ValueError, match=f"model='{model}'.*when offline, one that was downloaded before"):

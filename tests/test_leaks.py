@@ -464,7 +464,7 @@ def test_monitor_refuses(options: dict[str, Any], complaint: str) -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_steps=10 is too few"):
+    with pytest.raises(ValueError, match="num_steps=10 must be at least 24, to tell a leak from a start"):
         detect_leaks(plain(), num_steps=10)
 
 

@@ -175,7 +175,7 @@ def test_trains_with(setting: str, toy_student: Path, toy_dataset: Path, tmp_pat
 
 BAD_FLAGS = {
     "teacher_offload": ("disk", "auto, resident, swap, stream"),
-    "teacher_budget_gib": ("0", "must be positive"),
+    "teacher_budget_gib": ("0", "must be above 0"),
     "teacher_dtype": ("float16", "unset, float32, bfloat16"),
     "reflow_time_sampling": ("gamma", "beta, uniform, ushaped, one"),
     "share_prefix": ("yes", "auto, on, off"),

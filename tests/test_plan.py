@@ -15,6 +15,7 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.planning import Lever, NothingFitsError, Row, SimulatedStep, TrainingPlan, plan
 from hf_memopt.planning.cards import CARDS, GIB, Card, allowances, find_card, parse_size
 from hf_memopt.planning.plan_report import as_json, explain, headline, table
+from hf_memopt.planning.workload import divisors
 
 MIB = 2**20
 KEPT = sum(allowances().values())
@@ -90,6 +91,11 @@ def make_plan(room_bytes: int, **options: Any) -> TrainingPlan:
 def tight() -> TrainingPlan:
     """For a card on which the whole batch does not fit as it is."""
     return make_plan(100 * MIB)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 16, 97])
+def test_divisors_are_complete_and_ascending(number: int) -> None:
+    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
 
 
 def test_plain_training_is_chosen_where_it_fits_and_nothing_else_is_simulated() -> None:

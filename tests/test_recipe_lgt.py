@@ -190,7 +190,9 @@ def test_the_average_is_what_is_saved(plain: Path, tmp_path: Path) -> None:
 def test_a_folder_in_use_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"already holds results.json; go on with --checkpoint.resume_from"):
         train(plain)
-    with pytest.raises(ValueError, match=r"checkpoint 'latest': .* has no file of that name"):
+    with pytest.raises(
+        ValueError, match=r"resume_from_checkpoint='latest': checkpoint 'latest': .* has no file of that name"
+    ):
         train(tmp_path, "--checkpoint.resume_from_checkpoint=latest")
 
 

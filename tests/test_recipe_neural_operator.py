@@ -264,7 +264,7 @@ def test_losses_do_not_take_fields_for_periodic() -> None:
     [
         (["--epochs=0"], "epochs=0 must be at least 1"),
         (["--micro_batch_size=-1"], "micro_batch_size=-1 must be at least 0"),
-        (["--model=uno", "--num_layers=3"], "num_layers=3 must be at least 4"),
+        (["--model=uno", "--num_layers=3"], "num_layers=3 must be at least 4 for model='uno'"),
         (["--modes=20"], "modes=20: a grid of 16 nodes has no such frequencies"),
         (["--solve_resolution=0", "--resolution=2", "--modes=2"], "resolution=2 must be at least 3"),
         (["--budget_gib=1", "--offload=all"], "budget_gib=1.0 needs --offload auto"),

@@ -28,6 +28,7 @@ from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator, smo
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.checkpoints import load_config
+from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.planning import NothingFitsError, estimate_peak_memory
 from hf_memopt.planning.virtual_device import DEVICE_TYPE
 
@@ -174,8 +175,7 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
     accumulation, flags = reflow_smolvla.take_accumulation_flag(shlex.split(written[0].read_text()))
     others = ["--dataset.repo_id=local/none", f"--output_dir={tmp_path / 'run'}", "--policy.push_to_hub=false"]
     monkeypatch.setattr(sys, "argv", ["reflow_smolvla", *flags, *others])
-    cfg = reflow_smolvla.read_config()
-    cfg.validate()
+    cfg = read_training_flags()
     assert (cfg.batch_size, accumulation) == (4, 3)
     assert (cfg.policy.teacher_offload, cfg.policy.dtype) == ("stream", "bfloat16")
     assert cfg.policy.teacher_model_path == str(student.parent / "teacher")

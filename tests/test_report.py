@@ -143,6 +143,11 @@ def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: p
         ('{"memory_bytes": {"a": {"p": {}}, "b": {"q": {}}}}', "its memory_bytes is not bytes by design"),
         ('{"compared_costs": [{"mode": "off"}]}', "its compared_costs or training_cost is not made of objects"),
         ('{"training_cost": 3}', "its compared_costs or training_cost is not made of objects"),
+        ('{"compared_costs": 5}', "its compared_costs or training_cost is not made of objects"),
+        ('{"training_cost": {"mode": "off", "step_ms": null}}', "step_ms above 0, and other figures"),
+        ('{"training_cost": {"mode": "off", "step_ms": 0}}', "step_ms above 0, and other figures"),
+        ('{"training_cost": {"mode": "off", "step_ms": 1, "saved_mib": "x"}}', "other figures that are numbers"),
+        ('{"versions": [1]}', "its versions is not an object"),
         ('{"evaluation": {"teacher": {"error": {"1": 1.0}}}}', "its evaluation is not error and latency_ms"),
     ],
 )
@@ -151,6 +156,27 @@ def test_results_of_another_form_are_refused(tmp_path: Path, results: str, compl
     (tmp_path / "results.json").write_text(results)
     with pytest.raises(ValueError, match=complaint):
         read_run(tmp_path)
+
+
+def test_figures_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 3, "memory/host_rss_gib": null}')
+    with pytest.raises(ValueError, match="a memory figure of step 3 is no number; remove that record"):
+        read_run(tmp_path)
+    (tmp_path / METRICS_FILE).unlink()
+    write_json(tmp_path / "trainer_state.json", {"log_history": [1]})
+    with pytest.raises(ValueError, match="its log_history is not a list of objects"):
+        read_run(tmp_path)
+
+
+def test_designs_that_hold_nothing_have_no_share(tmp_path: Path) -> None:
+    write_json(tmp_path / "results.json", {"memory_bytes": {"a": {"p": {}}, "b": {"p": {}}}})
+    assert "&ndash;" in write_report(read_run(tmp_path), tmp_path / "report").read_text()
+
+
+def test_memory_by_epoch_is_no_memory_by_design(tmp_path: Path) -> None:
+    logged_run(tmp_path)
+    (tmp_path / "results.json").write_text('{"memory_bytes": [1, 2]}')
+    assert read_run(tmp_path).holders == {}
 
 
 def test_the_newest_checkpoint_of_a_trainer_is_read(tmp_path: Path) -> None:
@@ -387,8 +413,8 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not in the report: memory over time" in printed
     assert main(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holders"] == HOLDERS
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--json", "--output", str(tmp_path / "elsewhere")])
+    assert main(["report", str(tmp_path), "--json", "--output", str(tmp_path / "elsewhere")]) == 2
+    assert "not allowed with argument --json" in capsys.readouterr().err
     (tmp_path / "file").write_text("precious")
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "file")]) == 2
     assert (tmp_path / "file").read_text() == "precious"

@@ -295,7 +295,7 @@ def test_what_would_go_wrong_is_refused() -> None:
     run = Run(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="micro_batches is empty"):
         run.step([])
-    with pytest.raises(ValueError, match="max_grad_norm=0 must be positive"):
+    with pytest.raises(ValueError, match="max_grad_norm=0 must be above 0; None does not clip"):
         run.step([samples()], max_grad_norm=0)
     with pytest.raises(ValueError, match="optimizer=SGD was not prepared"):
         train_step(run.accelerator, run.model, mean_loss, [samples()], run.optimizer.optimizer)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from hf_memopt.activations.report import plan_report
 from hf_memopt.activations.schedule import ForwardPass
 from hf_memopt.activations.stats import OffloadStats
 from hf_memopt.activations.wrapping import WrappedModule
+from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.clock import clock_for
 from hf_memopt.transfer.host_memory import available_bytes
@@ -96,8 +97,9 @@ class ActivationOffloader:
         mode: str = "auto",
         copier: Copier | None = None,
     ) -> None:
-        for field in ("offload_threshold_mb", "prefetch_ahead", "budget_gib", "max_slowdown", "host_budget_gib"):
-            _check_not_negative(field, locals()[field])
+        for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib"):
+            NOT_NEGATIVE.check(field, locals()[field])
+        COUNT_OR_ZERO.check("prefetch_ahead", prefetch_ahead)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
@@ -346,8 +348,3 @@ def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else round(gib * _GIB)
-
-
-def _check_not_negative(field: str, value: float | None) -> None:
-    if value is not None and value < 0:
-        raise ValueError(f"{field}={value} must not be negative; use 0 for none")

@@ -1,6 +1,6 @@
 """What activation offloading saves, and what the link lets it hide: arithmetic for a first estimate."""
 
-import math
+from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, Range
 
 
 def estimate_offloading_memory_savings(
@@ -34,8 +34,8 @@ def estimate_offloading_memory_savings(
     Raises:
         ValueError: a value out of range, or `compute_ms` without `link_gb_per_s`.
     """
-    _check("activation_memory_gpu_mb", activation_memory_gpu_mb, activation_memory_gpu_mb >= 0, "0 or more")
-    _check("offload_ratio", offload_ratio, 0 <= offload_ratio <= 1, "between 0 and 1")
+    NOT_NEGATIVE.check("activation_memory_gpu_mb", activation_memory_gpu_mb)
+    Range(at_least=0, at_most=1).check("offload_ratio", offload_ratio)
     offloaded_mb = activation_memory_gpu_mb * offload_ratio
     savings = {
         "gpu_memory_mb": activation_memory_gpu_mb - offloaded_mb,
@@ -47,14 +47,14 @@ def estimate_offloading_memory_savings(
         if compute_ms is not None:
             raise ValueError(f"compute_ms={compute_ms} needs link_gb_per_s, the bandwidth to compare it with")
         return savings
-    _check("link_gb_per_s", link_gb_per_s, link_gb_per_s > 0, "more than 0")
+    POSITIVE.check("link_gb_per_s", link_gb_per_s)
     transfer_ms = offloaded_mb * 2**20 / (link_gb_per_s * 1e9) * 1e3
     savings["transfer_ms"] = transfer_ms
     return savings if compute_ms is None else savings | _overlap(transfer_ms, compute_ms)
 
 
 def _overlap(transfer_ms: float, forward_ms: float) -> dict[str, float]:
-    _check("compute_ms", forward_ms, forward_ms > 0, "more than 0")
+    POSITIVE.check("compute_ms", forward_ms)
     backward_ms = 2 * forward_ms
     hidden_ms = min(transfer_ms, forward_ms) + min(transfer_ms, backward_ms)
     exposed_ms = 2 * transfer_ms - hidden_ms
@@ -63,8 +63,3 @@ def _overlap(transfer_ms: float, forward_ms: float) -> dict[str, float]:
         "exposed_ms": exposed_ms,
         "slowdown_percent": 100.0 * exposed_ms / (forward_ms + backward_ms),
     }
-
-
-def _check(field: str, value: float, is_valid: bool, wanted: str) -> None:
-    if not (is_valid and math.isfinite(value)):
-        raise ValueError(f"{field}={value} must be a finite number, {wanted}")

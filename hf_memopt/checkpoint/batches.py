@@ -7,6 +7,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from torch.utils.data import RandomSampler
 
+from hf_memopt.ranges import COUNT_OR_ZERO
+
 
 def endless_batches(accelerator: Accelerator, loader: Any, num_taken: int = 0) -> Iterator[Any]:
     """Batches of one epoch after the other, from the one after the first `num_taken` on.
@@ -26,6 +28,7 @@ def endless_batches(accelerator: Accelerator, loader: Any, num_taken: int = 0) -
     Raises:
         ValueError: the loader is empty, has no generator of its own, or shuffles in an order that cannot be had again.
     """
+    COUNT_OR_ZERO.check("num_taken", num_taken)
     _check(loader)
     epoch, num_skipped = divmod(num_taken, len(loader))
     while True:

@@ -19,6 +19,7 @@ from hf_memopt.checkpoint.folder_lock import lock_of
 from hf_memopt.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
 from hf_memopt.checkpoint.signals import StopSignals
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
+from hf_memopt.ranges import Range
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -63,8 +64,7 @@ class Checkpoints:
     def __init__(
         self, accelerator: Accelerator, folder: str | Path, keep_last: int = 2, *, safe_serialization: bool = True
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+        Range(at_least=1, whole=True, why=": the newest checkpoint always stays").check("keep_last", keep_last)
         if accelerator.distributed_type in _REFUSED:
             raise ValueError(
                 f"accelerator uses {accelerator.distributed_type.value}, whose loaders run what a file names; use DDP, "

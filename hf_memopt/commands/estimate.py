@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.command_line import check_output_file, number, or_none
+from hf_memopt.ranges import COUNT, POSITIVE
+
 if TYPE_CHECKING:
     from hf_memopt.planning import Lever, SimulatedStep
 
@@ -31,8 +34,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--set", action="append", default=[], metavar="NAME=VALUE", help="one of the recipe's levers; may be repeated"
     )
     step = parser.add_argument_group("the step")
-    step.add_argument("--batch-size", type=int, default=1, help="samples per forward pass (default: %(default)s)")
-    step.add_argument("--accumulation", type=int, help="forward passes per update (default: 1; a recipe's own)")
+    step.add_argument(
+        "--batch-size", type=number(COUNT), default=1, help="samples per forward pass (default: %(default)s)"
+    )
+    step.add_argument(
+        "--accumulation", type=number(COUNT), help="forward passes per update (default: 1; a recipe's own)"
+    )
     model = parser.add_argument_group("with MODEL")
     for name, default, text in (
         ("task", "auto", "auto, causal, masked, seq2seq or image-classification"),
@@ -44,9 +51,16 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         ("offload", "off", "of activations: off, auto, inputs or all"),
     ):
         model.add_argument(f"--{name}", default=default, help=f"{text} (default: {default})")
-    model.add_argument("--seq-len", type=int, default=2048, help="tokens per sample (default: %(default)s)")
-    model.add_argument("--lora-rank", type=int, help="train adapters of this rank on all linear layers (default: none)")
-    model.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping (default: %(default)s)")
+    model.add_argument("--seq-len", type=number(COUNT), default=2048, help="tokens per sample (default: %(default)s)")
+    model.add_argument(
+        "--lora-rank", type=number(COUNT), help="train adapters of this rank on all linear layers (default: none)"
+    )
+    model.add_argument(
+        "--max-grad-norm",
+        type=or_none(number(POSITIVE)),
+        default=1.0,
+        help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--gpu", help="a card (rtx4070-laptop, h100, ...) or a size (8GiB): say whether it fits")
     output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
@@ -55,6 +69,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_file("timeline", parsed.timeline)
     from hf_memopt.planning import page, summary
     from hf_memopt.planning.cards import CARDS, find_card
     from hf_memopt.planning.estimate import estimate_peak_memory
@@ -84,8 +100,8 @@ def _model_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
     names = ("task", "dtype", "precision", "attention", "optimizer", "seq_len", "lora_rank")
     workload = HuggingFaceModel(
         parsed.model,
-        effective_batch=parsed.batch_size * (parsed.accumulation or 1),
-        max_grad_norm=parsed.max_grad_norm or None,
+        effective_batch=parsed.batch_size * (1 if parsed.accumulation is None else parsed.accumulation),
+        max_grad_norm=parsed.max_grad_norm,
         **{name: getattr(parsed, name) for name in names},
     )
     return workload.name, workload.step_with(parsed.checkpointing, parsed.offload, parsed.batch_size)

@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from hf_memopt.command_line import check_output_folder
+
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_doctor(commands)
@@ -59,6 +61,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _report(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.reporting import read_run, write_report
 
     run = read_run(parsed.run_dir)

@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.command_line import check_output_file, check_output_folder, number
+from hf_memopt.ranges import COUNT
+
 if TYPE_CHECKING:
     from hf_memopt.planning import TrainingPlan, Workload
 
@@ -22,21 +25,27 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of a recipe")
     parser.add_argument("--recipe", metavar="NAME", help="which recipe (default: the one that the file is named after)")
     parser.add_argument("--model", help="instead: hub id, folder or config.json of a transformers model")
-    parser.add_argument("--seq-len", type=int, default=2048, help="with --model: tokens per sample (%(default)s)")
-    parser.add_argument("--lora-rank", type=int, help="with --model: train adapters of this rank")
+    parser.add_argument(
+        "--seq-len", type=number(COUNT), default=2048, help="with --model: tokens per sample (%(default)s)"
+    )
+    parser.add_argument("--lora-rank", type=number(COUNT), help="with --model: train adapters of this rank")
     parser.add_argument("--gpu", required=True, help="a card such as rtx4070-laptop, or the size of one such as 8GiB")
     parser.add_argument("--host", help="host memory that may be used, such as 32GiB (default: any)")
     parser.add_argument("--link", help="bandwidth between host and device, such as 12GBps (default: the card's)")
-    parser.add_argument("--effective-batch", type=int, help="samples per update (default: the configuration's)")
+    parser.add_argument(
+        "--effective-batch", type=number(COUNT), help="samples per update (default: the configuration's)"
+    )
     parser.add_argument("--precision", help="no, bf16, or auto to try both (default: the configuration's, or no)")
     parser.add_argument("--output", type=Path, help="folder for the chosen configuration and an accelerate config")
     parser.add_argument("--explain", action="store_true", help="say why each lever is used or not")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all candidates as JSON")
-    parser.add_argument("--workers", type=int, help="simulations at once (default: one per core)")
+    parser.add_argument("--workers", type=number(COUNT), help="simulations at once (default: one per core)")
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_folder("output", parsed.output)
     from hf_memopt.planning import plan
     from hf_memopt.planning.plan_report import as_json, explain, headline, table
 
@@ -69,7 +78,7 @@ def _model(parsed: argparse.Namespace) -> "Workload":
     options: dict[str, Any] = {"seq_len": parsed.seq_len, "lora_rank": parsed.lora_rank}
     return HuggingFaceModel(
         parsed.model,
-        effective_batch=parsed.effective_batch or 1,
+        effective_batch=1 if parsed.effective_batch is None else parsed.effective_batch,
         precision=parsed.precision or "no",
         **options,
     )

@@ -3,6 +3,9 @@
 import argparse
 from pathlib import Path
 
+from hf_memopt.command_line import check_output_folder, number, numbers
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
+
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_prepare_student(commands)
@@ -19,6 +22,7 @@ def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.Argument
 
 
 def _prepare_student(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.students import prepare_student
 
     output = prepare_student(parsed.teacher, parsed.output)
@@ -44,12 +48,14 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--output", required=True, type=Path, help="folder to create, or to complete")
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=number(COUNT),
         default=1,
         help="frames that the teacher solves together; more is faster, and rounds differently (default: %(default)s, "
         "which is bit for bit what training online with --policy.couplings_seed gets)",
     )
-    parser.add_argument("--shard-size", type=int, default=1024, help="couplings per file (default: %(default)s)")
+    parser.add_argument(
+        "--shard-size", type=number(COUNT), default=1024, help="couplings per file (default: %(default)s)"
+    )
     parser.add_argument(
         "--store-observations", action="store_true", help="keep the observations too; random augmentation needs this"
     )
@@ -58,6 +64,7 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _precompute(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.precompute import precompute_for_policy
 
     missing = precompute_for_policy(
@@ -85,21 +92,30 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--policy", required=True, help="trained student: checkpoint or training output folder, hub id")
     parser.add_argument("--output", required=True, type=Path, help="folder to write to")
     parser.add_argument("--teacher", help="to compare with (default: the one that the student names)")
-    parser.add_argument("--num-steps", type=_numbers, default=[1, 2, 4, 10], help="Euler steps (default: 1,2,4,10)")
+    parser.add_argument(
+        "--num-steps", type=numbers(COUNT), default=[1, 2, 4, 10], help="Euler steps (default: 1,2,4,10)"
+    )
     parser.add_argument("--device", default="cpu", help="where both run (default: %(default)s)")
     parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
     parser.add_argument("--dataset-root", type=Path, help="its local folder")
-    parser.add_argument("--episodes", type=_numbers, help="episodes to measure on, e.g. 40,41,42 (default: held out)")
+    parser.add_argument(
+        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
+    )
     parser.add_argument("--env", metavar="ID", help="gymnasium environment, e.g. package:Name-v0, that speaks lerobot")
-    parser.add_argument("--env-episodes", type=int, default=10, help="for each number of steps (default: %(default)s)")
+    parser.add_argument(
+        "--env-episodes", type=number(COUNT), default=10, help="for each number of steps (default: %(default)s)"
+    )
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
+    from hf_memopt.diagnostics.devices import find_devices
     from hf_memopt.integrations.lerobot.evaluation_report import table, write_evaluation
     from hf_memopt.integrations.lerobot.model_card import Observations, measure
     from hf_memopt.integrations.lerobot.rollouts import evaluate_in_environment
 
+    find_devices(parsed.device)
     given = None
     if parsed.dataset_repo_id:
         given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)
@@ -128,10 +144,14 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--policy", required=True, help="trained student: checkpoint or training output folder, hub id")
     parser.add_argument("--output", required=True, type=Path, help="folder to create")
-    parser.add_argument("--num-steps", type=int, default=1, help="Euler steps per action chunk (default: %(default)s)")
+    parser.add_argument(
+        "--num-steps", type=number(COUNT), default=1, help="Euler steps per action chunk (default: %(default)s)"
+    )
     parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
     parser.add_argument("--dataset-root", type=Path, help="its local folder")
-    parser.add_argument("--episodes", type=_numbers, help="episodes to measure on, e.g. 40,41,42 (default: held out)")
+    parser.add_argument(
+        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
+    )
     parser.add_argument(
         "--no-evaluation", dest="evaluate", action="store_false", help="do not measure; the card says so"
     )
@@ -141,6 +161,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.model_card import Observations, measure, write_card
     from hf_memopt.integrations.lerobot.students import check_new, export_student, push_to_hub
 
@@ -154,7 +175,3 @@ def _export(parsed: argparse.Namespace) -> int:
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]

@@ -1,12 +1,14 @@
 """Finds what a command line asks to simulate."""
 
 import importlib
-import importlib.util
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_memopt.planning import Workload
+
+_RECIPES = "hf_memopt.recipes"
 
 
 def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload":
@@ -20,15 +22,15 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
     Raises:
         ValueError: there is no such recipe, or the file cannot be read.
     """
-    module = f"hf_memopt.recipes.{name.removeprefix('train_')}_plan"
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(f"recipe={name!r} is no recipe that can be simulated: there is no {module}")
+    recipe = name.removeprefix("train_")
+    if recipe not in _recipes():
+        raise ValueError(f"recipe={name!r} is no recipe that can be simulated; choose from {', '.join(_recipes())}")
     if config is None:
         raise ValueError(f"recipe={name!r} needs --config FILE, which it would be started with")
     if not config.is_file():
         raise ValueError(f"config={str(config)!r} is no file")
     given = {option: value for option, value in options.items() if value is not None}
-    workload: Workload = importlib.import_module(module).workload(config, **given)
+    workload: Workload = importlib.import_module(f"{_RECIPES}.{recipe}_plan").workload(config, **given)
     return workload
 
 
@@ -38,9 +40,16 @@ def recipe_of(config: Path) -> str:
     Raises:
         ValueError: no recipe's name begins the file's.
     """
-    words = config.stem.split("_")
-    for length in range(len(words), 0, -1):
-        name = "_".join(words[:length])
-        if importlib.util.find_spec(f"hf_memopt.recipes.{name}_plan") is not None:
-            return name
-    raise ValueError(f"config={str(config)!r}: no recipe's name begins this file's; say which with --recipe NAME")
+    fitting = [recipe for recipe in _recipes() if f"{config.stem}_".startswith(f"{recipe}_")]
+    if not fitting:
+        raise ValueError(
+            f"config={str(config)!r}: no recipe's name begins this file's; say which with --recipe "
+            f"{'|'.join(_recipes())}"
+        )
+    return max(fitting, key=len)
+
+
+def _recipes() -> list[str]:
+    """Those that can be simulated."""
+    modules = pkgutil.iter_modules(importlib.import_module(_RECIPES).__path__)
+    return sorted(module.name.removesuffix("_plan") for module in modules if module.name.endswith("_plan"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hf_memopt.memory.ages import StorageAges, allocator_counter
 from hf_memopt.memory.leak_report import Culprit, LeakReport, MemoryLeakError, find_culprits, unreached
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 
 __all__ = ["Culprit", "LeakMonitor", "LeakReport", "MemoryLeakError", "detect_leaks"]
 
@@ -33,8 +34,8 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
     Raises:
         ValueError: if `num_steps` is too small.
     """
-    if num_steps < 24:
-        raise ValueError(f"num_steps={num_steps} is too few to tell a leak from a start; use at least 24")
+    Range(at_least=24, whole=True, why=", to tell a leak from a start").check("num_steps", num_steps)
+    COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
     margin = num_steps // 6
     # The oldest sample that is kept is the last one of the warm-up: what the first tested step adds counts from there.
     ages = StorageAges(num_steps - 2 * margin, margin, min_bytes_per_step, allocator_counter())
@@ -66,8 +67,8 @@ class LeakMonitor:
     """
 
     def __init__(self, every_n_steps: int | None = None, min_bytes_per_step: int = 1024, action: str = "warn") -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1, or None to choose by cost")
+        COUNT.check("every_n_steps", every_n_steps)
+        COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
         if action not in ("warn", "raise"):
             raise ValueError(f"action={action!r} is unknown; use 'warn' or 'raise'")
         self.report: LeakReport | None = None

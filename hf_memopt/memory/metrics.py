@@ -10,6 +10,7 @@ from torch import distributed
 
 from hf_memopt.memory.counters import Counters
 from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
+from hf_memopt.ranges import COUNT, Range
 from hf_memopt.reporting import METRICS_FILE, append_metrics
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ def size(num_bytes: int) -> str:
 
 def check_warn_at(warn_at: float) -> None:
     """Raises ValueError unless `warn_at` is a share."""
-    if not 0 < warn_at <= 1:
-        raise ValueError(f"warn_at={warn_at} must be a share of the device's memory above 0 and up to 1, such as 0.85")
+    Range(above=0, at_most=1, why=": a share of the device's memory").check("warn_at", warn_at)
 
 
 def gib(num_bytes: float) -> float:
@@ -146,8 +146,7 @@ class MemoryLogger:
         reset_peaks: bool = False,
         counters: Counters | None = None,
     ) -> None:
-        if log_every < 1:
-            raise ValueError(f"log_every={log_every} must be at least 1, the number of steps between two logs")
+        COUNT.check("log_every", log_every)
         check_warn_at(warn_at)
         self.tracker = MemoryTracker(accelerator.device, reset_peaks=reset_peaks, counters=counters)
         self._accelerator = accelerator

@@ -110,8 +110,12 @@ def find_card(text: str, link_bytes_per_s: float | None = None) -> Card:
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "size") -> int:
     """Bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
+
+    Args:
+        text: as above.
+        option: that it was given for.
 
     Raises:
         ValueError: not of this form, or not positive.
@@ -119,5 +123,5 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?(ps|/s)?\s*", text.lower())
     num_bytes = round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if num_bytes <= 0:
-        raise ValueError(f"{text!r} is not a size; write, for instance, 8GiB, 24GB, or 12GBps for a link")
+        raise ValueError(f"{option}={text!r} is not a size; write, for instance, 8GiB, 24GB, or 12GBps for a link")
     return num_bytes

@@ -16,6 +16,7 @@ from hf_memopt.planning.virtual_device import DEVICE_TYPE, simulation
 from hf_memopt.planning.virtual_time import VirtualClock, virtual_time
 from hf_memopt.planning.virtual_weights import teachers_take
 from hf_memopt.planning.watch import StepWatch
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 
 Like = Literal["cuda", "cpu"]
 
@@ -103,8 +104,9 @@ def estimate_peak_memory(
     Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
 
     Raises:
-        ValueError: `like` is unknown; an operation has no fake implementation (named, with its module); no trainable
-            parameter got a gradient; backward has run on an accelerator before; or `setup` or `step` raised it.
+        ValueError: `like` is unknown or a number out of its range; an operation has no fake implementation (named,
+            with its module); no trainable parameter got a gradient; backward has run on an accelerator before; or
+            `setup` or `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
@@ -141,8 +143,9 @@ class SimulationOptions:
     def __post_init__(self) -> None:
         if self.like not in ("cuda", "cpu"):
             raise ValueError(f'like={self.like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps} must be at least 1")
+        COUNT.check("num_steps", self.num_steps)
+        COUNT_OR_ZERO.check("num_top", self.num_top)
+        Range(at_least=0, at_most=1).check("selected_fraction", self.selected_fraction)
 
 
 def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: SimulationOptions) -> MemoryEstimate:

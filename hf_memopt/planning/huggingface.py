@@ -14,7 +14,6 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
@@ -24,7 +23,9 @@ from transformers import (
 from hf_memopt.activations.checkpointing import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.planning.accelerate_config import write_accelerate_config
+from hf_memopt.planning.model_config import building, read_config
 from hf_memopt.planning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -85,8 +86,9 @@ class HuggingFaceModel:
         offload_threshold_mb: of `ActivationOffloader`.
 
     Raises:
-        ValueError: an option is unknown or out of range; the configuration cannot be found or read; its architecture
-            belongs to none of the tasks; or `seq_len` is longer than the model's positions.
+        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
+            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
+            positions.
     """
 
     model: str
@@ -106,9 +108,9 @@ class HuggingFaceModel:
         for name, known in _CHOICES.items():
             _check_choice(name, getattr(self, name), known)
         for name in ("seq_len", "effective_batch", "lora_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            COUNT.check(name, getattr(self, name))
+        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         if self.lora_rank is not None:
             _import_peft(self.lora_rank)
         longest = getattr(self.config, "max_position_embeddings", None)
@@ -126,13 +128,7 @@ class HuggingFaceModel:
     @cached_property
     def config(self) -> Any:
         """The configuration, which says everything about shapes."""
-        try:
-            return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"model={self.model!r}: no configuration of a transformers model was found or read; pass a folder with "
-                f"a config.json, such a file, or a hub id (when offline, one that was downloaded before): {error}"
-            ) from error
+        return read_config(self.model)
 
     @cached_property
     def kind(self) -> str:
@@ -262,7 +258,10 @@ class _Update:
 def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    model: Any = auto.from_config(options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+    with building(f"model={options.model!r}"):
+        model: Any = auto.from_config(
+            options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     model.config.use_cache = False
     model.train()
     if options.lora_rank is not None:

@@ -14,6 +14,8 @@ import torch
 
 # What torch's engine says in a child of a process whose threads for devices have started.
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
+# What torch says of a tensor with 2^63 bytes or numbers, or more.
+TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
 
 
 class IsolatedError(RuntimeError):
@@ -26,7 +28,7 @@ def run_isolated[Result](function: Callable[[], Result]) -> Result:
     Nothing is pickled on the way in, so `function` may be a closure; its result must be picklable.
 
     Raises:
-        ValueError: `function` raised it: the same error, whose note holds the traceback.
+        ValueError: `function` raised it: the same error, whose note holds the traceback. A tensor was too large.
         IsolatedError: it raised anything else, or its process was killed.
     """
     return _Isolated(function).result()
@@ -86,6 +88,10 @@ class _Isolated[Result]:
             raise ValueError(
                 "backward has run on an accelerator in this process, after which torch's autograd does not survive a "
                 "fork; estimate and plan before the first backward, or in a process of their own"
+            )
+        if error is not None and any(words in str(error) for words in TOO_LARGE):
+            raise ValueError(
+                f"a tensor of this step is larger than any memory ({error}); use smaller sizes or a smaller batch"
             )
         if error is not None:
             raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")

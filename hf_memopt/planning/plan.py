@@ -13,6 +13,7 @@ from hf_memopt.planning.estimate import MemoryEstimate, SimulationOptions, simul
 from hf_memopt.planning.isolation import run_all_isolated
 from hf_memopt.planning.phases import BACKWARD, FORWARD
 from hf_memopt.planning.workload import Lever, Settings, Workload
+from hf_memopt.ranges import COUNT
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,16 @@ def plan(
         progress: show a progress bar.
 
     Raises:
-        ValueError: `gpu`, `host` or `link` is unreadable, or the card is smaller than what it keeps for itself.
+        ValueError: `gpu`, `host` or `link` is unreadable, `num_workers` is no count, or the card is smaller than what
+            it keeps for itself.
         NothingFitsError: with the smallest card that would do.
 
     Cost: seconds for each simulation; a few for each combination of levers.
     """
-    link_bytes_per_s = None if link is None else parse_size(link)
+    COUNT.check("num_workers", num_workers)
+    link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = gpu if isinstance(gpu, Card) else find_card(gpu, link_bytes_per_s)
-    search = _Search(workload, card, None if host is None else parse_size(host))
+    search = _Search(workload, card, None if host is None else parse_size(host, "host"))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
     result = TrainingPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))

@@ -1,5 +1,6 @@
 """What can be planned: a training step that depends on settings."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class SimulatedStep:
 
 def divisors(number: int) -> list[int]:
     """Ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 class Workload(Protocol):

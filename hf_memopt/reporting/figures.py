@@ -138,9 +138,10 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
         axes.set_title(phase, loc="left")
     row[-1].set_xlabel("MiB on the device")
     totals = [sum(found.values()) / 2**20 for by_phase in holders.values() for found in by_phase.values()]
-    row[-1].set_xlim(0, 1.04 * max(totals))
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(kinds)))
+    row[-1].set_xlim(0, 1.04 * max(totals) or 1)
+    if kinds:
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(kinds)))
 
 
 def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:

@@ -94,7 +94,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder} holds nothing to report. It lacks {_NO_TIMELINE}. It lacks {_NO_MODES}.")
     return Run(
         name=folder.resolve().name,
-        facts=_facts(results),
+        facts=_facts(results, folder),
         modes=modes,
         holders=holders,
         policies=_policies(results, folder),
@@ -150,23 +150,36 @@ def _malformed(file: Path, field: str, form: str) -> ValueError:
     return ValueError(f"{file}: its {field} is not {form}; this is not what a recipe of hf_memopt writes")
 
 
-def _facts(results: Mapping[str, Any]) -> dict[str, str]:
-    versions = results.get("versions", {})
+def _facts(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    versions = results.get("versions") or {}
+    if not isinstance(versions, dict):
+        raise _malformed(folder / RESULTS_FILE, "versions", "an object")
     facts = {name.replace("_", " "): str(results[name]) for name in _FACTS if name in results}
     return facts | {"versions": ", ".join(f"{name} {found}" for name, found in versions.items())} if versions else facts
 
 
 def _modes(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     modes = results.get("compared_costs") or [results[key] for key in ("training_cost",) if key in results]
-    if not all(isinstance(mode, dict) and {"mode", "step_ms"} <= mode.keys() for mode in modes):
-        raise _malformed(
-            folder / RESULTS_FILE, "compared_costs or training_cost", "made of objects with mode and step_ms"
-        )
-    return list(modes)
+    if not isinstance(modes, list) or not all(_is_mode(mode) for mode in modes):
+        form = "made of objects with mode, step_ms above 0, and other figures that are numbers or null"
+        raise _malformed(folder / RESULTS_FILE, "compared_costs or training_cost", form)
+    return modes
+
+
+def _is_mode(mode: Any) -> bool:
+    if not isinstance(mode, dict) or not {"mode", "step_ms"} <= mode.keys():
+        return False
+    figures = [mode[key] for key in mode if key.endswith(("_ms", "_mib")) and mode[key] is not None]
+    return (
+        mode["step_ms"] is not None
+        and all(isinstance(figure, int | float) for figure in figures)
+        and mode["step_ms"] > 0
+    )
 
 
 def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, dict[str, int]]]:
-    holders: dict[str, dict[str, dict[str, int]]] = results.get("memory_bytes", {})
+    found = results.get("memory_bytes", {})
+    holders: dict[str, dict[str, dict[str, int]]] = {} if isinstance(found, list) else found  # train_lgt's, by epoch
     try:
         phases = [tuple(by_phase) for by_phase in holders.values()]
         counted = all(isinstance(n, int) for by in holders.values() for kinds in by.values() for n in kinds.values())
@@ -186,13 +199,17 @@ def _policies(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
             if isinstance(found, dict)
             for steps, error in found["error"].items()
         ]
-    except (AttributeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         form = "error and latency_ms by policy and number of steps"
         raise _malformed(folder / RESULTS_FILE, "evaluation", form) from error
 
 
 def _timeline(folder: Path) -> list[dict[str, float]]:
-    return [record for record in _records(folder) if "memory/host_rss_gib" in record]
+    timeline = [record for record in _records(folder) if "memory/host_rss_gib" in record]
+    for record in timeline:
+        if not all(isinstance(record.get(key), int | float) for key in record if key.startswith(("memory/", "step"))):
+            raise ValueError(f"{folder}: a memory figure of step {record.get('step')} is no number; remove that record")
+    return timeline
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
@@ -200,7 +217,9 @@ def _records(folder: Path) -> list[dict[str, float]]:
         return read_metrics(folder / METRICS_FILE)
     states = [folder / TRAINER_FILE, *sorted(folder.glob(f"checkpoint-*/{TRAINER_FILE}"), key=_num_steps, reverse=True)]
     newest = next((state for state in states if state.exists()), None)
-    history: list[dict[str, float]] = _read_json(newest).get("log_history", []) if newest else []
+    history = _read_json(newest).get("log_history", []) if newest else []
+    if newest and not (isinstance(history, list) and all(isinstance(record, dict) for record in history)):
+        raise _malformed(newest, "log_history", "a list of objects")
     return history
 
 

@@ -55,7 +55,7 @@ def holder_table(run: Run) -> Table:
     rows: list[list[Cell]] = []
     for design, by_phase in run.holders.items():
         totals = _totals(by_phase)
-        rows.append([design, *totals, max(totals), max(totals) / reference])
+        rows.append([design, *totals, max(totals), max(totals) / reference if reference else None])
     return Table(["MiB by phase", *phases, "peak", "of the first"], rows, digits=2)
 
 
@@ -104,7 +104,7 @@ def _mode_headline(run: Run) -> Iterator[str]:
 
 def _holder_headline(run: Run) -> Iterator[str]:
     peaks = {design: max(_totals(by_phase)) for design, by_phase in run.holders.items()}
-    if len(peaks) > 1:
+    if len(peaks) > 1 and next(iter(peaks.values())):
         first, least = next(iter(peaks)), min(peaks, key=peaks.__getitem__)
         yield (
             f"Counted peak on the device: {peaks[first]:.2f} MiB with “{first}”, {peaks[least]:.2f} MiB with “{least}” "

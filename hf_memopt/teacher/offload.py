@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.memory.counters import counters_for
+from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.teacher.auto import AutoWeights
 from hf_memopt.teacher.quantised import claim_device, is_quantised
 from hf_memopt.teacher.residency import Residency, ResidentWeights, SwappedWeights
@@ -93,9 +94,9 @@ class OffloadedTeacher:
             another mode than auto makes a CPU run every step of an offloaded run.
 
     Raises:
-        ValueError: unknown mode; weights that cannot be rebound (sharded, sparse or meta tensors, other quantisation
-            than torchao's); a shared base that would not be the teacher; ranks that were given different weights; a
-            device that cannot stream.
+        ValueError: unknown mode or negative budget; weights that cannot be rebound (sharded, sparse or meta tensors,
+            other quantisation than torchao's); a shared base that would not be the teacher; ranks that were given
+            different weights; a device that cannot stream.
 
     With several ranks (torch.distributed is initialised), every rank has to make its teacher, in the same order: see
     `share`. Cost of a visit: one copy of the teacher's own bytes over the link at most, streamed ones as often as they
@@ -115,6 +116,7 @@ class OffloadedTeacher:
     ) -> None:
         if mode not in TEACHER_MODES:
             raise ValueError(f"teacher mode={mode!r} is unknown; use one of {', '.join(TEACHER_MODES)}")
+        NOT_NEGATIVE.check("budget_gib", budget_gib)
         self.device = torch.device(device)
         self._module = module
         self._visits = 0

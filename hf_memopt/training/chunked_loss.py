@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_memopt.ranges import COUNT
+
 
 def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tensor, chunk_size: int = 1) -> Tensor:
     """Mean over samples of `loss_fn(output, *targets)`, whose gradient by `output` is taken at once, chunk by chunk.
@@ -82,8 +84,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _check(loss_fn: Any, output: Tensor, targets: tuple[Tensor, ...], chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1 sample")
+    COUNT.check("chunk_size", chunk_size)
     if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
         raise ValueError("loss_fn has trainable parameters, which would get no gradient; call requires_grad_(False)")
     for number, target in enumerate(targets):

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import calculate_time_spent
 
+from hf_memopt.ranges import COUNT
+
 
 def compile_module(
     module: nn.Module, *, mode: str = "default", recompile_limit: int = 8, backend: str = "inductor"
@@ -23,8 +25,7 @@ def compile_module(
     Raises:
         ValueError: `recompile_limit` is less than 1, or torch knows no such mode.
     """
-    if recompile_limit < 1:
-        raise ValueError(f"recompile_limit={recompile_limit} must be at least 1")
+    COUNT.check("recompile_limit", recompile_limit)
     known = ["default", *torch._inductor.list_mode_options()]
     if mode not in known:
         raise ValueError(f"mode={mode!r} is unknown to torch.compile; choose from {', '.join(dict.fromkeys(known))}")

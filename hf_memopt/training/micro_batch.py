@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_memopt.ranges import COUNT
 from hf_memopt.training.replay import BufferState, RandomState
 from hf_memopt.training.step import (
     LossFn,
@@ -62,8 +63,7 @@ class MicroBatcher:
     """
 
     def __init__(self, accelerator: Accelerator, micro_batch_size: int) -> None:
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1 sample")
+        COUNT.check("micro_batch_size", micro_batch_size)
         check_distributed_type(accelerator)
         self._accelerator = accelerator
         self.micro_batch_size = micro_batch_size
@@ -146,9 +146,10 @@ def find_micro_batch(
     An optimizer that makes its state in the first step needs more memory from then on: call this after a step, or let
     `MicroBatcher` halve the result if it must.
     """
+    COUNT.check("effective_batch", effective_batch)
     check_distributed_type(accelerator)
     num_samples_of_rank, rest = divmod(effective_batch, accelerator.num_processes)
-    if num_samples_of_rank < 1 or rest:
+    if rest:
         raise ValueError(
             f"effective_batch={effective_batch} cannot be divided evenly among {accelerator.num_processes} processes; "
             "use a multiple of their number"
@@ -204,8 +205,10 @@ def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
 
     Raises:
-        ValueError: there is no tensor with samples, or not all tensors and lists have the same number of them.
+        ValueError: there is no tensor with samples, not all tensors and lists have the same number of them, or
+            `micro_batch_size` is no count.
     """
+    COUNT.check("micro_batch_size", micro_batch_size)
     for start in range(0, num_samples(batch), micro_batch_size):
         yield _take(batch, slice(start, start + micro_batch_size))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.memory.counters import Counters, counters_for
+from hf_memopt.ranges import Range
 from hf_memopt.training.non_finite import GradientWatch, NonFiniteGradientError, gather_findings, scaler_takes_care
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -121,8 +122,7 @@ def check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: flo
             "sync_gradients=False: accelerator.accumulate is in the middle of a window, or ended there, and suppresses "
             "updates. Call this outside of it, and after an unfinished window set accelerator.sync_gradients = True"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None does not clip")
+    Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
 
 
 def shares_of(accelerator: Accelerator, micro_batches: Sequence[Any], weight_fn: WeightFn | None) -> Shares:

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from hf_memopt.planning import autocast_rules
-from hf_memopt.planning.isolation import run_isolated
+from hf_memopt.planning.isolation import TOO_LARGE, run_isolated
 
 AUTOCAST = "hf_memopt/planning/autocast_rules.py"
 ATTENTION = "hf_memopt/planning/attention_rules.py"
@@ -139,3 +139,10 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
     with relied_on_by(DEVICE):
         assert run_isolated(rename) == "virtual_cuda"
         assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
+def test_torch_calls_tensors_that_are_too_large_so() -> None:
+    tensor = torch.empty(1, 1, device="meta")
+    for num_columns, words in zip((1, 4), TOO_LARGE, strict=True):
+        with relied_on_by("hf_memopt/planning/isolation.py"), pytest.raises(RuntimeError, match=words):
+            tensor.expand(2**62, num_columns).contiguous()

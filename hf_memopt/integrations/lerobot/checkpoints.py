@@ -106,7 +106,8 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
         changes: fields of its configuration to change.
 
     Raises:
-        ValueError: the weights file is unusable or does not fit the configuration, or no model can be built from that.
+        ValueError: the weights file is unusable or does not fit the configuration, the VLM is not there, or no model
+            can be built from the configuration.
     """
     check_weights_file(folder)
     # lerobot moves a loaded policy to the device that its checkpoint names, and would fetch the VLM only to replace it.
@@ -117,6 +118,11 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
             policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
         except RuntimeError as error:
             raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+        except (OSError, HFValidationError) as error:
+            raise ValueError(
+                f"the VLM of {folder} cannot be read: vlm_model_name={config.vlm_model_name!r} ({error}); write its "
+                f"folder or hub id into {CONFIG_FILE}, and as tokenizer_name into {PREPROCESSOR_FILE}"
+            ) from error
         except Exception as error:
             raise ValueError(
                 f"no model can be built from {folder / CONFIG_FILE}, with vlm_model_name={config.vlm_model_name!r}: "

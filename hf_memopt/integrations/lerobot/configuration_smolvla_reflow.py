@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
+from hf_memopt.ranges import COUNT, POSITIVE, SHARE
 from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
 from hf_memopt.teacher import TEACHER_MODES
 
@@ -65,17 +66,15 @@ class SmolVLAReflowConfig(SmolVLAConfig):
         # YAML reads an unquoted on or off as a boolean.
         self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
-        if self.teacher_budget_gib is not None and not self.teacher_budget_gib > 0:
-            raise ValueError(f"teacher_budget_gib={self.teacher_budget_gib} must be positive; unset it for no limit")
+        POSITIVE.check("teacher_budget_gib", self.teacher_budget_gib)
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
         _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)
         _one_of("share_prefix", self.share_prefix, ("auto", "on", "off"))
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1 (or unset)")
+            COUNT.check(name, getattr(self, name))
+        SHARE.check("reflow_real_data", self.reflow_real_data)
         if self.use_reflow:
             self._check_reflow()
 
@@ -92,8 +91,6 @@ class SmolVLAReflowConfig(SmolVLAConfig):
             )
         if not self.use_cache:
             raise ValueError("use_cache=false: SmolVLA cannot sample without its cache; set --policy.use_cache=true")
-        if not 0 <= self.reflow_real_data < 1:
-            raise ValueError(f"reflow_real_data={self.reflow_real_data} must be at least 0 and less than 1")
         fixed = "couplings_path" if self.couplings_path is not None else "couplings_seed"
         if self.reflow_real_data > 0 and getattr(self, fixed) is not None:
             raise ValueError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from httpx import HTTPError
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -115,18 +116,39 @@ def held_out_batches(
         batch_size: observations per batch.
         max_observations: at most so many.
         device: where the batches live.
+
+    Raises:
+        ValueError: the dataset cannot be read.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     overrides = {"device_processor": {"device": device}}
     preprocess, _ = load_processors(config, folder, overrides)
-    metadata = LeRobotDatasetMetadata(repo_id, root=root)
-    timestamps = resolve_delta_timestamps(config, metadata)
-    chosen = None if episodes is None else list(episodes)
-    dataset = LeRobotDataset(repo_id, root=root, episodes=chosen, delta_timestamps=timestamps)
+    with reading_dataset(repo_id, root):
+        metadata = LeRobotDatasetMetadata(repo_id, root=root)
+        timestamps = resolve_delta_timestamps(config, metadata)
+        chosen = None if episodes is None else list(episodes)
+        dataset = LeRobotDataset(repo_id, root=root, episodes=chosen, delta_timestamps=timestamps)
     indices = torch.linspace(0, len(dataset) - 1, min(len(dataset), max_observations)).round().long().tolist()
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=batch_size)
     return [preprocess(batch) for batch in loader]
+
+
+@contextmanager
+def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
+    """Around lerobot's opening of a dataset.
+
+    Raises:
+        ValueError: it is not there, neither locally nor on the hub.
+    """
+    try:
+        yield
+    except (OSError, HTTPError) as error:
+        place = "lerobot's cache or on the hub" if root is None else f"folder {str(root)!r}"
+        raise ValueError(
+            f"dataset {repo_id!r} cannot be read from {place} ({error}); name one with --dataset-repo-id and "
+            "--dataset-root (in training with --dataset.repo_id and --dataset.root)"
+        ) from error
 
 
 def _evaluate_model(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import LeRobotDataset
 from lerobot.datasets.factory import make_dataset
@@ -18,8 +17,10 @@ from torch.utils.data import default_collate
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.couplings import comparable_fields, coupling_inputs
+from hf_memopt.integrations.lerobot.evaluation import reading_dataset
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.processors import load_processors
+from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.teacher.couplings import CouplingKey, CouplingPlan, precompute
 
 
@@ -51,10 +52,10 @@ def precompute_for_policy(
         ValueError: flags without a teacher, or see `hf_memopt.teacher.couplings.precompute`.
     """
     with _command_line(["--discover_packages_path=hf_memopt.integrations.lerobot", *training_flags]):
-        cfg = _read_flags()
-        cfg.validate()
+        cfg = read_training_flags()
     config = _check(cfg)
-    dataset = make_dataset(cfg)
+    with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
+        dataset = make_dataset(cfg)
     policy = make_policy(cfg=config, ds_meta=dataset.meta, rename_map=cfg.rename_map).eval()
     frames = Frames(cfg, policy, dataset)
     key = key_of(config, dataset)
@@ -161,11 +162,6 @@ def _arithmetic_of_training(cfg: TrainPipelineConfig) -> Iterator[None]:
         yield
     finally:
         cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32 = before
-
-
-@parser.wrap()
-def _read_flags(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
-    return cfg
 
 
 @contextmanager

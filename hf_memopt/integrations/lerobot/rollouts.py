@@ -13,6 +13,7 @@ from lerobot.scripts.lerobot_eval import eval_policy
 
 from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import load_processors
+from hf_memopt.ranges import COUNT
 
 _MAX_PARALLEL = 10
 
@@ -50,8 +51,7 @@ def evaluate_in_environment(
     Raises:
         ValueError: there is no such environment, it has no limit of steps, or `num_episodes` is less than 1.
     """
-    if num_episodes < 1:
-        raise ValueError(f"num_episodes={num_episodes} must be at least 1")
+    COUNT.check("num_episodes", num_episodes)
     environment = _make_environment(env_id, min(num_episodes, _MAX_PARALLEL))
     folder = resolve_checkpoint(policy)
     processors = load_processors(load_config(folder), folder, {"device_processor": {"device": device}})

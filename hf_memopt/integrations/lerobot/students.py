@@ -24,6 +24,7 @@ from hf_memopt.integrations.lerobot.checkpoints import (
 )
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.processors import check_processors, load_processors
+from hf_memopt.ranges import COUNT
 
 # A derived checkpoint must not be pushed over the one it came from.
 _FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
@@ -79,8 +80,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
         ValueError: bad `num_steps`, a policy that cannot be read or does not act (see `check_acts`), or `output`
             exists. Nothing is written then.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
     config = load_config(folder)

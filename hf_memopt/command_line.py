@@ -1,0 +1,170 @@
+"""What `hf-memopt` and every recipe do with a command line: a user's mistake is one line on standard error.
+
+Numbers are read within ranges, and places to write to are looked at before the work whose result they are for.
+"""
+
+import argparse
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from hf_memopt.ranges import Range
+
+TRACEBACK_FLAG = "--traceback"
+
+# What other libraries raise for what they are given; by name, so that nothing is imported for it.
+_OF_LIBRARIES = {
+    "datasets.exceptions.DatasetsError",
+    "draccus.utils.DraccusException",
+    "httpx.HTTPError",
+    "huggingface_hub.errors.StrictDataclassError",
+}
+_REMEDIES = {
+    errno.EACCES: "name another place, or change its permissions",
+    errno.EEXIST: "name another",
+    errno.EISDIR: "name a file",
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.ENOENT: "check the path",
+    errno.ENOSPC: "free some space, or name another place",
+    errno.ENOTDIR: "a part of the path is a file; name a folder",
+    errno.EPERM: "name another place, or change its permissions",
+    errno.EROFS: "name a place that can be written to",
+}
+
+
+def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
+    """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
+
+    `--traceback` among the arguments, which `main` does not see, lets the mistake escape; the line mentions it where
+    another library found the mistake. Everything that is not known to come from bad input escapes in any case.
+
+    Args:
+        program: what the line begins with.
+        main: gets the arguments; returns an exit status, or anything else for 0.
+        arguments: None, the command line's.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
+    try:
+        status = main(passed_on)
+    except Exception as error:
+        line = None if passed_on != given else _line(error)
+        if line is None:
+            raise
+        hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
+        # In one call, so that lines of several processes do not mix.
+        sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _line(error: Exception) -> str | None:
+    """A mistake in words; None, the error is none of the user's."""
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "hf_memopt").startswith("hf_memopt"):
+        return f"{error.name} is not installed; pip install it, or everything with pip install 'hf_memopt[all]'"
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _REMEDIES:
+        return f"{str(error.filename)!r}: {error.strerror}; {_REMEDIES[error.errno]}"
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if isinstance(error, ValueError | OSError) or names & _OF_LIBRARIES:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this library's own code raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
+
+
+def _rank() -> str:
+    return f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse prints the usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists all options")
+
+
+@contextmanager
+def argparse_raising() -> Iterator[None]:
+    """Parsers that other libraries make raise ValueError too."""
+    with patch.object(argparse.ArgumentParser, "error", Parser.error):
+        yield
+
+
+def number(allowed: Range) -> Callable[[str], Any]:
+    """For `type=`: a number within the range."""
+    kind = int if allowed.whole else float
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if complaint := allowed.complaint(value):
+            raise argparse.ArgumentTypeError(f"{text} {complaint}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it for what is no number
+    return parse
+
+
+def numbers(allowed: Range) -> Callable[[str], list[Any]]:
+    """For `type=`: numbers within the range, with commas between them."""
+    parse_one = number(allowed)
+
+    def parse(text: str) -> list[Any]:
+        return [parse_one(each) for each in text.split(",")]
+
+    parse.__name__ = f"list of {parse_one.__name__}"
+    return parse
+
+
+def or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For `type=`: as `parse`, or `none`."""
+
+    def parse_other(text: str) -> Any:
+        return None if text == "none" else parse(text)
+
+    parse_other.__name__ = parse.__name__
+    return parse_other
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is for.
+
+    Raises:
+        ValueError: names option, path and remedy.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}={str(path)!r} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}={str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another")
+    _check_writable(option, path, path if path.exists() else path.parent)
+
+
+def check_output_folder(option: str, path: Path | None) -> None:
+    """Refuse a folder that cannot be made or written to, before the work whose result it is for.
+
+    Raises:
+        ValueError: names option, path and remedy.
+    """
+    if path is None:
+        return
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise ValueError(f"{option}={str(path)!r}: {there} is a file; name a folder")
+    path.is_dir()  # raises OSError for a name that is too long
+    _check_writable(option, path, there)
+
+
+def _check_writable(option: str, path: Path, there: Path) -> None:
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{option}={str(path)!r}: {there} cannot be written to; name another place")

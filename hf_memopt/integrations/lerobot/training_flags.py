@@ -1,0 +1,44 @@
+"""The flags of `lerobot-train`, as lerobot reads them."""
+
+import io
+import sys
+from contextlib import redirect_stderr
+
+from draccus.utils import DecodingError
+from lerobot.configs import parser
+from lerobot.configs.train import TrainPipelineConfig
+
+from hf_memopt.command_line import argparse_raising
+
+
+def read_training_flags() -> TrainPipelineConfig:
+    """What `sys.argv` says, validated.
+
+    Raises:
+        ValueError: lerobot refuses it; elsewhere lerobot prints that and ends the process.
+    """
+    printed = io.StringIO()
+    try:
+        with argparse_raising(), redirect_stderr(printed):
+            cfg = _parsed()
+            cfg.validate()
+    except SystemExit as ending:
+        complaint = ending.__context__
+        if not isinstance(complaint, DecodingError):
+            raise
+        raise ValueError(_innermost(complaint)) from complaint
+    sys.stderr.write(printed.getvalue())
+    return cfg
+
+
+@parser.wrap()
+def _parsed(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
+    return cfg
+
+
+def _innermost(error: BaseException) -> str:
+    """What was wrong; lerobot's own words name the field where the cause does not."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return str(error) if cause is error else f"{error}: {cause}"

@@ -1,0 +1,61 @@
+"""Ranges of numeric options: one form of complaint for the library, the commands and the recipes."""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that an option takes.
+
+    Attributes:
+        at_least: the smallest.
+        above: less than the smallest.
+        at_most: the largest.
+        below: more than the largest.
+        whole: whole numbers only.
+        why: ends the complaint: a reason or a remedy.
+    """
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+    whole: bool = False
+    why: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value outside; None stands for an option that is off.
+
+        Raises:
+            ValueError: names the option, its value and the range.
+        """
+        if value is not None and (complaint := self.complaint(value)):
+            raise ValueError(f"{name}={value!r} {complaint}")
+
+    def complaint(self, value: Any) -> str | None:
+        """What is wrong with a value; None, nothing."""
+        if not _is_number(value, self.whole):
+            return f"must be a {'whole' if self.whole else 'finite'} number{self.why}"
+        bounds = {
+            f"at least {self.at_least}": value >= self.at_least,
+            f"above {self.above}": value > self.above,
+            f"at most {self.at_most}": value <= self.at_most,
+            f"less than {self.below}": value < self.below,
+        }
+        violated = next((bound for bound, holds in bounds.items() if not holds), None)
+        return violated and f"must be {violated}{self.why}"
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    return isinstance(value, Integral) or (not whole and isinstance(value, Real) and math.isfinite(value))
+
+
+COUNT = Range(at_least=1, at_most=2**31 - 1, whole=True)
+COUNT_OR_ZERO = Range(at_least=0, whole=True)
+NOT_NEGATIVE = Range(at_least=0)
+POSITIVE = Range(above=0)
+SHARE = Range(at_least=0, below=1)
+SEED = Range(at_least=0, at_most=2**32 - 1, whole=True)

@@ -1,0 +1,272 @@
+"""Every option of every command, recipe and public name: what it cannot take is refused by name, before any work."""
+
+import argparse
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hf_memopt.recipes.flags import ranges_in
+from torch import nn
+
+import hf_memopt
+from hf_memopt.cli import _parser, main
+from hf_memopt.command_line import one_line_errors
+from hf_memopt.memory.leaks import LeakMonitor
+from hf_memopt.ranges import Range
+
+Capture = pytest.CaptureFixture[str]
+
+NUMBERS = ("0", "-1", "1.5", "nan", "inf", str(2**70), "many")
+
+
+def line_of(status: int, capsys: Capture) -> str:
+    """The one line of a mistake."""
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+# What each command is started with, and a bad value for each of its options that takes no number. PLACE/ is a folder
+# with a file `file` and the configuration of a small model.
+COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "estimate": ({}, ["PLACE"]),
+    "plan": ({"--model": "PLACE", "--gpu": "8GiB"}, []),
+    "prepare-student": ({"--teacher": "PLACE", "--output": "new"}, []),
+    "precompute": ({"--output": "new"}, ["--", "--policy.path=x"]),
+    "evaluate": ({"--policy": "PLACE", "--output": "new"}, []),
+    "export": ({"--policy": "PLACE", "--output": "new"}, []),
+    "doctor": ({}, []),
+    "report": ({}, ["PLACE"]),
+}
+# Numbers that these take.
+GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70))}
+BAD: dict[str, dict[str, tuple[str, ...]]] = {
+    "estimate": {
+        "--recipe": ("a.b", "../x"),
+        "--task": ("x",),
+        "--dtype": ("x",),
+        "--precision": ("x",),
+        "--attention": ("x",),
+        "--optimizer": ("x",),
+        "--checkpointing": ("x",),
+        "--offload": ("x", "auto"),
+        "--gpu": ("x", "-8GiB"),
+        "--json": ("PLACE", "missing/file"),
+        "--timeline": ("PLACE", "missing/file"),
+    },
+    "plan": {
+        "--config": ("missing", "PLACE/file"),
+        "--model": ("PLACE/missing",),
+        "--gpu": ("x",),
+        "--host": ("x", "0GiB"),
+        "--link": ("x",),
+        "--precision": ("x",),
+        "--output": ("PLACE/file",),
+        "--json": ("PLACE", "missing/file"),
+    },
+    "prepare-student": {"--teacher": ("PLACE/missing",), "--output": ("PLACE/file", "PLACE/file/below")},
+    "precompute": {"--output": ("PLACE/file",)},
+    "evaluate": {
+        "--policy": ("PLACE/missing",),
+        "--output": ("PLACE/file",),
+        "--device": ("x", "cuda:99"),
+        "--env": ("x",),
+    },
+    "export": {"--policy": ("PLACE/missing",), "--output": ("PLACE/file", "PLACE")},
+    "doctor": {"--policy": ("PLACE/missing",), "--device": ("x", "cuda:99")},
+    "report": {"--output": ("PLACE/file",)},
+}
+# Tested where what they belong to is: they mean something only beside others, or to a policy that was loaded.
+ELSEWHERE = {
+    "estimate": {"--config", "--set"},
+    "plan": {"--recipe"},
+    "evaluate": {"--teacher", "--dataset-repo-id", "--dataset-root"},
+    "export": {"--dataset-repo-id", "--dataset-root", "--push-to-hub"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    (place / "file").write_text("precious")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 8, "architectures": ["LlamaForCausalLM"], **sizes}
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def options_of(command: str) -> dict[str, argparse.Action]:
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    actions = commands.choices[command]._actions
+    return {action.option_strings[-1]: action for action in actions if action.option_strings and action.nargs != 0}
+
+
+def takes_numbers(action: argparse.Action) -> bool:
+    return action.type not in (None, Path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_has_a_case(command: str) -> None:
+    texts = {name for name, action in options_of(command).items() if not takes_numbers(action)}
+    assert texts == {*BAD[command], *ELSEWHERE.get(command, ())}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_of_commands(command: str, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    required, positional = COMMANDS[command]
+    bad = BAD[command] | {name: NUMBERS for name, action in options_of(command).items() if takes_numbers(action)}
+    for name, values in bad.items():
+        for value in set(values) - set(GOOD.get(name, ())):
+            named = required | {name: value}
+            if name in ("--config", "--recipe"):
+                named.pop("--model", None)
+            flags = [each for pair in named.items() for each in pair]
+            arguments = [command, *flags, *([] if name == "--recipe" else positional)]
+            line = line_of(main([each.replace("PLACE", str(place)) for each in arguments]), capsys)
+            assert line.startswith(f"hf-memopt {command}: error: ")
+            shown = value.replace("PLACE", str(place))
+            assert re.search(rf"\b{name.strip('-').replace('-', '[-_]')}\b|{re.escape(shown)}", line), (name, line)
+
+
+RECIPES = {
+    "train_causal_lm": "causal_lm_options",
+    "train_neural_operator": "neural_operator_options",
+    "train_fluxflow": "fluxflow_options",
+    "train_lgt": "lgt_config",
+}
+# Texts that nothing is known of before data or models are opened, or that are checked together with others.
+OPENED_LATER = {
+    *("model", "model_type", "config_overrides", "tokenizer", "vae", "vae_path", "compile_mode", "report_to"),
+    *("text_file", "dataset", "dataset_config", "split", "text_column", "image_folder", "image_column", "data_folder"),
+    *("cache_folder", "data_root", "style_subdirs", "latent_column", "style_column"),
+}
+TEXTS = {
+    "output_dir": "FILE",
+    "save_dir": "FILE",
+    "resume_from_checkpoint": "missing",
+    "plan": "x",
+    "compare": "off,some",
+}
+
+
+def recipe_options(name: str) -> Iterator[tuple[str, Any, str]]:
+    """Flag, type with ranges, and field of every option."""
+    module = importlib.import_module(f"hf_memopt.recipes.{RECIPES[name]}")
+    sections = getattr(module, "Options", None) or module.Config
+    for section, kind in get_type_hints(sections).items():
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            prefix = f"{section}." if name == "train_lgt" else ""
+            yield f"--{prefix}{field.name}", hints[field.name], field.name
+
+
+def bad_values(hint: Any, field: str, file: Path) -> list[str]:
+    """What an option of this type cannot take."""
+    ranges = list(ranges_in(hint))
+    plain = get_type_of(hint)
+    if plain in (int, float):
+        assert len(ranges) == 1, "a number needs a range in its type: see recipes/flags.py"
+        return [*outside(ranges[0]), "many"]
+    if get_origin(plain) is Literal or plain is bool:
+        return ["perhaps"]
+    if field in TEXTS:
+        return [TEXTS[field].replace("FILE", str(file))]
+    assert field in OPENED_LATER, "an option needs a bad value in TEXTS"
+    return []
+
+
+def get_type_of(hint: Any) -> Any:
+    """The type of a number or text behind ranges, options and lists."""
+    if get_origin(hint) is Literal or not get_args(hint):
+        return hint
+    return get_type_of(get_args(hint)[0])
+
+
+def outside(allowed: Range) -> Iterator[str]:
+    yield from ("nan", "inf") if not allowed.whole else ("1.5",)
+    for bound, step in ((allowed.at_least, -1), (allowed.at_most, 1), (allowed.above, 0), (allowed.below, 0)):
+        if math.isfinite(bound):
+            yield str(bound + step)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_options_of_recipes(name: str, tmp_path: Path, capsys: Capture) -> None:
+    recipe = importlib.import_module(f"hf_memopt.recipes.{name}")
+    (tmp_path / "file").write_text("precious")
+    for flag, hint, field in recipe_options(name):
+        for value in bad_values(hint, field, tmp_path / "file"):
+            given = f"[{value}]" if name == "train_lgt" and "list" in str(hint) else value
+            given = {"nan": "NaN", "inf": "Infinity"}.get(given, given) if name == "train_lgt" else given
+            line = line_of(one_line_errors(name, recipe.main, [flag, given]), capsys)
+            assert re.search(rf"\b{field}\b", line), (flag, given, line)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def training_step(max_grad_norm: float) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    hf_memopt.train_step(
+        accelerator, model, lambda model, x: model(x).sum(), [torch.ones(1, 1)], optimizer, max_grad_norm=max_grad_norm
+    )
+
+
+def loss_in_chunks(chunk_size: int) -> None:
+    hf_memopt.chunked_loss(lambda x: x, torch.ones(2, requires_grad=True), chunk_size=chunk_size)
+
+
+SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}
+# How each public name that takes numbers is called with a bad one.
+CALLS: dict[str, Callable[..., object]] = {
+    "ActivationOffloader": hf_memopt.ActivationOffloader,
+    "Checkpoints": lambda **bad: hf_memopt.Checkpoints(None, "x", **bad),
+    "LeakMonitor": LeakMonitor,
+    "MemoryLogger": lambda **bad: hf_memopt.MemoryLogger(None, **bad),
+    "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
+    "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
+    "chunked_loss": loss_in_chunks,
+    "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),
+    "endless_batches": lambda **bad: next(hf_memopt.endless_batches(None, None, **bad)),
+    "estimate_offloading_memory_savings": lambda **bad: hf_memopt.estimate_offloading_memory_savings(**SAVINGS | bad),
+    "estimate_peak_memory": lambda **bad: hf_memopt.estimate_peak_memory(None, None, **bad),
+    "find_micro_batch": lambda **bad: hf_memopt.find_micro_batch(None, None, None, None, **bad),
+    "plan": lambda **bad: hf_memopt.plan(None, gpu="8GiB", **bad),
+    "split_batch": lambda **bad: next(hf_memopt.split_batch(torch.ones(2), **bad)),
+    "train_step": training_step,
+}
+# Made by this library, or by its own constructors, from what has been checked.
+RESULTS = {
+    *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
+    *("TeacherReport", "TrainingPlan", "CouplingSource"),
+}
+
+
+def numeric_parameters(name: str) -> dict[str, str]:
+    public = getattr(hf_memopt, name)
+    parameters = inspect.signature(public).parameters.values() if callable(public) else ()
+    texts = {each.name: inspect.formatannotation(each.annotation) for each in parameters}
+    return {each: text for each, text in texts.items() if re.fullmatch(r"(int|float)( \| None)?", text)}
+
+
+def test_every_public_name_that_takes_numbers_has_a_case() -> None:
+    assert {name for name in hf_memopt.__all__ if numeric_parameters(name)} == {*CALLS, *RESULTS}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_of_public_names(name: str) -> None:
+    for parameter, annotation in numeric_parameters(name).items():
+        for value in (-1, float("nan"), float("inf"), *((1.5,) if annotation.startswith("int") else ())):
+            with pytest.raises(ValueError, match=rf"^{parameter}={value} must be "):
+                CALLS[name](**{parameter: value})
