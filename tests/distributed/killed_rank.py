@@ -31,7 +31,7 @@ def main() -> None:
         dice = random.Random(attempt)
         bad_rank, after_s = dice.randrange(2), dice.uniform(0, LONGEST_S)
         if run.accelerator.process_index == bad_rank:
-            threading.Timer(after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
+            threading.Timer(after_s, die, [folder / f"killed-{attempt}"]).start()
         run.train(10**6, save=True)
     resumed_at = run.num_steps
     run.train(run.num_steps + STEPS_AT_THE_END, save=True)
@@ -41,6 +41,11 @@ def main() -> None:
     differing = sorted(name for name in got if got[name] != want[name])
     result = {"resumed at": resumed_at, "differing": differing}
     (folder / f"rank{run.accelerator.process_index}.json").write_text(json.dumps(result))
+
+
+def die(note: Path) -> None:
+    note.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).parent / "killed_rank.py"
 def train(folder: Path, num_kills: int) -> None:
     for attempt in range(num_kills):
         torchrun(SCRIPT, str(folder), str(attempt), "0", is_to_succeed=False)
+        assert (folder / f"killed-{attempt}").exists()
     torchrun(SCRIPT, str(folder), str(num_kills), "1")
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["resumed at"] == second["resumed at"] > 0
