@@ -180,6 +180,19 @@ def test_what_is_in_use_stays_when_the_rest_is_given_back() -> None:
     assert torch.equal(block, torch.full_like(block, 7))
 
 
+def test_what_arenas_hold_is_counted_together() -> None:
+    """An arena that goes takes its bytes along, and not its allocations."""
+    before = HostArena.of_process()
+    first, second = HostArena(SyncCopier()), HostArena(SyncCopier())
+    held = [first.acquire(10 * KIB), second.acquire(20 * KIB)]
+    during = HostArena.of_process()
+    assert during.num_bytes - before.num_bytes == 30 * KIB
+    del held, first
+    after = HostArena.of_process()
+    assert during.num_bytes - after.num_bytes == 10 * KIB
+    assert after.num_allocations == during.num_allocations == before.num_allocations + 2
+
+
 def test_a_destructor_may_release_while_a_block_is_being_made() -> None:
     """Garbage collection runs at any time."""
 

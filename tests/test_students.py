@@ -236,7 +236,10 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         overwrite(b"[" * 100_000, "config.json"),
         "is not valid JSON .*copy the checkpoint again",
     ),
-    "no such model": (edit_config(vlm_model_name="/nowhere"), "vlm_model_name='/nowhere': .*correct that field"),
+    "no such model": (
+        edit_config(vlm_model_name="/nowhere"),
+        "vlm_model_name='/nowhere' .*write its folder or hub id into config.json",
+    ),
     "no processors": (remove("policy_preprocessor.json"), "has no policy_preprocessor.json.*migrate_policy"),
     "no postprocessor": (remove("policy_postprocessor.json"), "has no policy_postprocessor.json"),
     "steps that are no list": (overwrite(b'{"steps": null}'), "steps must be a list of objects"),

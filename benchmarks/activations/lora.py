@@ -60,7 +60,7 @@ def build(size: str, num_tokens: int, device: torch.device) -> LoraWork:
         attention_dropout=0.0,
     )
     with torch.device(device):
-        base: Qwen3Model = AutoModel.from_config(config, dtype=torch.bfloat16)
+        base: Qwen3Model = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
         head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=torch.bfloat16).requires_grad_(False)
         model = get_peft_model(base, LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])).train()
         tokens = torch.zeros(1, num_tokens, dtype=torch.int64)

@@ -42,7 +42,7 @@ def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
         **SIZES[size], num_hidden_layers=num_layers, vocab_size=VOCABULARY, use_cache=False, attention_dropout=0.0
     )
     with torch.device(device):
-        model = AutoModel.from_config(config, dtype=torch.bfloat16).train()
+        model = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model

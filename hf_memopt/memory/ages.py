@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.memory.census import WITH_GRAPH, Held, live_storages
-from hf_memopt.transfer.host_arena import HostHoldings, host_holdings
+from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
 # Were a storage of a step as likely to stay as not, three quarters of 30 steps would leave one with probability 0.003
 # (one-sided sign test).
@@ -71,7 +71,7 @@ class StorageAges:
             if address not in self._births:
                 self._births[address] = _birth(items[0], step)
         self._steps.append(step)
-        self._offload.append(host_holdings() or HostHoldings(0, 0))
+        self._offload.append(HostArena.of_process())
         if self._measure_unreached is not None:
             self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from hf_memopt.transfer.host_arena import HostHoldings, host_holdings
+from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class HostMemory:
         pinned_bytes: page-locked memory that torch's own allocator holds, rounded up to powers of two as it rounds.
             Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means and not among them.
             None where no CUDA device is in use.
-        offload: what `ActivationOffloader`s hold for saved activations; None where none is at work.
+        offload: what `ActivationOffloader`s hold for saved activations.
         available_bytes: what the machine could still give to processes.
         total_bytes: what it has.
     """
@@ -118,7 +118,7 @@ class HostMemory:
     rss_bytes: int
     pss_bytes: int | None
     pinned_bytes: int | None
-    offload: HostHoldings | None
+    offload: HostHoldings
     available_bytes: int
     total_bytes: int
 
@@ -140,7 +140,7 @@ class Host:
             rss_bytes=self.rss_bytes(),
             pss_bytes=getattr(self._process.memory_full_info(), "pss", None) if pss else None,
             pinned_bytes=_pinned_bytes(),
-            offload=host_holdings(),
+            offload=HostArena.of_process(),
             available_bytes=int(machine.available),
             total_bytes=int(machine.total),
         )

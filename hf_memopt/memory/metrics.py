@@ -38,7 +38,7 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
     """
     host = reading.host
     figures = {"memory/host_rss_gib": gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
-    if host.offload is not None:
+    if host.offload.num_allocations:
         figures["memory/offload_gib"] = gib(host.offload.num_bytes)
         figures["memory/num_offload_allocations"] = float(host.offload.num_allocations)
     if reading.device is not None:

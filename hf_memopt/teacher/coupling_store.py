@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,6 +104,7 @@ class CouplingFolder:
 
         Raises:
             ValueError: another process writes this shard.
+            OSError: the disk is full, for example: names the file and how many bytes are free.
         """
         file = self._data_file(shard)
         with WriterLock(self.path / f".lock-{file.stem}", str(file), "give each process a RANK of its own"):
@@ -111,8 +113,10 @@ class CouplingFolder:
             with _appearing(file) as draft:
                 with ArrowWriter(features=features, path=str(draft)) as writer:
                     for columns in rows:
-                        writer.write_batch(columns)
-                    writer.finalize()
+                        with _writing(file):
+                            writer.write_batch(columns)
+                    with _writing(file):
+                        writer.finalize()
                 size, digest = draft.stat().st_size, _sha256(draft)
             note = {"couplings": _digest(self.description), "shard": shard, "num_bytes": size, "sha256": digest}
             _write_json(self._note_file(shard), note)
@@ -291,17 +295,30 @@ def _reading(file: Path) -> Iterator[None]:
 @contextmanager
 def _appearing(file: Path) -> Iterator[Path]:
     """A draft beside `file` that takes its name once it is whole and on disk, and disappears on an error."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    os.close(handle)
+    with _writing(file):
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+        os.close(handle)
     draft = Path(name)
     try:
         draft.chmod(0o644)
         yield draft
-        _flush(draft)
-        _replace(file, draft)
-        _flush(file.parent)
+        with _writing(file):
+            _flush(draft)
+            _replace(file, draft)
+            _flush(file.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """What cannot be written inside raises an OSError that names `file`, and how many bytes are free."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(file.parent).free
+        message = f"{file} could not be written: {error}; its disk has {free:,} bytes free. Make room, and {_AGAIN}"
+        raise OSError(error.errno, message) from error
 
 
 def _replace(file: Path, draft: Path) -> None:

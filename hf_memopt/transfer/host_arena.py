@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ _SLACK = 1.5
 
 
 class HostHoldings(NamedTuple):
-    """What the arenas of this process hold, and how often they have taken some."""
+    """What the arenas of this process hold, and how often any of them has taken some."""
 
     num_bytes: int
     num_allocations: int
@@ -47,6 +47,9 @@ class HostArena:
         budget_bytes: the arena never holds more than this; None, no limit.
     """
 
+    _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()
+    _num_of_process: ClassVar[int] = 0
+
     def __init__(self, copier: Copier, budget_bytes: int | None = None) -> None:
         self._copier = copier
         self._budget_bytes = budget_bytes
@@ -65,7 +68,12 @@ class HostArena:
         self.num_allocations = 0
         self.bytes_held = 0
         self.bytes_live = 0
-        _ARENAS.add(self)
+        self._of_process.add(self)
+
+    @classmethod
+    def of_process(cls) -> HostHoldings:
+        """Of all arenas: the bytes of those that are alive, the allocations of those that are gone too."""
+        return HostHoldings(sum(arena.bytes_held for arena in cls._of_process), cls._num_of_process)
 
     def acquire(self, num_bytes: int) -> Tensor | None:
         """A block, `(num_bytes,)` uint8, or None if the budget has no room for it."""
@@ -171,6 +179,7 @@ class HostArena:
         self._new_s += time.perf_counter() - begun
         self._new_bytes += wanted
         self.num_allocations += 1
+        HostArena._num_of_process += 1
         self.bytes_held += wanted
         extent = _extent(region)
         self._regions[extent.storage] = region
@@ -185,17 +194,6 @@ class HostArena:
             self._extents.remove(extent)
             del self._regions[extent.storage]
             self.bytes_held -= extent.num_bytes
-
-
-_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
-
-
-def host_holdings() -> HostHoldings | None:
-    """Of all arenas that are alive; None without any."""
-    arenas = list(_ARENAS)
-    if not arenas:
-        return None
-    return HostHoldings(sum(each.bytes_held for each in arenas), sum(each.num_allocations for each in arenas))
 
 
 def _extent(block: Tensor) -> Extent:
