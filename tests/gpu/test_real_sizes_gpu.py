@@ -42,6 +42,17 @@ def test_activation_offloading(load: Load, output: Path) -> None:
     assert plain["peak_over_start_bytes"] == pytest.approx(plain["saved_bytes"] + plain["temporary_bytes"], rel=0.02)
 
 
+def test_a_plan_is_what_is_measured(load: Load, output: Path) -> None:
+    """The peak of saved activations within 3 %, the step's time within 5 %."""
+    sizes = ["--size", "real", "--layers", "4", "--tokens", "8192", "--link-divisors", "1"]
+    assert (
+        load("activations.offload").main([*sizes, "--modes", "ours auto 20 %", NO_LIMIT, "--output", str(output)]) == 0
+    )
+    (cell,) = results_of(output)["cells"]
+    assert cell["offloader_peak_gib"] == pytest.approx(cell["predicted_peak_gib"], rel=0.03)
+    assert cell["step_ms"]["median"] == pytest.approx(cell["predicted_step_ms"], rel=0.05)
+
+
 def test_teacher_offloading(load: Load, output: Path) -> None:
     sizes = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", "--dtypes", "float32", "--steps", "3"]
     sizes += ["--links"]  # none
