@@ -58,6 +58,22 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the test writes outlives a reboot."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """A `ToyRun` of three steps with a checkpoint of each; the last two are kept."""
+    from toy_run import ToyRun
+
+    run = ToyRun(tmp_path / "run")
+    run.train(3, save=True)
+    return run
+
+
+@pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are searched for less long: no worse for toy models, and a second sooner."""
     from hf_memopt.activations import plan_search

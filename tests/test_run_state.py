@@ -20,11 +20,7 @@ from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 from hf_memopt.checkpoint import Checkpoints, endless_batches, files
 from hf_memopt.checkpoint.manifest import sha256
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here outlives a reboot."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +29,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> ToyRun:
-    """A run of three steps with a checkpoint of each; the last two are kept."""
-    run = ToyRun(tmp_path / "run")
-    run.train(3, save=True)
-    return run
 
 
 @pytest.fixture(scope="module")

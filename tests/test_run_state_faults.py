@@ -18,19 +18,7 @@ from toy_run import ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here outlives a reboot."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> ToyRun:
-    """A run of three steps with a checkpoint of each; the last two are kept."""
-    run = ToyRun(tmp_path / "run")
-    run.train(3, save=True)
-    return run
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 @pytest.fixture(scope="module")

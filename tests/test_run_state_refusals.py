@@ -19,19 +19,7 @@ from hf_memopt.checkpoint import Checkpoints, checkpoints, files
 from hf_memopt.checkpoint.manifest import MANIFEST, list_files, read_manifest, render
 from hf_memopt.locks import WriterLock
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here outlives a reboot."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> ToyRun:
-    """A run of three steps with a checkpoint of each; the last two are kept."""
-    run = ToyRun(tmp_path / "run")
-    run.train(3, save=True)
-    return run
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 @pytest.fixture

@@ -20,11 +20,7 @@ from hf_memopt.checkpoint.manifest import MANIFEST
 
 REMEDIES = ("Resume from one of them", "restore one from a copy", "choose another folder")
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here outlives a reboot."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 class Saved(NamedTuple):

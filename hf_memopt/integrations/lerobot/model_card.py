@@ -14,12 +14,7 @@ from hf_memopt import __version__
 from hf_memopt.integrations.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.integrations.lerobot.checkpoints import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.evaluation import (
-    ReflowEvaluation,
-    evaluate_reflow,
-    held_out_batches,
-    reading_dataset,
-)
+from hf_memopt.integrations.lerobot.evaluation import ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.integrations.lerobot.processors import check_processors
 
 _CARD_SETTINGS = (
@@ -69,8 +64,7 @@ def training_observations(folder: Path) -> Observations:
     read_object(file)
     try:
         cfg = TrainPipelineConfig.from_pretrained(folder)
-        with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
-            _, held_out = make_train_eval_datasets(cfg)
+        _, held_out = make_train_eval_datasets(cfg)
     except Exception as error:
         raise ValueError(
             f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
