@@ -32,7 +32,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
-	$(PY) -m hf_memopt.recipes.demo_reflow --output outputs/demo --overwrite
+	$(PY) -m hf_memopt.recipes.reflow.demo --output outputs/demo --overwrite
 
 demo-lm: $(READY) ## a small language model with offloading on the CPU, in about 2 minutes: results in outputs/demo_lm
 	rm -rf outputs/demo_lm

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.timing import median_and_spread, step_times_ms
-from hf_memopt.planning.cards import CARDS, Card
+from hf_memopt.estimate.gpus import CARDS, Card
 from hf_memopt.transfer.host_memory import pinned_empty
 
 MIB = 2**20

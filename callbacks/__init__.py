@@ -1,11 +1,11 @@
 """For transformers' Trainer and its descendants: `attach`, and callbacks for plain registration."""
 
-from hf_memopt.callbacks.activation_offload import ActivationOffloadCallback
 from hf_memopt.callbacks.attach import attach
-from hf_memopt.callbacks.cache import ClearCacheOnSaveCallback
-from hf_memopt.callbacks.leaks import LeakDetectionCallback
-from hf_memopt.callbacks.memory import MemoryLoggingCallback
-from hf_memopt.callbacks.non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
+from hf_memopt.callbacks.cache_clearing import ClearCacheOnSaveCallback
+from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
+from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
+from hf_memopt.callbacks.offloading import ActivationOffloadCallback
+from hf_memopt.callbacks.stop_on_non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
 
 __all__ = [
     "ActivationOffloadCallback",

@@ -5,16 +5,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from hf_memopt.callbacks.activation_offload import (
-    ActivationOffloadCallback,
-    log_stats,
-    make_offloader,
-    refuse_what_conflicts,
-)
-from hf_memopt.callbacks.memory import MemoryLoggingCallback
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
+from hf_memopt.callbacks.offloading import ActivationOffloadCallback, log_stats, make_offloader, refuse_what_conflicts
 from hf_memopt.memory import explain_oom
 
 

@@ -1,7 +1,18 @@
 """Training that fits in the memory you have, with the same gradients.
 
-Every name here is imported when it is first used, so that `import hf_memopt` is quick and works where only torch is
-installed. What needs more is imported from where it lives: `hf_memopt.integrations.lerobot`.
+The names that most programs need are here; the rest is imported from the package that the name belongs to, such as
+`hf_memopt.training.StepResult`. Read the packages in this order:
+
+- `transfer`: copies between device and host memory. `reflow`: the arithmetic of rectified flow.
+- `memory`: what memory is used for, and what leaks.
+- `activations`: keep, offload or recompute what autograd saves.
+- `teacher`, `couplings`: frozen models whose weights visit the device, and their answers, computed or from disk.
+- `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
+- `estimate`, `tuning`: the peak memory of a step, and settings that fit, before a run starts.
+- `report`, `commands`: pages about runs and machines, and the command `hf-memopt`.
+- `integrations`, `callbacks`, `recipes`: lerobot's policy, callbacks for Trainer, and one script per workload.
+
+Each name is imported when it is first used: `import hf_memopt` is quick and works where only torch is installed.
 """
 
 from importlib import import_module
@@ -11,130 +22,52 @@ if TYPE_CHECKING:
     from hf_memopt import reflow
     from hf_memopt.activations import (
         ActivationOffloader,
-        InfeasibleBudgetError,
-        OffloadStats,
         SelectiveCheckpoint,
         apply_selective_checkpointing,
         estimate_offloading_memory_savings,
         wrap_forward_with_offload,
     )
-    from hf_memopt.checkpoint import Checkpoints, endless_batches
-    from hf_memopt.memory import (
-        LeakMonitor,
-        LeakReport,
-        MemoryLogger,
-        MemoryTracker,
-        SavedBytes,
-        detect_leaks,
-        explain_oom,
-    )
-    from hf_memopt.planning import MemoryEstimate, NothingFitsError, TrainingPlan, estimate_peak_memory, plan
-    from hf_memopt.teacher import OffloadedTeacher, TeacherReport
-    from hf_memopt.teacher.couplings import CouplingSource
-    from hf_memopt.training import (
-        GradientCache,
-        MicroBatcher,
-        NonFiniteGradientError,
-        StepResult,
-        chunked_loss,
-        find_micro_batch,
-        r1_penalty,
-        split_batch,
-        train_step,
-    )
-    from hf_memopt.transfer import Copier, StreamCopier, SyncCopier
+    from hf_memopt.checkpoint import Checkpoints
+    from hf_memopt.couplings import CouplingSource
+    from hf_memopt.estimate import estimate_peak_memory
+    from hf_memopt.memory import MemoryTracker, detect_leaks, explain_oom
+    from hf_memopt.teacher import OffloadedTeacher
+    from hf_memopt.training import GradientCache, MicroBatcher, train_step
+    from hf_memopt.transfer import SyncCopier
+    from hf_memopt.tuning import plan
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ActivationOffloader",
-    "Checkpoints",
-    "Copier",
-    "CouplingSource",
-    "GradientCache",
-    "InfeasibleBudgetError",
-    "LeakMonitor",
-    "LeakReport",
-    "MemoryEstimate",
-    "MemoryLogger",
-    "MemoryTracker",
-    "MicroBatcher",
-    "NonFiniteGradientError",
-    "NothingFitsError",
-    "OffloadStats",
-    "OffloadedTeacher",
-    "SavedBytes",
-    "SelectiveCheckpoint",
-    "StepResult",
-    "StreamCopier",
-    "SyncCopier",
-    "TeacherReport",
-    "TrainingPlan",
-    "__version__",
-    "apply_selective_checkpointing",
-    "attach",
-    "chunked_loss",
-    "detect_leaks",
-    "endless_batches",
-    "estimate_offloading_memory_savings",
-    "estimate_peak_memory",
-    "explain_oom",
-    "find_micro_batch",
-    "plan",
-    "r1_penalty",
-    "reflow",
-    "split_batch",
-    "train_step",
-    "wrap_forward_with_offload",
-]
-
 _HOMES = {
+    "reflow": "hf_memopt.reflow",
     "ActivationOffloader": "hf_memopt.activations",
     "Checkpoints": "hf_memopt.checkpoint",
-    "Copier": "hf_memopt.transfer",
-    "CouplingSource": "hf_memopt.teacher.couplings",
+    "CouplingSource": "hf_memopt.couplings",
     "GradientCache": "hf_memopt.training",
-    "InfeasibleBudgetError": "hf_memopt.activations",
-    "LeakMonitor": "hf_memopt.memory",
-    "LeakReport": "hf_memopt.memory",
-    "MemoryEstimate": "hf_memopt.planning",
-    "MemoryLogger": "hf_memopt.memory",
     "MemoryTracker": "hf_memopt.memory",
     "MicroBatcher": "hf_memopt.training",
-    "NonFiniteGradientError": "hf_memopt.training",
-    "NothingFitsError": "hf_memopt.planning",
-    "OffloadStats": "hf_memopt.activations",
     "OffloadedTeacher": "hf_memopt.teacher",
-    "SavedBytes": "hf_memopt.memory",
     "SelectiveCheckpoint": "hf_memopt.activations",
-    "StepResult": "hf_memopt.training",
-    "StreamCopier": "hf_memopt.transfer",
     "SyncCopier": "hf_memopt.transfer",
-    "TeacherReport": "hf_memopt.teacher",
-    "TrainingPlan": "hf_memopt.planning",
     "apply_selective_checkpointing": "hf_memopt.activations",
     "attach": "hf_memopt.callbacks",
-    "chunked_loss": "hf_memopt.training",
     "detect_leaks": "hf_memopt.memory",
-    "endless_batches": "hf_memopt.checkpoint",
     "estimate_offloading_memory_savings": "hf_memopt.activations",
-    "estimate_peak_memory": "hf_memopt.planning",
+    "estimate_peak_memory": "hf_memopt.estimate",
     "explain_oom": "hf_memopt.memory",
-    "find_micro_batch": "hf_memopt.training",
-    "plan": "hf_memopt.planning",
-    "r1_penalty": "hf_memopt.training",
-    "split_batch": "hf_memopt.training",
+    "plan": "hf_memopt.tuning",
     "train_step": "hf_memopt.training",
     "wrap_forward_with_offload": "hf_memopt.activations",
 }
 
+__all__ = ["__version__", *_HOMES]
+
 
 def __getattr__(name: str) -> Any:
-    if name == "reflow":
-        return import_module("hf_memopt.reflow")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(_HOMES[name])
+    return home if name == "reflow" else getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    from hf_memopt.commands import estimate, machine, plan, smolvla
+    from hf_memopt.commands import estimate_command, machine_commands, plan_command, smolvla_commands
 
     parser = Parser(
         prog="hf-memopt",
@@ -34,7 +34,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for part in (smolvla, machine, estimate, plan):
+    for part in (smolvla_commands, machine_commands, estimate_command, plan_command):
         part.add_to(commands)
     return parser
 

@@ -34,8 +34,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from hf_memopt.recipes.flags import check_card
-from hf_memopt.recipes.planned import card_of
 from lerobot.common.train_utils import load_training_step
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
@@ -47,11 +45,13 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
-from hf_memopt.memory.counters import Host
-from hf_memopt.planning import plan
-from hf_memopt.planning.plan_report import explain, headline
+from hf_memopt.memory.device_counters import Host
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
-from hf_memopt.reporting import METRICS_FILE, append_metrics
+from hf_memopt.recipes.common.auto_plan import card_of
+from hf_memopt.recipes.common.flags import check_card
+from hf_memopt.tuning import plan
+from hf_memopt.tuning.settings_table import explain, headline
 
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
 PLAN_FLAG = "plan"
@@ -165,7 +165,7 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
     Raises:
         ValueError: nothing fits with this batch, `card` is unknown, or the training cannot be simulated.
     """
-    from hf_memopt.recipes.reflow_smolvla_plan import SmolVLAReflow
+    from hf_memopt.recipes.reflow.plan import SmolVLAReflow
 
     workload = SmolVLAReflow(
         cfg.policy,

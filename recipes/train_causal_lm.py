@@ -24,20 +24,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed, tqdm
 from datasets import DatasetDict
-from hf_memopt.recipes import causal_lm_data as data
-from hf_memopt.recipes import causal_lm_report as report
-from hf_memopt.recipes import planned, training_loop
-from hf_memopt.recipes.causal_lm_model import make_model, make_offloader
-from hf_memopt.recipes.causal_lm_options import Options, TrainingOptions, parse
-from hf_memopt.recipes.training_loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import default_data_collator, get_scheduler
 
-from hf_memopt import MemoryLogger
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.memory import MemoryLogger
+from hf_memopt.recipes.causal_lm import data as data
+from hf_memopt.recipes.causal_lm.model import make_model, make_offloader
+from hf_memopt.recipes.common import auto_plan, loop
+from hf_memopt.recipes.common import cost as report
+from hf_memopt.recipes.common.loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
+from hf_memopt.recipes.common.options import Options, TrainingOptions, parse
 from hf_memopt.training.low_bit import low_bit_adamw
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
@@ -57,19 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: {data.describe_corpus(options.data)}; {len(blocks['train']):,} blocks of {options.data.block_size} "
         f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
     )
-    options, accelerator, predicted = planned.applied(
+    options, accelerator, predicted = auto_plan.applied(
         options, accelerator, lambda precision: workload(options, tokenizer, precision), make_accelerator
     )
     with logging_redirect_tqdm():
         costs = [measure(mode, options, tokenizer, blocks) for mode in options.offload.compared_modes]
         if options.training.loop == "trainer":
-            from hf_memopt.recipes.causal_lm_trainer import train_with_trainer
+            from hf_memopt.recipes.causal_lm.trainer import train_with_trainer
 
             results = train_with_trainer(options, tokenizer, blocks)
         else:
             results = train(prepare(accelerator, options.offload.offload, options, tokenizer, blocks), options)
     results["compared_costs"] = costs
-    planned.compare(predicted, accelerator)
+    auto_plan.compare(predicted, accelerator)
     report.explain_idleness(results, options.offload)
     if accelerator.is_main_process:
         tokenizer.save_pretrained(options.training.output_dir)
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def workload(options: Options, tokenizer: Any, precision: str) -> planned.RecipeWorkload:
+def workload(options: Options, tokenizer: Any, precision: str) -> auto_plan.RecipeWorkload:
     """What `--plan` simulates; its module runs the functions of this one."""
-    from hf_memopt.recipes.causal_lm_plan import CausalLM
+    from hf_memopt.recipes.causal_lm.plan import CausalLM
 
     return CausalLM(options, tokenizer, precision=precision)
 
@@ -92,11 +92,11 @@ def make_accelerator(options: Options) -> Accelerator:
     windows = GradientAccumulationPlugin(
         num_steps=options.training.gradient_accumulation_steps, sync_with_dataloader=False
     )
-    return training_loop.make_accelerator(options.training, gradient_accumulation_plugin=windows)
+    return loop.make_accelerator(options.training, gradient_accumulation_plugin=windows)
 
 
 @dataclass(kw_only=True)
-class Run(training_loop.Run):
+class Run(loop.Run):
     """What accelerate prepared, the offloader, and what an update and an evaluation need besides."""
 
     held_out: DataLoader[Any]
@@ -246,7 +246,7 @@ def measure(mode: str, options: Options, tokenizer: Any, blocks: DatasetDict) ->
     options = options._replace(training=constant)
     run = prepare(make_accelerator(options), mode, options, tokenizer, blocks)
     batches = endless_batches(run.accelerator, run.batches)
-    return training_loop.measure(run, lambda: update(run, batches), options.offload)
+    return loop.measure(run, lambda: update(run, batches), options.offload)
 
 
 if __name__ == "__main__":

@@ -25,24 +25,24 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
-from hf_memopt.recipes import fluxflow_data as data
-from hf_memopt.recipes import fluxflow_report as report
-from hf_memopt.recipes import planned
-from hf_memopt.recipes.causal_lm_model import make_offloader
-from hf_memopt.recipes.causal_lm_report import Cost, Meter, explain_idleness
-from hf_memopt.recipes.fluxflow_levers import WeightAverage, averaging, make_average, use_expandable_segments
-from hf_memopt.recipes.fluxflow_losses import Figures, weights_at
-from hf_memopt.recipes.fluxflow_model import build_models, stride
-from hf_memopt.recipes.fluxflow_options import Options, parse
-from hf_memopt.recipes.fluxflow_step import Gan, Optimizers, make_optimizers, step
-from hf_memopt.recipes.training_loop import lock_output
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import get_scheduler
 
-from hf_memopt import LeakMonitor, MemoryLogger
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.memory import LeakMonitor, MemoryLogger
+from hf_memopt.recipes.causal_lm.model import make_offloader
+from hf_memopt.recipes.common import auto_plan
+from hf_memopt.recipes.common.cost import Cost, Meter, explain_idleness
+from hf_memopt.recipes.common.loop import lock_output
+from hf_memopt.recipes.fluxflow import data as data
+from hf_memopt.recipes.fluxflow import report as report
+from hf_memopt.recipes.fluxflow.levers import WeightAverage, averaging, make_average, use_expandable_segments
+from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
+from hf_memopt.recipes.fluxflow.model import build_models, stride
+from hf_memopt.recipes.fluxflow.options import Options, parse
+from hf_memopt.recipes.fluxflow.step import Gan, Optimizers, make_optimizers, step
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     lock = lock_output(accelerator, options.training.output_dir)
-    options, accelerator, predicted = planned.applied(
+    options, accelerator, predicted = auto_plan.applied(
         options, accelerator, partial(workload, options), make_accelerator
     )
     run = prepare(accelerator, options)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with logging_redirect_tqdm():
         cost = train(run, options)
     results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-    planned.compare(predicted, accelerator)
+    auto_plan.compare(predicted, accelerator)
     explain_idleness(results, options.offload)
     if accelerator.is_main_process:
         save_vae(run, Path(options.training.output_dir))
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def workload(options: Options, precision: str) -> planned.RecipeWorkload:
+def workload(options: Options, precision: str) -> auto_plan.RecipeWorkload:
     """What `--plan` simulates; its module runs the functions of this one."""
-    from hf_memopt.recipes.fluxflow_plan import FluxFlow
+    from hf_memopt.recipes.fluxflow.plan import FluxFlow
 
     return FluxFlow(options, precision=precision)
 

@@ -24,20 +24,20 @@ from typing import Any
 
 import torch
 from accelerate.utils import tqdm
-from hf_memopt.recipes import lgt_data as data
-from hf_memopt.recipes import lgt_report as report
-from hf_memopt.recipes import planned
-from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_idleness
-from hf_memopt.recipes.lgt_config import Config
-from hf_memopt.recipes.lgt_evaluation import evaluate
-from hf_memopt.recipes.lgt_parsing import read_config
-from hf_memopt.recipes.lgt_run import Progress, Run, make_accelerator, measure, prepare, update, window_sizes
-from hf_memopt.recipes.training_loop import lock_output, record, set_up_logging
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.recipes.common import auto_plan
+from hf_memopt.recipes.common.cost import Cost, Meter, announce, explain_idleness
+from hf_memopt.recipes.common.loop import lock_output, record, set_up_logging
+from hf_memopt.recipes.lgt import data as data
+from hf_memopt.recipes.lgt import report as report
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.evaluation import evaluate
+from hf_memopt.recipes.lgt.parsing import read_config
+from hf_memopt.recipes.lgt.run import Progress, Run, make_accelerator, measure, prepare, update, window_sizes
 from hf_memopt.training.compile import compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {tuple(train_data.latents.shape[1:])} "
         f"in {config.model.num_styles} styles, {len(held_out.styles):,} held out"
     )
-    config, accelerator, predicted = planned.applied(config, accelerator, partial(workload, config), make_accelerator)
+    config, accelerator, predicted = auto_plan.applied(config, accelerator, partial(workload, config), make_accelerator)
     with logging_redirect_tqdm():
         costs = [measure(mode, config, train_data) for mode in config.offload.compared_modes]
         run = prepare(accelerator, config.offload.offload, config, train_data)
         cost = train(run, data.Latents(*(each.to(accelerator.device) for each in held_out)))
     num_positions = train_data.latents[0, 0].numel()
     results = report.results(run, cost, costs, num_positions)
-    planned.compare(predicted, accelerator)
+    auto_plan.compare(predicted, accelerator)
     explain_idleness(results, config.offload)
     if accelerator.is_main_process:
         report.write(results, run.best_model(), run.bank, held_out, config)
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def workload(config: Config, precision: str) -> planned.RecipeWorkload:
+def workload(config: Config, precision: str) -> auto_plan.RecipeWorkload:
     """What `--offload.plan` simulates."""
-    from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
+    from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
 
     return LatentTransferWorkload(config, precision=precision)
 

@@ -23,15 +23,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
-from hf_memopt.recipes import neural_operator_data as data
-from hf_memopt.recipes import neural_operator_report as report
-from hf_memopt.recipes import planned, training_loop
-from hf_memopt.recipes.causal_lm_model import make_offloader
-from hf_memopt.recipes.causal_lm_report import Cost, Meter, announce, explain_idleness
-from hf_memopt.recipes.neural_operator_evaluation import LOSSES, evaluate
-from hf_memopt.recipes.neural_operator_model import make_model, save_model
-from hf_memopt.recipes.neural_operator_options import Options, TrainingOptions, parse
-from hf_memopt.recipes.training_loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
 from neuralop.training import AdamW
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -40,6 +31,15 @@ from transformers import get_scheduler
 
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.recipes.causal_lm.model import make_offloader
+from hf_memopt.recipes.common import auto_plan, loop
+from hf_memopt.recipes.common.cost import Cost, Meter, announce, explain_idleness
+from hf_memopt.recipes.common.loop import lock_output, open_checkpoints, record, save_and_stop, set_up_logging
+from hf_memopt.recipes.neural_operator import data as data
+from hf_memopt.recipes.neural_operator import report as report
+from hf_memopt.recipes.neural_operator.evaluation import LOSSES, evaluate
+from hf_memopt.recipes.neural_operator.model import make_model, save_model
+from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"Data: Darcy flow, {data.describe(options.data)}; {len(samples.train):,} samples at "
         f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
     )
-    options, accelerator, predicted = planned.applied(
+    options, accelerator, predicted = auto_plan.applied(
         options, accelerator, partial(workload, options), make_accelerator
     )
     with logging_redirect_tqdm():
         costs = [measure(mode, options, samples) for mode in options.offload.compared_modes]
         if options.training.loop == "neuralop":
-            from hf_memopt.recipes.neural_operator_trainer import train_with_trainer
+            from hf_memopt.recipes.neural_operator.trainer import train_with_trainer
 
             loaders = make_loaders(options.training.batch_size, samples)
             model, history, cost = train_with_trainer(options, samples, loaders, accelerator)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             cost = train(run, options)
             model, history = accelerator.unwrap_model(run.model), run.progress.history
     results = report.results(options, accelerator, model, history, cost, costs)
-    planned.compare(predicted, accelerator)
+    auto_plan.compare(predicted, accelerator)
     explain_idleness(results, options.offload)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -85,15 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def workload(options: Options, precision: str) -> planned.RecipeWorkload:
+def workload(options: Options, precision: str) -> auto_plan.RecipeWorkload:
     """What `--plan` simulates; its module runs the functions of this one."""
-    from hf_memopt.recipes.neural_operator_plan import NeuralOperator
+    from hf_memopt.recipes.neural_operator.plan import NeuralOperator
 
     return NeuralOperator(options, precision=precision)
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    accelerator = training_loop.make_accelerator(options.training)
+    accelerator = loop.make_accelerator(options.training)
     accelerator.register_save_state_pre_hook(drop_metadata)
     return accelerator
 
@@ -105,7 +105,7 @@ def drop_metadata(models: list[nn.Module], states: list[dict[str, Any]], folder:
 
 
 @dataclass(kw_only=True)
-class Run(training_loop.Run):
+class Run(loop.Run):
     """What accelerate prepared, the offloader, and what an update and an evaluation need besides."""
 
     tests: dict[int, DataLoader[Any]]
@@ -231,7 +231,7 @@ def measure(mode: str, options: Options, samples: data.Data) -> Cost:
     run = prepare(make_accelerator(options), mode, options, samples)
     run.processor.train()
     batches = endless_batches(run.accelerator, run.batches)
-    return training_loop.measure(run, lambda: update(run, next(batches)), options.offload)
+    return loop.measure(run, lambda: update(run, next(batches)), options.offload)
 
 
 if __name__ == "__main__":

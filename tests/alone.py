@@ -9,23 +9,23 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from hf_memopt.memory import owners
-from hf_memopt.memory.census import Held, live_storages
+from hf_memopt.memory import attribution
+from hf_memopt.memory.leaks.live_storages import Held, live_storages
 
 
 def hide_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reports see only the storages and optimizers that come from now on."""
     gc.collect()
     others = set(live_storages())
-    other_optimizers = {id(optimizer) for optimizer in owners.live_optimizers()}
-    all_optimizers: Callable[[], list[Any]] = owners.live_optimizers
+    other_optimizers = {id(optimizer) for optimizer in attribution.live_optimizers()}
+    all_optimizers: Callable[[], list[Any]] = attribution.live_optimizers
 
     def new_storages() -> dict[int, list[Held]]:
         return {address: held for address, held in live_storages().items() if address not in others}
 
-    monkeypatch.setattr(owners, "live_storages", new_storages)
+    monkeypatch.setattr(attribution, "live_storages", new_storages)
     monkeypatch.setattr(
-        owners, "live_optimizers", lambda: [each for each in all_optimizers() if id(each) not in other_optimizers]
+        attribution, "live_optimizers", lambda: [each for each in all_optimizers() if id(each) not in other_optimizers]
     )
 
 

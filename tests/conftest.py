@@ -76,24 +76,24 @@ def saved(tmp_path: Path) -> Any:
 @pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are searched for less long: no worse for toy models, and a second sooner."""
-    from hf_memopt.activations import plan_search
+    from hf_memopt.activations.planner import search
 
-    monkeypatch.setattr(plan_search, "_MAX_EVENTS", 100_000)
+    monkeypatch.setattr(search, "_MAX_EVENTS", 100_000)
 
 
 @pytest.fixture
 def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations of policies that sample less often for the spread and the latency."""
-    from hf_memopt.integrations.lerobot import evaluation
+    from hf_memopt.integrations.lerobot.evaluate import measure
 
-    monkeypatch.setattr(evaluation, "_NUM_SPREAD_SAMPLES", 2)
-    monkeypatch.setattr(evaluation, "_NUM_LATENCY_RUNS", 1)
+    monkeypatch.setattr(measure, "_NUM_SPREAD_SAMPLES", 2)
+    monkeypatch.setattr(measure, "_NUM_LATENCY_RUNS", 1)
 
 
 @pytest.fixture(scope="session")
 def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the toy VLM."""
-    from hf_memopt.recipes.smolvla_toy import write_vlm
+    from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
 
     return write_vlm(tmp_path_factory.mktemp("toy") / "vlm")
 
@@ -101,7 +101,7 @@ def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the toy dataset: 4 episodes of 12 frames. Read only."""
-    from hf_memopt.recipes.smolvla_toy import write_dataset
+    from hf_memopt.recipes.reflow.smolvla_toy import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("toy") / "dataset", num_episodes=4, seed=0)
 
@@ -109,8 +109,9 @@ def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folder of a stock SmolVLA that lerobot trained and saved. Read only."""
-    from hf_memopt.recipes.smolvla_toy import policy_flags
     from lerobot_runs import train_teacher
+
+    from hf_memopt.recipes.reflow.smolvla_toy import policy_flags
 
     return train_teacher(policy_flags(toy_vlm), toy_dataset, tmp_path_factory.mktemp("toy") / "teacher")
 
@@ -118,7 +119,7 @@ def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folder of an untrained student of `toy_teacher`. Read only."""
-    from hf_memopt.integrations.lerobot.students import prepare_student
+    from hf_memopt.integrations.lerobot.student.prepare import prepare_student
 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from accelerators import forget_accelerator
 from draccus.wrappers import docstring
-from hf_memopt.recipes.smolvla_toy import dataset_flags
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.scripts.lerobot_train import main as lerobot_train
 from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags
 
 # lerobot's command lines look up the comment above each field of every configuration class, in its source, each time.
 docstring.get_attribute_docstring = functools.cache(docstring.get_attribute_docstring)

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from hf_memopt.recipes.lgt_config import Config
-from hf_memopt.recipes.lgt_model import LatentTransfer
-from hf_memopt.recipes.lgt_parsing import make_config
-from hf_memopt.recipes.lgt_step import Batch, build_model, make_batch
+
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.model import LatentTransfer
+from hf_memopt.recipes.lgt.parsing import make_config
+from hf_memopt.recipes.lgt.step import Batch, build_model, make_batch
 
 TINY = {
     "model.base_channels": 8,

@@ -4,8 +4,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from hf_memopt.activations.plan_front import window_bytes, windows
-from hf_memopt.activations.timeline import Action, Link, Profile, count_needs, simulate
+from hf_memopt.activations.planner.candidates import window_bytes, windows
+from hf_memopt.activations.planner.simulator import Action, Link, Profile, count_needs, simulate
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_memopt.recipes import (
-    causal_lm_plan,
-    fluxflow_plan,
-    lgt_plan,
-    neural_operator_plan,
-    reflow_smolvla_plan,
-)
-from hf_memopt.recipes.lgt_parsing import read_config
-from hf_memopt.recipes.planned import RecipeWorkload
-from hf_memopt.recipes.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lgt_toys import TINY
 from safetensors.torch import save_file
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.recipes.causal_lm import plan as causal_lm_plan
+from hf_memopt.recipes.common.auto_plan import RecipeWorkload
+from hf_memopt.recipes.fluxflow import plan as fluxflow_plan
+from hf_memopt.recipes.lgt import plan as lgt_plan
+from hf_memopt.recipes.lgt.parsing import read_config
+from hf_memopt.recipes.neural_operator import plan as neural_operator_plan
+from hf_memopt.recipes.reflow import plan as reflow_smolvla_plan
+from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
 
 ROOT = Path(__file__).parent.parent
 CAUSAL_LM = (

@@ -2,9 +2,11 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
-from hf_memopt.activations.planner import Plan
-from hf_memopt.activations.timeline import Action, Link, Profile, SavedStorage, simulate
+from hf_memopt.activations.planner.candidates import Candidate, Window
+from hf_memopt.activations.planner.offload_plan import Plan, _plan
+from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage, simulate
 
 
 @dataclass
@@ -42,3 +44,22 @@ class RandomPlanner:
 
     def _action(self, storage: SavedStorage) -> Action:
         return self.random.choice(list(Action) if storage.recompute_s is not None else [Action.KEEP, Action.OFFLOAD])
+
+
+def plan_at_random(seed: int, in_flight: int = 2, ahead: int = 2) -> Any:
+    """A planner that decides by lot."""
+
+    def planner(profile: Profile, link: Any, **limits: Any) -> Plan:
+        lots = random.Random(seed)
+        choices = [
+            [Action.KEEP, Action.OFFLOAD] + 2 * [Action.RECOMPUTE] * (storage.recompute_s is not None)
+            for storage in profile.storages
+        ]
+        actions = tuple(lots.choice(choice) for choice in choices)
+        largest = max(profile.sizes)
+        windows = {"in_flight_bytes": in_flight * largest, "prefetch_bytes": ahead * largest}
+        timeline = simulate(profile, actions, link, **windows)
+        candidate = Candidate(bytes(actions), Window(0, 0), *windows.values(), timeline, None)
+        return _plan(profile, candidate)
+
+    return planner

@@ -14,14 +14,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate import Accelerator
-from hf_memopt.recipes.flags import ranges_in
 from torch import nn
 
 import hf_memopt
+from hf_memopt import checkpoint, memory, training
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.memory.leaks import LeakMonitor
+from hf_memopt.memory.leaks.detect import LeakMonitor
 from hf_memopt.ranges import Range
+from hf_memopt.recipes.common.flags import ranges_in
 
 Capture = pytest.CaptureFixture[str]
 
@@ -177,7 +178,7 @@ def bad_values(hint: Any, field: str, file: Path) -> list[str]:
     ranges = list(ranges_in(hint))
     plain = get_type_of(hint)
     if plain in (int, float):
-        assert len(ranges) == 1, "a number needs a range in its type: see recipes/flags.py"
+        assert len(ranges) == 1, "a number needs a range in its type: see recipes/common/flags.py"
         return [*outside(ranges[0]), "many"]
     if get_origin(plain) is Literal or plain is bool:
         return ["perhaps"]
@@ -224,7 +225,7 @@ def training_step(max_grad_norm: float) -> None:
 
 
 def loss_in_chunks(chunk_size: int) -> None:
-    hf_memopt.chunked_loss(lambda x: x, torch.ones(2, requires_grad=True), chunk_size=chunk_size)
+    training.chunked_loss(lambda x: x, torch.ones(2, requires_grad=True), chunk_size=chunk_size)
 
 
 SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}
@@ -233,17 +234,17 @@ CALLS: dict[str, Callable[..., object]] = {
     "ActivationOffloader": hf_memopt.ActivationOffloader,
     "Checkpoints": lambda **bad: hf_memopt.Checkpoints(None, "x", **bad),
     "LeakMonitor": LeakMonitor,
-    "MemoryLogger": lambda **bad: hf_memopt.MemoryLogger(None, **bad),
+    "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
     "chunked_loss": loss_in_chunks,
     "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),
-    "endless_batches": lambda **bad: next(hf_memopt.endless_batches(None, None, **bad)),
+    "endless_batches": lambda **bad: next(checkpoint.endless_batches(None, None, **bad)),
     "estimate_offloading_memory_savings": lambda **bad: hf_memopt.estimate_offloading_memory_savings(**SAVINGS | bad),
     "estimate_peak_memory": lambda **bad: hf_memopt.estimate_peak_memory(None, None, **bad),
-    "find_micro_batch": lambda **bad: hf_memopt.find_micro_batch(None, None, None, None, **bad),
+    "find_micro_batch": lambda **bad: training.find_micro_batch(None, None, None, None, **bad),
     "plan": lambda **bad: hf_memopt.plan(None, gpu="8GiB", **bad),
-    "split_batch": lambda **bad: next(hf_memopt.split_batch(torch.ones(2), **bad)),
+    "split_batch": lambda **bad: next(training.split_batch(torch.ones(2), **bad)),
     "train_step": training_step,
 }
 # Made by this library, or by its own constructors, from what has been checked.

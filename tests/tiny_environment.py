@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
-from hf_memopt.recipes import smolvla_toy as toy
+
+from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 
 class Reach(gymnasium.Env):

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from benchmarks.activations.model import SIZES
-from hf_memopt import chunked_loss
+from hf_memopt.training import chunked_loss
 
 LAYERS = {"real": 36, "toy": 2}
 VOCABULARY = {"real": 151_936, "toy": 512}

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.activations.model import Saved
 from benchmarks.cells import UnavailableError
-from hf_memopt import ActivationOffloader, OffloadStats, SyncCopier
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.activations import OffloadStats
 from hf_memopt.transfer import Copier, Transfer, copier_for
 
 THRESHOLD_MB = 1.0

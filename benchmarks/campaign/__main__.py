@@ -25,7 +25,7 @@ from benchmarks.campaign.record import Record, report_of
 from benchmarks.cells import Cell, facts, found_by, preload
 from benchmarks.common import current_device, print_table
 from benchmarks.targets import Verdict, formatted
-from hf_memopt.planning.cards import CARDS
+from hf_memopt.estimate.gpus import CARDS
 
 SPARE = 3.0  # a cell may take so many times its predicted seconds, and
 SPARE_S = 60.0  # these, before it is killed

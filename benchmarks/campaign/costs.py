@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.cells import Cell
-from hf_memopt.planning.cards import CARDS, Card
+from hf_memopt.estimate.gpus import CARDS, Card
 
 GB = 1e9
 # Qwen3-8B's layers: bytes that autograd saves per token and layer (benchmarks/activations/model.py counts them), and

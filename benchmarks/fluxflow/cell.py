@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_memopt.recipes.fluxflow_data import rescaled
-from hf_memopt.recipes.fluxflow_losses import Weights
-from hf_memopt.recipes.fluxflow_model import Models, build_models, stride
-from hf_memopt.recipes.fluxflow_options import LeverOptions, LossOptions, ModelOptions, TrainingOptions
-from hf_memopt.recipes.fluxflow_step import Gan, make_batch, make_optimizers, step
 
 from benchmarks.cells import Row
 from benchmarks.common import current_device, limit_memory
 from benchmarks.timing import first_step_s, timed
 from hf_memopt import ActivationOffloader
+from hf_memopt.recipes.fluxflow.data import rescaled
+from hf_memopt.recipes.fluxflow.losses import Weights
+from hf_memopt.recipes.fluxflow.model import Models, build_models, stride
+from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions, TrainingOptions
+from hf_memopt.recipes.fluxflow.step import Gan, make_batch, make_optimizers, step
 
 WEIGHTS = Weights(kl=1e-3, adversarial=0.5)
 SEED = {"decode": "twice", "freeze_discriminator": False}

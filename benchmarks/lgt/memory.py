@@ -21,10 +21,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from hf_memopt.recipes.lgt_config import Config
-from hf_memopt.recipes.lgt_parsing import make_config
-from hf_memopt.recipes.lgt_plan import LatentTransferWorkload
-from hf_memopt.recipes.lgt_step import Objective, build_model, build_optimizer, make_batch
 
 from benchmarks.activations.model import deterministically
 from benchmarks.cells import Cell, Report, Row, UnavailableError, compare, own_failures, run_cells
@@ -32,8 +28,12 @@ from benchmarks.common import current_device, known_card, limit_memory, results_
 from benchmarks.lgt.report import TARGETS, name_of, print_report, verdicts
 from benchmarks.timing import first_step_s, timed
 from hf_memopt import ActivationOffloader, SyncCopier, plan
-from hf_memopt.planning.cards import CARDS, Card, allowances, find_card
-from hf_memopt.planning.isolation import run_isolated
+from hf_memopt.estimate.gpus import CARDS, Card, allowances, find_card
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.parsing import make_config
+from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
+from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer, make_batch
 from hf_memopt.training import train_step
 
 NUM_COMPARED = 2  # steps, so that the second loss follows from the first gradient

@@ -29,8 +29,8 @@ from benchmarks.planning import estimates
 from benchmarks.planning.estimate_report import TARGETS, print_report, verdicts
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
 from benchmarks.timing import first_step_s, timed
-from hf_memopt.planning.cards import CARDS
-from hf_memopt.planning.workload import SimulatedStep
+from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.tuning.workload import SimulatedStep
 
 BENCHMARK = "planning.estimate"
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}

@@ -12,8 +12,8 @@ import torch
 from benchmarks.cells import Cell, Row, found_by, preload
 from benchmarks.common import environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
-from hf_memopt.planning.cards import CARDS
-from hf_memopt.planning.estimate import estimate_peak_memory
+from hf_memopt.estimate.estimate import estimate_peak_memory
+from hf_memopt.estimate.gpus import CARDS
 
 BENCHMARK = "planning.estimates"
 Step = tuple[str, Definition]

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedModel,  # noqa: F401 (half of what a model imports: once for all cells, not in each)
 )
 
-from hf_memopt.planning.huggingface import HuggingFaceModel
-from hf_memopt.planning.workload import SimulatedStep
+from hf_memopt.tuning.huggingface import HuggingFaceModel
+from hf_memopt.tuning.workload import SimulatedStep
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {

@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.recipes import demo_reflow
-
 from benchmarks.common import current_device, environment, print_table, results_path, write_results
+from hf_memopt.recipes.reflow import demo
 
 TARGET_RATIO = 0.5  # the student's one-step error over the teacher's, at most
 
@@ -35,7 +34,7 @@ VARIANTS: dict[str, list[str]] = {
 def run_seed(seed: int, folder: Path, variants: list[str]) -> dict[str, Any]:
     """The demo's results for one seed, and each variant's student."""
     output = folder / f"seed-{seed}"
-    demo = [sys.executable, "-m", "hf_memopt.recipes.demo_reflow", "--output", str(output), "--seed", str(seed)]
+    demo = [sys.executable, "-m", "hf_memopt.recipes.reflow.demo", "--output", str(output), "--seed", str(seed)]
     subprocess.run(demo, check=True)
     results: dict[str, Any] = json.loads((output / "results.json").read_text())
     found = {name: run_variant(name, argparse.Namespace(output=output, seed=seed)) for name in variants}
@@ -49,14 +48,14 @@ def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name == "round2":
         start = output / "round2_init"
         prepare = ["hf-memopt", "prepare-student", "--teacher", output / "student", "--output", start]
-        demo_reflow.run(output, "prepare-round2", prepare)
+        demo.run(output, "prepare-round2", prepare)
     changed = {"--policy.path": f"--policy.path={start}", "--output_dir": f"--output_dir={output / name}"}
-    given = [str(word) for word in demo_reflow.student_command(options)]
+    given = [str(word) for word in demo.student_command(options)]
     command = [changed.get(word.partition("=")[0], word) for word in given]
-    demo_reflow.run(output, name, [*command, *VARIANTS[name]])
+    demo.run(output, name, [*command, *VARIANTS[name]])
     compared = output / f"{name}_evaluation"
     evaluate = ["hf-memopt", "evaluate", "--policy", output / name, "--teacher", output / "teacher"]
-    demo_reflow.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
+    demo.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
     student: dict[str, Any] = json.loads((compared / "evaluation.json").read_text())["student"]
     return student
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.prefix import ConditionedExpert, Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
 from hf_memopt.memory import SavedBytes
 from hf_memopt.reflow import interpolate, reflow_loss
 

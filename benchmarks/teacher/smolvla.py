@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_memopt.recipes.smolvla_toy import POLICY_SETTINGS, REAL, TOY, VLMShape, write_vlm
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.prefix import Observation
+from hf_memopt.integrations.lerobot.reflow.prefix import Observation
+from hf_memopt.recipes.reflow.smolvla_toy import POLICY_SETTINGS, REAL, TOY, VLMShape, write_vlm
 
 ROBOT_DIM = 6  # entries of the state and of an action
 LANGUAGE_TOKENS = 24

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from hf_memopt.memory.counters import Counters, counters_for
+from hf_memopt.memory.device_counters import Counters, counters_for
 
 # What a plan may count on, of what the process can have: fragmentation and steps that need a little more take the rest.
 USABLE = 0.95

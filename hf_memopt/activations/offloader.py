@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memopt.activations.auto import AutoMode, Limits
-from hf_memopt.activations.context import Counters, OffloadContext, storages_of
-from hf_memopt.activations.coverage import active_in
+from hf_memopt.activations.auto_mode import AutoMode, Limits
 from hf_memopt.activations.device_room import room_on
-from hf_memopt.activations.engine import Engine
-from hf_memopt.activations.payload import Payload, Restored, restore
-from hf_memopt.activations.planner import InfeasibleBudgetError
-from hf_memopt.activations.producers import Producers
-from hf_memopt.activations.ranks import raise_on_all_ranks
-from hf_memopt.activations.report import plan_report
-from hf_memopt.activations.schedule import ForwardPass
-from hf_memopt.activations.stats import OffloadStats
-from hf_memopt.activations.wrapping import WrappedModule
+from hf_memopt.activations.offload_stats import OffloadStats
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
+from hf_memopt.activations.planner.offload_table import plan_report
+from hf_memopt.activations.rank_agreement import raise_on_all_ranks
+from hf_memopt.activations.recompute.op_recorder import Producers
+from hf_memopt.activations.recompute.recording_scope import active_in
+from hf_memopt.activations.saved_tensors.device_context import Engine
+from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.activations.saved_tensors.pack_hook import Counters, OffloadContext, storages_of
+from hf_memopt.activations.saved_tensors.packed import Payload, Restored, restore
+from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.clock import clock_for
@@ -211,7 +211,11 @@ class ActivationOffloader:
     def report(self) -> str:
         """What the newest plan does with what each kind of module saves, as a table; says so where there is none."""
         modes = [mode for plans in self._plans.values() for mode in plans.values() if mode.plan and mode.recording]
-        tables = [plan_report(mode.plan, mode.recording) for mode in modes if mode.plan and mode.recording]
+        tables = [
+            plan_report(mode.plan, mode.recording.owners, mode.recording.sizes)
+            for mode in modes
+            if mode.plan and mode.recording
+        ]
         if self._engines and not any(self._engines.values()):
             return _NOTHING_TO_MOVE
         return "\n\n".join(tables) or f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"

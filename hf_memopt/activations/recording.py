@@ -3,18 +3,18 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_memopt.activations.calling import calling_module
+from hf_memopt.activations.callers import calling_module
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.profile import Profile, SavedStorage
-from hf_memopt.activations.recompute import Computation, Source
-from hf_memopt.activations.residency import Residency, current_node
-from hf_memopt.activations.tensors import StoragePin
+from hf_memopt.activations.planner.profile import Profile, SavedStorage
+from hf_memopt.activations.recompute.replay import Computation, Source
+from hf_memopt.activations.saved_tensors.device_bytes import Residency, current_node
+from hf_memopt.activations.saved_tensors.tensor_views import StoragePin
 from hf_memopt.transfer.clock import Clock
 
 Makers = set[weakref.ref[nn.Module] | None]
@@ -245,3 +245,37 @@ def _index(source: int | _Unsaved) -> int:
 def _owner(names: dict[int, str]) -> str:
     module = calling_module()
     return "" if module is None else names.get(id(module), type(module).__name__)
+
+
+def scaled(recording: Recording, ratio: float) -> Recording:
+    """The recording of a pass that takes `ratio` times as long."""
+    profile = recording.profile
+    storages = tuple(
+        replace(
+            storage,
+            saved_at_s=ratio * storage.saved_at_s,
+            uses_s=tuple(ratio * used_at for used_at in storage.uses_s),
+            recompute_s=None if storage.recompute_s is None else ratio * storage.recompute_s,
+            freed_s=None if storage.freed_s is None else ratio * storage.freed_s,
+        )
+        for storage in profile.storages
+    )
+    ends_s = tuple(ratio * end_s for end_s in profile.backward_ends_s)
+    return replace(recording, profile=Profile(storages, ratio * profile.step_s, ends_s))
+
+
+def grown(recording: Recording, sizes: list[int]) -> Recording:
+    """The recording of a pass as large as the largest seen, its times in proportion.
+
+    Args:
+        recording: of the passes so far.
+        sizes: bytes of the storages that another pass saved, as many as were recorded.
+    """
+    largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))
+    ratio = sum(largest) / sum(recording.sizes)
+    recording = scaled(recording, ratio)
+    storages = tuple(
+        replace(storage, num_bytes=largest[index] if index < len(largest) else round(ratio * storage.num_bytes))
+        for index, storage in enumerate(recording.profile.storages)
+    )
+    return replace(recording, profile=replace(recording.profile, storages=storages), sizes=largest)

@@ -1,11 +1,11 @@
 """What memory is used for, counted."""
 
-from hf_memopt.memory.counters import Counters, DeviceMemory, HostMemory
-from hf_memopt.memory.leaks import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks
-from hf_memopt.memory.metrics import MemoryLogger
+from hf_memopt.memory.device_counters import Counters, DeviceMemory, HostMemory
+from hf_memopt.memory.leaks.detect import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks
+from hf_memopt.memory.logger import MemoryLogger
 from hf_memopt.memory.oom import explain_oom
-from hf_memopt.memory.phases import PhaseMemory
-from hf_memopt.memory.saved_tensors import SavedBytes
+from hf_memopt.memory.saved_bytes import SavedBytes
+from hf_memopt.memory.step_memory import PhaseMemory
 from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
 
 __all__ = [

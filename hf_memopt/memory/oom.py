@@ -13,9 +13,9 @@ from types import FrameType
 import torch
 from torch import distributed, nn
 
-from hf_memopt.memory.counters import counters_for
-from hf_memopt.memory.metrics import size
-from hf_memopt.memory.owners import PARAMETER, SAVED, LiveTensors, live_optimizers, live_tensors, plain_tensors
+from hf_memopt.memory.attribution import PARAMETER, SAVED, LiveTensors, live_optimizers, live_tensors, plain_tensors
+from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.memory.logger import size
 
 logger = logging.getLogger(__name__)
 

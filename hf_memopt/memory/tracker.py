@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_memopt.memory.counters import Counters, DeviceMemory, Host, HostMemory, counters_for
+from hf_memopt.memory.device_counters import Counters, DeviceMemory, Host, HostMemory, counters_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.memory.counters import counters_for
+from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.ranges import NOT_NEGATIVE
-from hf_memopt.teacher.auto import AutoWeights
+from hf_memopt.teacher.packed_weights import PackedWeights
 from hf_memopt.teacher.quantised import claim_device, is_quantised
-from hf_memopt.teacher.residency import Residency, ResidentWeights, SwappedWeights
-from hf_memopt.teacher.shared_base import SharedBase, is_part_of
 from hf_memopt.teacher.shared_memory import several_ranks, share
 from hf_memopt.teacher.sharing import SharedWeights
-from hf_memopt.teacher.stream import StreamedWeights
-from hf_memopt.teacher.weights import PackedWeights
+from hf_memopt.teacher.strategies.auto import AutoWeights
+from hf_memopt.teacher.strategies.placement import Residency, ResidentWeights, SwappedWeights
+from hf_memopt.teacher.strategies.shared_base import SharedBase, is_part_of
+from hf_memopt.teacher.strategies.stream import StreamedWeights
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.clock import clock_for
 from hf_memopt.transfer.host_memory import return_freed_memory

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from hf_memopt.teacher.weights import PackedWeights
+from hf_memopt.teacher.packed_weights import PackedWeights
 from hf_memopt.transfer.host_memory import Pages, pinned_pages
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_memopt.training.replay import RandomState
+from hf_memopt.training.repeatable import RandomState
 from hf_memopt.training.step import check_distributed_type
 
 Outputs = tuple[Tensor, ...]

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.training.replay import BufferState, RandomState
+from hf_memopt.training.repeatable import BufferState, RandomState
 from hf_memopt.training.step import (
     LossFn,
     StepResult,

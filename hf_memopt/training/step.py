@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.memory.counters import Counters, counters_for
+from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.ranges import Range
-from hf_memopt.training.non_finite import GradientWatch, NonFiniteGradientError, gather_findings, scaler_takes_care
+from hf_memopt.training.finite_check import GradientWatch, NonFiniteGradientError, gather_findings, scaler_takes_care
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 

@@ -15,12 +15,12 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.activations.kept_outputs import HEAVY_OPS
+from hf_memopt.activations.checkpointing.save_policies import HEAVY_OPS
 
 pytestmark = pytest.mark.canary
 
-CHECKPOINTING = "hf_memopt/activations/checkpointing.py"
-KEPT_OUTPUTS = "hf_memopt/activations/kept_outputs.py"
+CHECKPOINTING = "hf_memopt/activations/checkpointing/selective.py"
+KEPT_OUTPUTS = "hf_memopt/activations/checkpointing/save_policies.py"
 
 ATEN = torch.ops.aten
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import InMemoryTable, concat_tables
-from hf_memopt.recipes import smolvla_toy as toy
 from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.datasets.factory import make_dataset
 from lerobot.envs.utils import FreezeAfterEpisodeEnd
@@ -19,12 +18,13 @@ from lerobot.policies import factory
 from lerobot.scripts import lerobot_eval, lerobot_train
 from reliance import INTEGRATION, relied_on_by
 
-from hf_memopt.integrations.lerobot.checkpoints import load_config
+from hf_memopt.integrations.lerobot.policy_files import load_config
+from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 pytestmark = pytest.mark.canary
 
-KEY = "hf_memopt/teacher/coupling_key.py"
-STORE = "hf_memopt/teacher/coupling_store.py"
+KEY = "hf_memopt/couplings/key.py"
+STORE = "hf_memopt/couplings/store.py"
 
 
 def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> None:

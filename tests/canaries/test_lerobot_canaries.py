@@ -206,7 +206,9 @@ def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_
     config = tmp_path / "run" / "checkpoints" / "000002" / "pretrained_model" / "train_config.json"
     run(lerobot_train, f"--config_path={config}", "--resume=true")
     name = "model.action_out_proj.weight"
-    with relied_on_by("tests/test_lerobot_training.py (exact_resume, which can go once this is exact)"):
+    with relied_on_by(
+        "tests/integrations/lerobot/test_lerobot_training.py (exact_resume, which can go once this is exact)"
+    ):
         assert not torch.equal(weights(tmp_path / "run")[name], uninterrupted[name])
 
 

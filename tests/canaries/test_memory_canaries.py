@@ -10,8 +10,8 @@ from transformers.trainer_callback import CallbackHandler
 
 pytestmark = pytest.mark.canary
 
-COUNTERS = "hf_memopt/memory/counters.py"
-CALLBACK = "callbacks/memory.py"
+COUNTERS = "hf_memopt/memory/device_counters.py"
+CALLBACK = "callbacks/memory_logging.py"
 OOM = "hf_memopt/memory/oom.py"
 
 
@@ -58,7 +58,7 @@ def test_what_a_node_saved_can_be_seen_without_unpacking() -> None:
     x = torch.ones(1, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), unpack):
         y = x.exp()
-    with relied_on_by("hf_memopt/memory/owners.py"):
+    with relied_on_by("hf_memopt/memory/attribution.py"):
         assert y.grad_fn._raw_saved_result.data[0] == "packed"
 
 

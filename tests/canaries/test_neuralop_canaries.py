@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_memopt.recipes.neural_operator_model import make_model
-from hf_memopt.recipes.neural_operator_options import ModelOptions
 from neuralop import H1Loss, LpLoss, Trainer
 from neuralop.data.datasets.pt_dataset import PTDataset
 from neuralop.data.transforms.data_processors import DefaultDataProcessor
@@ -20,14 +18,17 @@ from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hf_memopt.recipes.neural_operator.model import make_model
+from hf_memopt.recipes.neural_operator.options import ModelOptions
+
 pytestmark = pytest.mark.canary
 
-MODEL = "recipes/neural_operator_model.py"
-DATA = "recipes/neural_operator_data.py"
+MODEL = "recipes/neural_operator/model.py"
+DATA = "recipes/neural_operator/data.py"
 LOOP = "recipes/train_neural_operator.py"
-EVALUATION = "recipes/neural_operator_evaluation.py"
-TRAINER = "recipes/neural_operator_trainer.py"
-DARCY = "recipes/darcy.py"
+EVALUATION = "recipes/neural_operator/evaluation.py"
+TRAINER = "recipes/neural_operator/trainer.py"
+DARCY = "recipes/neural_operator/darcy.py"
 
 
 def small(kind: str = "fno") -> nn.Module:
@@ -36,7 +37,7 @@ def small(kind: str = "fno") -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [("fno", 1), ("tfno", 1), ("uno", 4)])
 def test_layers_are_called_by_the_names_that_are_checkpointed(kind: str, num_blocks: int) -> None:
-    with relied_on_by("recipes/neural_operator_options.py"):
+    with relied_on_by("recipes/neural_operator/options.py"):
         called: list[nn.Module] = []
         model = small(kind)
         blocks = [module for module in model.modules() if isinstance(module, FNOBlocks)]
@@ -138,7 +139,7 @@ def test_trainer_still_passes_more_than_models_and_losses_take(files: PTDataset)
 @pytest.mark.filterwarnings("ignore:.*received unexpected keyword arguments")
 def test_trainer_still_cannot_read_its_own_checkpoints(files: PTDataset, tmp_path: Path) -> None:
     """Otherwise the recipe need not refuse to resume it."""
-    with relied_on_by("recipes/neural_operator_options.py"):
+    with relied_on_by("recipes/neural_operator/options.py"):
         train(files, 1, save_every=1, save_dir=tmp_path / "saved")
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             train(files, 2, resume_from_dir=tmp_path / "saved")

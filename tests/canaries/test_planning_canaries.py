@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
 
-from hf_memopt.planning import autocast_rules
-from hf_memopt.planning.isolation import TOO_LARGE, run_isolated
+from hf_memopt.estimate.simulation import autocast
+from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
 
-AUTOCAST = "hf_memopt/planning/autocast_rules.py"
-ATTENTION = "hf_memopt/planning/attention_rules.py"
-DEVICE = "hf_memopt/planning/virtual_device.py"
-UNKNOWNS = "hf_memopt/planning/unknowns.py"
+AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
+ATTENTION = "hf_memopt/estimate/simulation/attention.py"
+DEVICE = "hf_memopt/estimate/simulation/device.py"
+UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary
 
@@ -52,10 +52,10 @@ def test_the_autocast_lists_are_those_of_cuda() -> None:
         registrations = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     registered = {name.removeprefix("aten::") for name in registrations if name.startswith("aten::")}
     lists = (
-        autocast_rules.LOWER_PRECISION,
-        autocast_rules.FLOAT32,
-        autocast_rules.FLOAT32_BY_ARGUMENT,
-        autocast_rules.WIDEST,
+        autocast.LOWER_PRECISION,
+        autocast.FLOAT32,
+        autocast.FLOAT32_BY_ARGUMENT,
+        autocast.WIDEST,
     )
     listed = [name for names in lists for name in names]
     assert len(listed) == len(set(listed))
@@ -131,7 +131,7 @@ def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
 
 def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
     def rename() -> str:
-        from hf_memopt.planning.virtual_device import simulation
+        from hf_memopt.estimate.simulation.device import simulation
 
         with simulation("cuda"):
             return str(torch._C._get_privateuse1_backend_name())
@@ -144,5 +144,5 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
 def test_torch_calls_tensors_that_are_too_large_so() -> None:
     tensor = torch.empty(1, 1, device="meta")
     for num_columns, words in zip((1, 4), TOO_LARGE, strict=True):
-        with relied_on_by("hf_memopt/planning/isolation.py"), pytest.raises(RuntimeError, match=words):
+        with relied_on_by("hf_memopt/estimate/simulation/child_process.py"), pytest.raises(RuntimeError, match=words):
             tensor.expand(2**62, num_columns).contiguous()

@@ -13,10 +13,10 @@ from reliance import relied_on_by
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-AUTOCAST = "hf_memopt/planning/autocast_rules.py"
-UNKNOWNS = "hf_memopt/planning/unknowns.py"
-WEIGHTS = "hf_memopt/planning/virtual_weights.py"
-PLAN = "recipes/reflow_smolvla_plan.py"
+AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
+UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
+WEIGHTS = "hf_memopt/estimate/simulation/frozen_weights.py"
+PLAN = "recipes/reflow/plan.py"
 
 pytestmark = pytest.mark.canary
 

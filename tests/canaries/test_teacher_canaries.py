@@ -28,7 +28,7 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("grad", [False, True])
 def test_dispatch_modes_see_parameters_themselves(grad: bool) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with torch.set_grad_enabled(grad), Seen() as seen, relied_on_by("hf_memopt/teacher/trace.py"):
+    with torch.set_grad_enabled(grad), Seen() as seen, relied_on_by("hf_memopt/teacher/streaming/access_trace.py"):
         layer(x)
     assert {id(layer.weight), id(layer.bias)} <= set(seen.arguments)
 
@@ -58,7 +58,7 @@ def test_embeddings_are_one_operator_with_the_table_first() -> None:
 def test_peft_names_the_layers_of_adapters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     student = get_peft_model(model, LoraConfig(target_modules=["0"], modules_to_save=["1"], r=2))
-    with relied_on_by("hf_memopt/teacher/shared_base.py"):
+    with relied_on_by("hf_memopt/teacher/strategies/shared_base.py"):
         assert ModulesToSaveWrapper.adapter_layer_names == ("modules_to_save",)
         layers = [module for module in student.modules() if isinstance(module, BaseTunerLayer)]
         assert layers

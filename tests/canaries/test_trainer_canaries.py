@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
 ATTACH = "callbacks/attach.py"
-CALLBACK = "callbacks/activation_offload.py"
+CALLBACK = "callbacks/offloading.py"
 
 pytestmark = pytest.mark.canary
 

@@ -1,4 +1,4 @@
-"""What each process of test_couplings.py runs: `coupling_rank.py <folder>`.
+"""What each process of test_source.py runs: `coupling_rank.py <folder>`.
 
 Both precompute into one folder, then train a student twice under DDP, online and from the folder.
 """
@@ -13,7 +13,7 @@ from alone import leave
 from coupling_toys import Teacher, load, make_plan, write
 from torch import Tensor, nn
 
-from hf_memopt.teacher.couplings import CouplingSource
+from hf_memopt.couplings.source import CouplingSource
 
 
 def train(accelerator: Accelerator, source: CouplingSource) -> Tensor:

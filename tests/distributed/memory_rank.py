@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from alone import leave
 from counted_allocator import FakeCounters
-from hf_memopt.callbacks.memory import MemoryLoggingCallback
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.memory import MemoryLogger
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from alone import leave
-from hf_memopt.callbacks.non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_memopt.callbacks.stop_on_non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
 
 BAD_FORWARD = 2 * 2 + 1
 

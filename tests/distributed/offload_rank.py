@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from adversarial_copier import AdversarialCopier
 from alone import leave
-from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,10 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-from hf_memopt import ActivationOffloader, Copier
+from hf_memopt import ActivationOffloader
 from hf_memopt.activations import InfeasibleBudgetError
-from hf_memopt.activations.planner import make_plan
-from hf_memopt.activations.timeline import Link
+from hf_memopt.activations.planner.offload_plan import make_plan
+from hf_memopt.activations.planner.simulator import Link
+from hf_memopt.callbacks import ActivationOffloadCallback, attach
+from hf_memopt.transfer import Copier
 
 SHAPE = {
     "hidden_size": 32,

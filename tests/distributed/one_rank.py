@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 from lerobot_runs import pin_draws
 from safetensors.torch import save_file
+
+from hf_memopt.recipes.reflow_smolvla import main as recipe
 
 
 def main() -> None:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot_runs import PLAIN_SGD, pin_draws, run, train_flags, weights
 from safetensors.torch import load_file
 from two_processes import torchrun
+
+from hf_memopt.recipes.reflow_smolvla import main as recipe
 
 FOLDER = Path(__file__).parent
 

@@ -11,7 +11,7 @@ import torch
 from coupling_toys import Teacher, load, make_plan
 from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
 
-from hf_memopt.teacher.couplings import Coupling, CouplingPlan, CouplingSource, precompute
+from hf_memopt.couplings.source import Coupling, CouplingPlan, CouplingSource, precompute
 
 PLAN = make_plan(batch_size=6)
 SEED = 4

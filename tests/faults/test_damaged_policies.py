@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hf_memopt.recipes.smolvla_toy import CAMERA, TASK
 from lerobot.policies import make_pre_post_processors
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from mutations import (
@@ -29,7 +28,8 @@ from torch import Tensor
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.students import export_student
+from hf_memopt.integrations.lerobot.student.prepare import export_student
+from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, TASK
 
 COMMANDS = {
     "export": (["export", "--no-evaluation", "--num-steps", "2", "--policy"], SmolVLAPolicy),

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_memopt.recipes.reflow_smolvla import main as recipe
-from hf_memopt.recipes.smolvla_toy import REPO_ID, dataset_flags
 from lerobot.policies import make_pre_post_processors
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot_runs import PLUGIN, lerobot_train, run, train_flags
@@ -16,14 +14,16 @@ from transformers import dynamic_module_utils
 
 from hf_memopt.cli import main
 from hf_memopt.integrations.lerobot.checkpoint_files import file_in
-from hf_memopt.integrations.lerobot.checkpoints import load_config
-from hf_memopt.integrations.lerobot.model_card import write_card
+from hf_memopt.integrations.lerobot.policy_files import load_config
 from hf_memopt.integrations.lerobot.processors import (
     POSTPROCESSOR_FILE,
     PREPROCESSOR_FILE,
     check_processors,
     load_processors,
 )
+from hf_memopt.integrations.lerobot.student.model_card import write_card
+from hf_memopt.recipes.reflow.smolvla_toy import REPO_ID, dataset_flags
+from hf_memopt.recipes.reflow_smolvla import main as recipe
 
 Step = dict[str, Any]
 Capture = pytest.CaptureFixture[str]

@@ -3,9 +3,10 @@
 import attention_choices
 import pytest
 import torch
-from hf_memopt.recipes.darcy import Darcy, samples
-from hf_memopt.recipes.fluxflow_levers import WeightAverage
 from torch import nn
+
+from hf_memopt.recipes.fluxflow.levers import WeightAverage
+from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,7 +10,7 @@ import torch
 from fake_cuda import device as fake_device
 
 from hf_memopt.cli import main
-from hf_memopt.diagnostics import examine
+from hf_memopt.report.doctor import examine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,7 +32,7 @@ def empty_cache() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def sound_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the host lacks is not the device's problem."""
-    monkeypatch.setattr("hf_memopt.diagnostics.host.cgroup_limits", lambda cgroups, membership: [])
+    monkeypatch.setattr("hf_memopt.report.doctor.host.cgroup_limits", lambda cgroups, membership: [])
 
 
 def test_the_page_has_each_device(capsys: Capture) -> None:

@@ -9,7 +9,7 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.memory import MemoryTracker, explain_oom
-from hf_memopt.memory.counters import AcceleratorCounters
+from hf_memopt.memory.device_counters import AcceleratorCounters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.memory import MemoryTracker, detect_leaks, explain_oom
-from hf_memopt.memory.metrics import size
-from hf_memopt.memory.owners import GRADIENT, OPTIMIZER_STATE, OTHER, PARAMETER, SAVED
+from hf_memopt.memory.attribution import GRADIENT, OPTIMIZER_STATE, OTHER, PARAMETER, SAVED
+from hf_memopt.memory.logger import size
 
 pytestmark = [
     pytest.mark.gpu,

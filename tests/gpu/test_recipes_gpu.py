@@ -7,22 +7,16 @@ from typing import Any
 
 import accelerators
 import pytest
-import test_recipe_causal_lm
-import test_recipe_fluxflow
-import test_recipe_lgt
-import test_recipe_neural_operator
 import torch
-from hf_memopt.recipes import (
-    fluxflow_report,
-    lgt_images,
-    neural_operator_report,
-    train_causal_lm,
-    train_fluxflow,
-    train_lgt,
-    train_neural_operator,
-)
+from diffusers import AutoencoderKL
+from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 from safetensors.torch import load_file
 from torch import Tensor
+
+from hf_memopt.recipes import train_causal_lm, train_fluxflow, train_lgt, train_neural_operator
+from hf_memopt.recipes.fluxflow import report as fluxflow_report
+from hf_memopt.recipes.lgt import images as lgt_images
+from hf_memopt.recipes.neural_operator import report as neural_operator_report
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,28 +59,28 @@ def neural_operator_weights(folder: Path) -> Weights:
 RECIPES = {
     "language model": Recipe(
         train_causal_lm.main,
-        (*test_recipe_causal_lm.TINY, "--max_steps=4", "--eval_every=4"),
+        (*CAUSAL_LM, "--max_steps=4", "--eval_every=4"),
         "--output_dir",
         lambda folder: load_file(folder / "model.safetensors"),
     ),
     "neural operator": Recipe(
         train_neural_operator.main,
-        (*test_recipe_neural_operator.TINY, "--epochs=2"),
+        (*NEURAL_OPERATOR, "--epochs=2"),
         "--output_dir",
         neural_operator_weights,
     ),
     "LGT": Recipe(
         train_lgt.main,
-        tuple(flag for flag in test_recipe_lgt.FLAGS if "cpu_copies" not in flag),
+        tuple(flag for flag in LGT if "cpu_copies" not in flag),
         "--checkpoint.save_dir",
         lambda folder: load_file(folder / "model.safetensors"),
         offload="--offload.",
     ),
     "FluxFlow": Recipe(
         train_fluxflow.main,
-        (*test_recipe_fluxflow.TINY, "--max_steps=4", "--offload_threshold_mb=0.001"),
+        (*FLUXFLOW, "--max_steps=4", "--offload_threshold_mb=0.001"),
         "--output_dir",
-        lambda folder: test_recipe_fluxflow.weights(folder),
+        lambda folder: AutoencoderKL.from_pretrained(folder / "vae").state_dict(),
     ),
 }
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 from torch import Tensor
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.reporting import read_run
+from hf_memopt.recipes.reflow_smolvla import main as recipe
+from hf_memopt.report import read_run
 from hf_memopt.teacher import TeacherReport
 
 pytestmark = [

@@ -8,7 +8,7 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
-from hf_memopt.teacher.stream import readable_in_place
+from hf_memopt.teacher.strategies.stream import readable_in_place
 from hf_memopt.transfer import StreamCopier
 from hf_memopt.transfer.host_memory import pinned_empty
 

@@ -11,9 +11,9 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot_runs import weights
 
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot.checkpoints import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.students import push_to_hub
+from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.integrations.lerobot.student.prepare import push_to_hub
 
 TEACHER = "robots/teacher"
 

@@ -14,9 +14,9 @@ from operation_cases import Case
 from operation_runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
-from hf_memopt.activations import auto
-from hf_memopt.activations.planner import Plan
-from hf_memopt.activations.timeline import Action, Link, Profile
+from hf_memopt.activations import auto_mode
+from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.simulator import Action, Link, Profile
 from hf_memopt.transfer import Copier, SyncCopier
 
 # Two passes are recorded, the second of them planned already.
@@ -63,12 +63,12 @@ def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[Plan]]:
         made.append(_plan(profile, choose))
         return made[-1]
 
-    own = auto.make_plan, auto.measure_link
-    auto.make_plan, auto.measure_link = make_plan, lambda copier, clock: Link(1e10, 1e10)
+    own = auto_mode.make_plan, auto_mode.measure_link
+    auto_mode.make_plan, auto_mode.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
     try:
         yield made
     finally:
-        auto.make_plan, auto.measure_link = own
+        auto_mode.make_plan, auto_mode.measure_link = own
 
 
 # ------------------------------------------------------------------------------------------------ variants

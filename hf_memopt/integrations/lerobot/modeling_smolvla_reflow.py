@@ -13,19 +13,19 @@ from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
-from hf_memopt.integrations.lerobot.checkpoints import resolve_checkpoint
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.couplings import CachedPairs, coupling_inputs, frame_noise, without_padding
-from hf_memopt.integrations.lerobot.prefix import (
+from hf_memopt.integrations.lerobot.policy_files import resolve_checkpoint
+from hf_memopt.integrations.lerobot.processors import check_processors
+from hf_memopt.integrations.lerobot.reflow.pair_source import CachedPairs, coupling_inputs, frame_noise, without_padding
+from hf_memopt.integrations.lerobot.reflow.prefix import (
     ConditionedExpert,
     Observation,
     SharedPrefix,
     demonstrated_actions,
     observe,
 )
-from hf_memopt.integrations.lerobot.processors import check_processors
-from hf_memopt.integrations.lerobot.teacher import ReflowTeacher
-from hf_memopt.integrations.lerobot.without_teacher import SelfTeacher
+from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
+from hf_memopt.integrations.lerobot.reflow.self_teacher import SelfTeacher
 from hf_memopt.memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.teacher import TeacherReport

@@ -1,0 +1,44 @@
+"""Leak detection as a Trainer callback."""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_memopt.memory.leaks.detect import LeakMonitor, LeakReport
+
+
+class LeakDetectionCallback(TrainerCallback):
+    """Says, once, that memory stays behind at every optimizer step, what it is and who holds it.
+
+    Looks between optimizer steps, so micro-batches are over and gradients are gone, and counts anew whenever training
+    begins or resumes. What evaluation, saving or an epoch leaves is no leak of the step. Each rank watches itself.
+
+    Args:
+        options: of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and what is found how soon:
+            `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
+
+    Raises:
+        ValueError: if an option is out of range.
+        MemoryLeakError: during training, with `action="raise"`.
+
+    Example:
+        >>> Trainer(..., callbacks=[LeakDetectionCallback()])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._monitor = LeakMonitor(**options)
+
+    @property
+    def report(self) -> LeakReport | None:
+        """What was found in this run."""
+        return self._monitor.report
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
+        self._monitor = LeakMonitor(**self._options)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._monitor.step()

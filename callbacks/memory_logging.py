@@ -1,0 +1,223 @@
+"""Memory in a Trainer's progress bar, log and experiment trackers."""
+
+import inspect
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from hf_memopt.memory import Counters, MemoryTracker
+from hf_memopt.memory.logger import check_warn_at, high_memory_message, largest_of_ranks, memory_metrics, short_figure
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryLoggingCallback(TrainerCallback):
+    """Shows peak memory in the progress bar, logs it with the loss, and warns when it gets close to the limit.
+
+    Plain registration is enough, `callbacks=[MemoryLoggingCallback()]`: every log that holds a loss then has the
+    figures of `hf_memopt.memory.logger.memory_metrics`, in `state.log_history`, in every tracker of `report_to` and in
+    `memory.jsonl` of the output folder (for `hf-memopt report`), and there is one line like
+    `step 40/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45` at level INFO. In a distributed run the figures are the
+    largest over all ranks, gathered when Trainer logs.
+
+    The phases are `forward` (of the model), `backward` (from there to the optimizer, so a loss outside of the model and
+    the clipping of gradients are in it), `optimizer` and `evaluation`. With `torch_compile=True`, whose model must not
+    be watched from inside, and under `DataParallel`, whose replicas run in threads, there is only `optimizer` beside
+    the process's peak.
+
+    Training is bitwise what it is without. Nothing waits for the device.
+
+    Args:
+        warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
+        reset_peaks: makes the peak of every phase exact by resetting the process's peak counters at each phase. Not
+            with `skip_memory_metrics=False`, since Trainer reads the same counters then.
+        counters: where to read device memory from; None, the device's own.
+
+    Raises:
+        ValueError: `warn_at` is no share; at the beginning of training also if `reset_peaks` meets
+            `skip_memory_metrics=False`.
+    """
+
+    def __init__(self, *, warn_at: float = 0.85, reset_peaks: bool = False, counters: Counters | None = None) -> None:
+        check_warn_at(warn_at)
+        self._warn_at: float | None = warn_at
+        self._reset_peaks = reset_peaks
+        self._counters = counters
+        self._handler: CallbackHandler | None = None
+        self._watch: _ModelWatch | None = None
+        self._clock = _Clock()
+        self.tracker: MemoryTracker | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._go_first()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        # May come twice without an end in between: auto_find_batch_size starts again, and an exception ends nothing.
+        if self._reset_peaks and not args.skip_memory_metrics:
+            raise ValueError(
+                "reset_peaks=True would spoil the peaks that skip_memory_metrics=False makes Trainer measure; "
+                "leave one of them at its default"
+            )
+        self._go_first()
+        if state.global_step == 0 and state.is_world_process_zero:  # not of this run
+            (Path(args.output_dir) / METRICS_FILE).unlink(missing_ok=True)
+        if self.tracker is None:
+            self.tracker = MemoryTracker(args.device, reset_peaks=self._reset_peaks, counters=self._counters)
+        self.tracker.switch_to(None)
+        self._stop_watching()
+        if not args.torch_compile and args.n_gpu <= 1:
+            self._watch = _ModelWatch(model, self.tracker)
+        self._clock.start(state.global_step)
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self._switch_to(None)
+        self._clock.count_batch()
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._switch_to("optimizer")
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._switch_to(None)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self.tracker is not None
+        self.tracker.step()
+        self._clock.count_batch()
+        bar = self._progress_bar()
+        if bar is not None:
+            bar.set_postfix_str(short_figure(self.tracker), refresh=False)
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._switch_to(None)
+        self._clock.leave_out()
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self._clock.leave_out()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        if "loss" not in logs or self.tracker is None:
+            return
+        reading = self.tracker.read()
+        metrics = largest_of_ranks(memory_metrics(self.tracker, reading))
+        logs.update(metrics)
+        # Trainer has copied the logs into its history already.
+        state.log_history[-1].update(metrics)
+        if state.is_world_process_zero:
+            logger.info("%s", self._clock.line(state, short_figure(self.tracker)))
+            append_metrics(Path(args.output_dir) / METRICS_FILE, state.global_step, metrics)
+        if self._warn_at is not None and (message := high_memory_message(self.tracker, reading, self._warn_at)):
+            logger.warning("%s", message)
+            self._warn_at = None
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._stop_watching()
+
+    def _switch_to(self, phase: str | None) -> None:
+        if self.tracker is not None:  # an evaluation before any training
+            self.tracker.switch_to(phase)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def _go_first(self) -> None:
+        """Move to the front of the callbacks, whose loggers would otherwise have run before the figures are added."""
+        self._handler = _calling_handler()
+        if self._handler is None or self not in self._handler.callbacks:
+            logger.warning("memory figures reach no experiment tracker: the list of callbacks was not found")
+            return
+        # In the middle of a round over this list: whoever stood before is moved by one, and nobody is skipped.
+        self._handler.callbacks.remove(self)
+        self._handler.callbacks.insert(0, self)
+
+    def _progress_bar(self) -> Any:
+        callbacks = [] if self._handler is None else self._handler.callbacks
+        bars = (callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback))
+        return next(bars, None)
+
+
+class _ModelWatch:
+    """Begins a phase wherever the forward pass of a model begins or ends."""
+
+    def __init__(self, model: nn.Module | None, tracker: MemoryTracker | None) -> None:
+        self._tracker = tracker
+        self._handles = [] if model is None else self._register(model)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles of the model carry its hooks along, and are not to be watched.
+        return _ModelWatch, (None, None)
+
+    def _register(self, model: nn.Module) -> list[Any]:
+        before = model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        return [before, model.register_forward_hook(self._end_forward)]
+
+    def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
+        if self._tracker is not None:
+            self._tracker.switch_to("forward" if model.training else "evaluation")
+
+    def _end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._tracker is not None and model.training:
+            self._tracker.switch_to("backward")
+
+
+class _Clock:
+    """Seconds per batch since the last log, evaluations and saves left out, and the time that remains."""
+
+    def __init__(self) -> None:
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        self._first_step = step
+        self._begun = self._since = time.monotonic()
+        self._seconds = 0.0
+        self._num_batches = 0
+
+    def count_batch(self) -> None:
+        self.leave_out(counted=True)
+        self._num_batches += 1
+
+    def leave_out(self, *, counted: bool = False) -> None:
+        now = time.monotonic()
+        self._seconds += now - self._since if counted else 0.0
+        self._since = now
+
+    def line(self, state: TrainerState, memory: str) -> str:
+        """Progress as one line; begins the next interval."""
+        per_batch = self._seconds / max(1, self._num_batches)
+        self._seconds, self._num_batches = 0.0, 0
+        done = max(1, state.global_step - self._first_step)
+        remaining = (time.monotonic() - self._begun) / done * (state.max_steps - state.global_step)
+        clock = f"{remaining // 3600:02.0f}:{remaining // 60 % 60:02.0f}:{remaining % 60:02.0f}"
+        return f"step {state.global_step}/{state.max_steps} | {per_batch:.1f}s/batch | {memory} | ETA: {clock}"
+
+
+def _calling_handler() -> CallbackHandler | None:
+    """The handler that is calling a callback just now. Trainer does not pass it, so it is looked for on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back
+    return None

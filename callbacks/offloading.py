@@ -1,0 +1,167 @@
+"""Activation offloading as a Trainer callback, and what has to hold before a Trainer can offload at all."""
+
+import logging
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
+from hf_memopt.activations.checkpointing.selective import CheckpointedForward
+
+logger = logging.getLogger(__name__)
+
+
+class ActivationOffloadCallback(TrainerCallback):
+    """Offloads what the model's forward saves for backward, by plain registration: `callbacks=[...]`.
+
+    Hooks on the model's forward are put on when training begins and taken off when it ends. When an exception ends
+    training, they stay on the model until the next `train()` or `remove()`.
+
+    It sees the model's forward alone. What a loss outside of it saves (`compute_loss_func`, label smoothing, a
+    `compute_loss` of one's own), often the logits and so the largest tensors of all, stays on the device; and
+    torch.compile splits its graph at the hooks. `hf_memopt.attach` has neither limit.
+
+    Args:
+        offloader: an `ActivationOffloader` or one of its modes. None, one made of `options`.
+        options: of `ActivationOffloader`, unless one is given.
+
+    Raises:
+        ValueError: when training begins, if something else offloads activations already, naming what to switch off.
+
+    Example:
+        >>> Trainer(..., callbacks=[ActivationOffloadCallback(mode="auto", budget_gib=4.0)])
+    """
+
+    def __init__(self, offloader: ActivationOffloader | str | None = None, **options: Any) -> None:
+        self.offloader = make_offloader(offloader, **options)
+        self._wrapped: WrappedModule | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+    ) -> None:
+        # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
+        self.remove()
+        refuse_what_conflicts(self.offloader, args, model)
+        self._wrapped = self.offloader.wrap(model)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.remove()
+        log_stats(self.offloader.stats, state)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        if self._wrapped is not None:
+            self._wrapped.remove()
+            self._wrapped = None
+
+
+def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) -> ActivationOffloader:
+    """The offloader that was given, or one of the mode or the options that were given.
+
+    Raises:
+        ValueError: options beside an offloader, which would have no effect, or something that is none.
+    """
+    if offloader is None:
+        return ActivationOffloader(**options)
+    if isinstance(offloader, str):
+        return ActivationOffloader(mode=offloader, **options)
+    if not isinstance(offloader, ActivationOffloader):
+        raise ValueError(f"offloader={offloader!r} is neither an ActivationOffloader nor the name of a mode")
+    if options:
+        raise ValueError(f"{', '.join(options)}: give them to the ActivationOffloader, since one is given as offloader")
+    return offloader
+
+
+def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArguments, model: nn.Module) -> None:
+    """Check that `offloader` would see what a Trainer saves for backward.
+
+    Only the innermost pair of saved-tensor hooks runs, so that of two offloaders one would do nothing, unnoticed.
+
+    Raises:
+        ValueError: names the option to switch off, or to switch on.
+    """
+    for option, is_on in _other_offloading(args).items():
+        if is_on:
+            raise ValueError(f"{option} offloads activations already, and two offloaders do not stack; switch it off")
+    if is_wrapped(model):
+        raise ValueError("an ActivationOffloader wraps the model already, and two do not stack; remove() its handle")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"n_gpu={args.n_gpu}: under nn.DataParallel, forwards run in threads that activation offloading does not "
+            "reach; start one process per GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES to one"
+        )
+    if offloader.mode == "inputs" and not _checkpoints(args, model):
+        raise ValueError(
+            "mode='inputs' offloads the inputs of checkpointed layers, and there are none; set "
+            "gradient_checkpointing=True, or use mode='auto' or 'all'"
+        )
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `ActivationOffloader.wrap` has put its hooks on `model`."""
+    return any(isinstance(getattr(hook, "__self__", None), WrappedModule) for hook in model._forward_pre_hooks.values())
+
+
+def log_stats(stats: OffloadStats, state: TrainerState) -> None:
+    """One line, from the first process, with what offloading did; a warning where it did nothing."""
+    if not state.is_world_process_zero:
+        return
+    if stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
+        logger.warning(
+            "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator was of at least "
+            "offload_threshold_mb (on the CPU it needs copier=SyncCopier())"
+        )
+    else:
+        logger.info("activation offloading: %s", summary(stats))
+
+
+def summary(stats: OffloadStats) -> str:
+    """The figures of `stats` that tell whether offloading paid, in one line."""
+    parts = [
+        f"{stats.bytes_moved / 2**30:.2f} GiB moved to the host",
+        f"{stats.host_bytes_pinned / 2**30:.2f} GiB of host memory used",
+        f"compute waited {stats.stall_ms:.0f} ms",
+        _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, "GiB"),
+        _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, "ms"),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _comparison(name: str, predicted: float | None, measured: float | None, unit: str) -> str:
+    known = {"predicted": predicted, "measured": measured}
+    figures = [f"{value:.2f} {unit} {how}" for how, value in known.items() if value is not None]
+    return f"{name} {', '.join(figures)}" if figures else ""
+
+
+def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
+    """Whether each option that installs saved-tensor hooks, or moves checkpoints to the host by itself, is on."""
+    state = AcceleratorState()
+    fsdp = getattr(state, "fsdp_plugin", None)
+    deepspeed = getattr(state, "deepspeed_plugin", None)
+    config = {} if deepspeed is None else deepspeed.deepspeed_config
+    return {
+        # TRL's trainers
+        "activation_offloading=True": getattr(args, "activation_offloading", False),
+        # transformers from 5.17 on
+        "gradient_checkpointing_kwargs={'offload': True}": bool(
+            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("offload")
+        ),
+        # accelerate's FSDP plugin
+        "fsdp_activation_checkpointing_offload": getattr(fsdp, "activation_checkpointing_offload", False),
+        "cpu_checkpointing in DeepSpeed's activation_checkpointing": bool(
+            config.get("activation_checkpointing", {}).get("cpu_checkpointing")
+        ),
+    }
+
+
+def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
+    """Whether layers run checkpointed. A model that does not tell may do so by itself, and counts as one that does."""
+    fsdp = getattr(AcceleratorState(), "fsdp_plugin", None)
+    if args.gradient_checkpointing or getattr(fsdp, "activation_checkpointing", False):
+        return True
+    selectively = any(isinstance(vars(module).get("forward"), CheckpointedForward) for module in model.modules())
+    return selectively or getattr(model, "is_gradient_checkpointing", True)

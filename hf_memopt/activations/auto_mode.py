@@ -1,0 +1,298 @@
+"""Mode "auto": two passes are recorded, a plan is made after each, and remade when it stops to fit.
+
+Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
+a whole, and where it was faster the plan is made again for times in proportion.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.activations.device_room import DeviceRoom
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.simulator import Action, Link
+from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
+from hf_memopt.activations.saved_tensors.device_context import Engine
+from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.transfer.clock import HostClock
+from hf_memopt.transfer.link import measure_link
+
+logger = logging.getLogger(__name__)
+
+# The first pass runs with cold caches and allocators, so its times are only good enough to start with.
+_RECORDED_PASSES = 2
+_MAX_CORRECTIONS = 3
+# Differences from what was predicted that are put down to noise, as a share of the step.
+_TOLERATED = 0.02
+_SLOWER_LINK = 0.8
+# What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
+_SMALLER = 0.7
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan has to keep to; see `ActivationOffloader`."""
+
+    budget_bytes: int | None
+    max_slowdown: float
+    prefetch_ahead: int
+    host_budget_bytes: int | None
+
+
+class AutoMode:
+    """The plan for one model's forward passes on one device.
+
+    Args:
+        engine: of the device.
+        limits: what the user asked for.
+        model: names the owners of what is saved.
+        on_end: called at the end of each backward.
+        room: what the device has left, None where that is not known.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        model: nn.Module | None,
+        on_end: Callable[[ForwardPass], None],
+        room: DeviceRoom | None = None,
+    ) -> None:
+        self.plan: Plan | None = None
+        self.recording: Recording | None = None
+        self._engine, self._limits, self._room = engine, limits, room
+        # Weak: offloaders know plans by model, and must not keep the models.
+        self._model = None if model is None else weakref.ref(model)
+        self._on_end = on_end
+        self._link: Link | None = None
+        # What the plan that is in force was made to hold at most, and what a plan has been seen not to get.
+        self._limit_bytes: int | None = None
+        self._out_of_reach_bytes: int | None = None
+        self._num_recorded = 0
+        self._num_corrections = 0
+        self._begun: weakref.ref[ForwardPass] | None = None
+        self._ended: ForwardPass | None = None
+        # A pass whose end the device may still have to reach before it can be compared with the plan.
+        self._watched: ForwardPass | None = None
+        self._is_timed = False
+        self._computed_s = 0.0
+        self._ran_out = False
+        self._stalled_ms = 0.0
+        # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
+        self._trims_left = 2
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the next pass is to be recorded."""
+        return self._num_recorded < _RECORDED_PASSES
+
+    def makers(self) -> Makers:
+        """The modules that perform what the plan computes again; None among them stands for outside of modules."""
+        if self.plan is None or self.recording is None:
+            return set()
+        makers = self.recording.makers
+        recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
+        return set().union(*(makers.get(index, set()) for index in recomputed))
+
+    def begin_pass(self) -> ForwardPass:
+        """The next pass, planned as far as earlier ones allow."""
+        model = self._model() if self._model is not None else None
+        recorder = None
+        if self._room is not None:
+            self._room.watch()
+        if self.is_recording:
+            recorder = Recorder(self._engine.clock, model, self._engine.residency, self._room)
+        forward = ForwardPass(
+            self._engine,
+            self._limits.prefetch_ahead,
+            plan=self.plan,
+            recorder=recorder,
+            recording=self.recording,
+            budget_bytes=self._limit_bytes,
+            is_for_these_sizes=self._limits.budget_bytes is None and self._limit_bytes is not None,
+            on_end=self._end,
+        )
+        self._begun = weakref.ref(forward)
+        if self._is_to_be_timed(forward):
+            self._engine.clock.elapsed_s(forward.begun, forward.begun)
+            self._newly_stalled_s()
+        return forward
+
+    def review(self) -> None:
+        """Learn from the passes since the last one, before another one begins.
+
+        Raises:
+            InfeasibleBudgetError: the first plan shows that the budget cannot be met.
+        """
+        forward, self._ended = self._ended, None
+        if self._has_run_out():
+            self._plan_smaller()
+        if forward is None or not forward.sizes:
+            return
+        if forward.recorder is not None:
+            self.recording = forward.recorder.finish()
+            self._num_recorded += 1
+            self._is_timed = False
+            self._replan()
+        elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
+            self._adapt(forward.sizes)
+        elif self._has_less_room():
+            self._replan()
+        elif self.plan is not None and forward.plan is self.plan:
+            self._compare(forward, self.plan)
+        if not self.is_recording and self._trims_left:
+            self._trims_left -= 1
+            self._engine.arena.trim()
+
+    def out_of_memory(self) -> None:
+        """The device ran out of memory while a pass was under way: give up what can be had again, and hold less."""
+        self._ran_out = True
+        forward = self._begun() if self._begun is not None else None
+        if forward is not None:
+            forward.release()
+
+    def _end(self, forward: ForwardPass) -> None:
+        self._ended = forward
+        if self._is_to_be_timed(forward):
+            self._computed_s = forward.elapsed_s() - self._newly_stalled_s()
+        if self._room is not None:
+            self._ran_out = self._ran_out or self._room.ran_short()
+            self._room.look_back(forward.peak_bytes)
+        self._on_end(forward)
+
+    def _has_run_out(self) -> bool:
+        ran_out, self._ran_out = self._ran_out, False
+        return self.plan is not None and (ran_out or (self._room is not None and self._room.ran_out()))
+
+    def _plan_smaller(self) -> None:
+        assert self.plan is not None
+        before = self.plan.predicted_peak_bytes
+        self._out_of_reach_bytes = int(_SMALLER * before)
+        logger.warning(
+            "activation offloading: the device ran out of memory, or nearly did, with %.2f GiB of saved activations on "
+            "it; they are to hold at most %.2f GiB from now on",
+            before / 2**30,
+            self._out_of_reach_bytes / 2**30,
+        )
+        self._replan()
+
+    def _has_less_room(self) -> bool:
+        """Whether the plan holds more than the device now has left: optimizer states are there, or other processes."""
+        if self.plan is None or self._room is None or self._limits.budget_bytes is not None:
+            return False
+        return self.plan.predicted_peak_bytes > self._room.limit_bytes()
+
+    def _adapt(self, sizes: list[int]) -> None:
+        """Make room for larger shapes; a plan for the largest fits the smaller ones too."""
+        assert self.recording is not None
+        if len(sizes) != len(self.recording.sizes):
+            if self._num_corrections < _MAX_CORRECTIONS:
+                self._num_corrections += 1
+                self._num_recorded = _RECORDED_PASSES - 1
+        elif any(new > old for new, old in zip(sizes, self.recording.sizes, strict=True)):
+            if self._room is not None:
+                self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
+            self.recording = grown(self.recording, sizes)
+            self._replan()
+
+    def _is_to_be_timed(self, forward: ForwardPass) -> bool:
+        """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
+        has_time_of_its_own = not isinstance(self._engine.clock, HostClock)  # whose copies never run beside compute
+        follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
+        return has_time_of_its_own and follows_plan and not self._is_timed
+
+    def _compare(self, forward: ForwardPass, plan: Plan) -> None:
+        """Plan again where passes are not as they were predicted."""
+        if isinstance(self._engine.clock, HostClock):
+            return
+        if not self._is_timed:
+            self._is_timed = True
+            self._adjust_times(plan)
+            return
+        self._watched = self._watched or forward
+        # A host that runs ahead asks again when the next pass begins.
+        if self._engine.clock.reached(self._watched.ended):
+            watched, self._watched = self._watched, None
+            self._correct(watched, plan)
+
+    def _adjust_times(self, plan: Plan) -> None:
+        """Plan for the times of a pass that was not recorded."""
+        assert self.recording is not None
+        computed_s, expected_s = self._computed_s, plan.plain_step_s + plan.recompute_s
+        if computed_s <= 0 or abs(computed_s - expected_s) <= _TOLERATED * expected_s:
+            return
+        figures = 1e3 * computed_s, 1e3 * expected_s
+        logger.info("activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", *figures)
+        self.recording = scaled(self.recording, computed_s / expected_s)
+        self._replan()
+        self._trims_left = 2  # it may need less host memory
+
+    def _correct(self, forward: ForwardPass, plan: Plan) -> None:
+        """Plan for a slower link when compute has waited longer than predicted, and the pass taken longer."""
+        # Stalls of later passes, if the host is ahead, are among the new ones; the time of the pass is its own.
+        excess_s = min(self._newly_stalled_s() - plan.stall_s, forward.elapsed_s() - plan.predicted_step_s)
+        if excess_s > _TOLERATED * plan.predicted_step_s and self._num_corrections < _MAX_CORRECTIONS:
+            self._num_corrections += 1
+            assert self._link is not None
+            self._link = Link(
+                _SLOWER_LINK * self._link.to_host_bytes_per_s, _SLOWER_LINK * self._link.to_device_bytes_per_s
+            )
+            logger.info("activation offloading: compute waited %.1f ms longer than predicted", 1e3 * excess_s)
+            self._replan()
+
+    def _newly_stalled_s(self) -> float:
+        """How long compute has waited for copies since the last call or plan."""
+        before, self._stalled_ms = self._stalled_ms, self._engine.copier.stall_ms()
+        return 1e-3 * (self._stalled_ms - before)
+
+    def _replan(self) -> None:
+        if self._link is None:
+            self._link = Link(*measure_link(self._engine.copier, self._engine.clock))
+        is_first = self.plan is None
+        self._limit_bytes = self._limit()
+        if self._limits.budget_bytes is None:
+            self.plan = self._plan_for_the_device()
+        else:
+            self.plan = self._plan_for_the_budget(is_first)
+        self._watched = None
+        self._newly_stalled_s()
+        if self.plan is not None:
+            logger.info("activation offloading: %s", self.plan.summary())
+
+    def _limit(self) -> int | None:
+        limit_bytes = self._limits.budget_bytes
+        if limit_bytes is None and self._room is not None:
+            limit_bytes = max(0, self._room.limit_bytes())
+        limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
+        return min(limits, default=None)
+
+    def _plan_for_the_budget(self, is_first: bool) -> Plan:
+        try:
+            return self._make_plan(self._limit_bytes)
+        except InfeasibleBudgetError as error:
+            if is_first:
+                raise
+            logger.warning("%s; going on with the smallest", str(error))
+            return self._make_plan(error.smallest_bytes)
+
+    def _plan_for_the_device(self) -> Plan | None:
+        """The plan that the accepted slowdown allows if it fits, else the fastest that does, else none.
+
+        Without one everything is offloaded, as while recording, which was seen to fit.
+        """
+        try:
+            return self._make_plan(None, self._limit_bytes)
+        except InfeasibleBudgetError as error:
+            logger.info("activation offloading: %s; until then everything is offloaded", str(error))
+            return None
+
+    def _make_plan(self, budget_bytes: int | None, device_limit_bytes: int | None = None) -> Plan:
+        limits: dict[str, Any] = {**vars(self._limits), "budget_bytes": budget_bytes}
+        limits["device_limit_bytes"] = device_limit_bytes
+        assert self.recording is not None
+        assert self._link is not None
+        return make_plan(self.recording.profile, self._link, **limits)

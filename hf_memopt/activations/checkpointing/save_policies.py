@@ -1,0 +1,255 @@
+"""What selective checkpointing keeps and what it recomputes, operation by operation.
+
+Policies are those of torch's `create_selective_checkpoint_contexts`. The two dispatch modes are our own, because those
+of torch 2.11 hold what is kept where saved-tensor hooks do not see it, so that no offloader can move it, allow one
+backward only, and skip the random numbers that a kept operation drew, so that dropout after it draws other ones.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+
+from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
+from hf_memopt.activations.saved_tensors.tensor_views import VersionGuard, is_plain
+from hf_memopt.transfer.device_types import PLAIN_TYPES
+
+Policy = Callable[..., CheckpointPolicy | bool]
+_Position = tuple[Any, int]  # an operation, and how many times it ran before in the region
+
+HEAVY_OPS = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm"),
+        *("aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2"),
+        *("aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"),
+        "aten::convolution",
+        *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        *("aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward"),
+        "flex_attention",
+    }
+)
+
+
+def _heavy_ops(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    return operation.name().partition(".")[0] in HEAVY_OPS
+
+
+def _every_second_heavy_op() -> Policy:
+    count = itertools.count()
+    return lambda *args, **kwargs: _heavy_ops(*args, **kwargs) and next(count) % 2 == 0
+
+
+# One policy per run of a region, since it may count; None keeps nothing.
+POLICIES: dict[str, Callable[[], Policy | None]] = {
+    "heavy_ops": lambda: _heavy_ops,
+    "all": lambda: None,
+    "alternate": _every_second_heavy_op,
+}
+
+
+class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The forward pass of a region: notes the outputs that the policy keeps.
+
+    They are saved when the region is over, by `save`, outside of the dispatch and under the caller's saved-tensor
+    hooks. Until then they are not in `kept`, which the graph owns: a graph that owns its own outputs is never freed.
+
+    What the region writes is noted by storage, because version numbers do not tell: `unsafe_chunk`, `_unsafe_view`,
+    `set_` and `.data` give tensors of the same memory with version counters of their own.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: dict[_Position, _Kept] = {}
+        self._policy = policy
+        self._outputs: list[_Output] = []
+        self._aliases: dict[int, list[Tensor]] = {}  # by the keys of the outputs' storages
+        self._written_at: dict[int, int] = {}  # by any storage's key: how many outputs there were
+        self._counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        position = func, self._counts[func]
+        self._counts[func] += 1
+        keep = self._keeps(func, args, kwargs) and may_be_kept(func, args, kwargs)
+        if _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
+            written = _storages_of(_written(func, args, kwargs))
+            self._written_at |= dict.fromkeys(written, len(self._outputs))
+        result = _call(func, types, args, kwargs)
+        if keep and not _storages_of(result) & _storages_of((args, kwargs)):
+            self._outputs.append(_Output(position, result))
+            self._aliases |= {key: [] for key in self._outputs[-1].storages}
+        elif self._outputs and not _is_view(func):
+            self._note_aliases(result)
+        return result
+
+    def save(self) -> None:
+        """Save the outputs whose bytes the region has not gone on to change; the others are recomputed."""
+        for place, output in enumerate(self._outputs):
+            was_written = any(self._written_at.get(key, -1) > place for key in output.storages)
+            if not was_written and output.has_its_versions():
+                aliases = [alias for key in output.storages for alias in self._aliases[key]]
+                self.kept[output.position] = _Kept(output.result, aliases)
+
+    def _keeps(self, func: Any, args: Any, kwargs: Any) -> bool:
+        answer = self._policy(SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs)
+        return answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    def _note_aliases(self, result: Any) -> None:
+        for tensor in _plain_tensors(result):
+            key = tensor.untyped_storage()._cdata
+            if key in self._aliases:
+                self._aliases[key].append(tensor)
+
+
+class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The recomputation of a region: runs what was not kept."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: "dict[_Position, _Kept]") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._counts: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._counts.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        position = func, self._counts[func]
+        self._counts[func] += 1
+        kept = self._kept.get(position)
+        if kept is None or kept.was_modified():
+            return _call(func, types, args, kwargs or {})
+        return kept.restore()
+
+
+class _Output:
+    """What an operation returned that the policy keeps, as of now."""
+
+    def __init__(self, position: _Position, result: Any) -> None:
+        self.position, self.result = position, result
+        self.storages = _storages_of(result)
+        self._versions = [(leaf, leaf._version) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    def has_its_versions(self) -> bool:
+        return all(tensor._version == version for tensor, version in self._versions)
+
+
+class _Kept:
+    """An output, saved when its region was over.
+
+    Args:
+        result: what the operation returned.
+        aliases: tensors of the same memory with version counters of their own.
+    """
+
+    def __init__(self, result: Any, aliases: list[Tensor]) -> None:
+        self._saved = tree_map(_Saved, result)
+        with no_dispatch():
+            self._guards = [VersionGuard(tensor) for tensor in (*_plain_tensors(result), *aliases)]
+
+    def was_modified(self) -> bool:
+        return any(guard.was_modified() for guard in self._guards)
+
+    def restore(self) -> Any:
+        return tree_map(_Saved.restore, self._saved)
+
+
+class _Saved:
+    """Saved by autograd itself, in a node that never runs: hooks apply."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._owner = value, None
+        if isinstance(value, Tensor):
+            anchor = torch.empty(0, requires_grad=True)
+            # The node lives as long as its output.
+            self._value, self._owner = None, _SaveTensor.apply(anchor, value.detach())  # type: ignore[no-untyped-call]
+
+    def restore(self) -> Any:
+        # Another alias each time: autograd makes it the operation's output and writes its history on it.
+        return self._value if self._owner is None else self._owner.grad_fn.saved_tensors[0].detach()
+
+
+class _SaveTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.new_empty(0)
+
+
+def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation; what it calls in turn sees what it would see outside of the mode."""
+    plainly = _calls_others(func) and PLAIN_TYPES.issuperset(types)
+    return call_as_plain(func, args, kwargs) if plainly else func(*args, **kwargs)
+
+
+@cache
+def _calls_others(func: Any) -> bool:
+    """Whether an operation's kernel calls other operations instead of having one for each device.
+
+    Only these: products inside of attention, for one, are computed in float32 under autocast, which a product that
+    sees autocast again would not be.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.is_view:
+        return False
+    name = func.name()  # type: ignore[no-untyped-call]
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, device) for device in ("CPU", "CUDA"))
+
+
+def _plain_tensors(values: Any) -> list[Tensor]:
+    """The tensors that are a view of a storage and nothing else."""
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf)]
+
+
+def _storages_of(values: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in _plain_tensors(values)}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_arguments(func)]
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes; higher-order operators do not say."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") and func._schema.is_mutable else ()
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return tuple((place, argument.name) for place, argument in enumerate(arguments) if written[place])
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether what an operation returns has the version counter of what it was given."""
+    return bool(getattr(func, "is_view", False))
+
+
+def may_be_kept(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether recomputation may leave an operation out: it writes nothing, draws nothing, and is more than a view."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None:
+        return True
+    if schema.is_mutable or any(result.alias_info is not None for result in schema.returns):
+        return False
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return True
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0

@@ -1,0 +1,289 @@
+"""Selective activation checkpointing: backward recomputes the cheap operations and keeps what the heavy ones gave."""
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt.activations.checkpointing.save_policies import POLICIES, Keeping, Policy, Replaying
+
+logger = logging.getLogger(__name__)
+
+
+class SelectiveCheckpoint:
+    """Runs a module or a function so that backward recomputes it, all but what `policy` keeps.
+
+    `SelectiveCheckpoint("heavy_ops")(module, *args, **kwargs)` returns what `module(*args, **kwargs)` returns, and
+    gradients are bitwise the same: dropout draws the same numbers again. Without grad mode it is a plain call.
+    What is kept and the tensors among the arguments, nested ones too, pass through the saved-tensor hooks around the
+    call, so an `ActivationOffloader` moves them to the host. The saved tensors stay until the region's backward is
+    over, and with `retain_graph` or `create_graph` they serve every backward.
+
+    Args:
+        policy: "heavy_ops" keeps the outputs of matrix products, attention and convolutions; "alternate" those of every
+            second of them, from the first; "all" recomputes everything. Or a function as torch's
+            `create_selective_checkpoint_contexts` takes it, `(context, operation, *args, **kwargs)` to a
+            `CheckpointPolicy` or bool; it is asked in the forward pass only. Recomputed in any case: views,
+            operations that write in place or draw random numbers, and outputs that are modified in place, in the region
+            or after it (the latter is not noticed of `.data`, NumPy and other writes that autograd does not count).
+
+    Raises:
+        ValueError: unknown policy; or, when called, a module whose forward writes a buffer, which would be written once
+            more in backward. Of functions only bound methods of a module can be checked.
+
+    Cost: one Python dispatch per operation, in the forward pass and in recomputation. Under `torch.compile` the region
+    runs eagerly.
+    """
+
+    def __init__(self, policy: str | Policy = "heavy_ops") -> None:
+        if not callable(policy) and policy not in POLICIES:
+            raise ValueError(f"policy={policy!r} is unknown; use one of {sorted(POLICIES)} or a policy function")
+        self.policy = policy
+
+    # What torch.compiler.disable is, except that the compiler is imported at the first call; that takes seconds.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        if not isinstance(owner, nn.Module):
+            return self._run(function, args, kwargs)
+        with _buffers_unchanged(owner):
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Flat, because torch saves the tensors among the positional arguments only, and the random state of their
+        # devices only; what is nested or named would stay out of the hooks' sight.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return function(*args, **kwargs)
+
+        policy = self.policy if callable(self.policy) else POLICIES[self.policy]()
+        if policy is None:
+            return checkpoint(run, *leaves, use_reentrant=False)
+        keeping = Keeping(policy)
+        contexts = keeping, Replaying(keeping.kept)
+        output = checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+        keeping.save()
+        return output
+
+
+# ---------------------------------------------------------------------------------------------------- buffers
+
+
+@contextmanager
+def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    _refuse_known_writers(module)
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    yield
+    for (name, buffer, version), now in zip(before, module.buffers(), strict=True):
+        if buffer is not now or buffer._version != version:
+            raise _writes_buffer(module, name.rpartition(".")[0], name.rpartition(".")[2])
+
+
+def _refuse_known_writers(module: nn.Module) -> None:
+    """Before anything is written, and for normalisation, whose kernels do not count as in-place modification."""
+    for name, child in module.named_modules():
+        for buffer in _written_buffers(child) if child.training else ():
+            raise _writes_buffer(module, name, buffer)
+
+
+def _written_buffers(module: nn.Module) -> Iterator[str]:
+    if isinstance(module, _NormBase) and module.running_mean is not None:
+        yield "running_mean"
+    if isinstance(module, _SpectralNorm):
+        yield "_u"
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield f"{hook.name}_u"
+
+
+def _writes_buffer(root: nn.Module, name: str, buffer: str) -> ValueError:
+    where = f"{name!r} ({type(root.get_submodule(name)).__name__}) in " if name else ""
+    return ValueError(
+        f"{where}{type(root).__name__} cannot be checkpointed: its forward writes the buffer {buffer!r}, and "
+        "recomputation would write it once more; leave it out of what is checkpointed, put it in eval mode, or replace "
+        "it (BatchNorm by GroupNorm)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+
+def apply_selective_checkpointing(
+    model: nn.Module, policy: str | Policy = "heavy_ops", modules: Iterable[type[nn.Module] | str] | None = None
+) -> "CheckpointedModules":
+    """Checkpoint a model's repeated blocks; returns a handle whose `remove()` undoes it.
+
+    In training mode with gradients each block runs under `SelectiveCheckpoint(policy)`, otherwise plainly. State dict
+    and class stay as they are; copies and pickles are checkpointed as well (pickles need a policy by name, or one that
+    can be pickled). As transformers does when checkpointing, blocks get no key-value cache, which recomputation
+    would fill twice. `nn.DataParallel`, which copies modules shallowly, is not supported.
+
+    Args:
+        model: changed in place.
+        policy: as for `SelectiveCheckpoint`.
+        modules: what to checkpoint, by class, class name or name in the model; of nested modules the outermost. None:
+            transformers' `GradientCheckpointingLayer`s; in other models what is in a `ModuleList` or `Sequential` of
+            two or more modules of one class, for the class that has most parameters there.
+
+    Raises:
+        ValueError: no such module; one that runs with gradient checkpointing or with a replaced `forward` already; one
+            whose forward writes a buffer in its present mode.
+    """
+    checkpointing = SelectiveCheckpoint(policy)
+    for name, module in model.named_modules():
+        _refuse_gradient_checkpointing(module, name)
+    found = _outermost(_blocks(model) if modules is None else _chosen(model, modules))
+    for name, module in found.items():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"modules: {name!r} runs {vars(module)['forward']!r} instead of its own forward; apply selective "
+                "checkpointing first, and once"
+            )
+        _refuse_known_writers(module)
+    return CheckpointedModules(found, checkpointing)
+
+
+class CheckpointedModules:
+    """Modules that run under a `SelectiveCheckpoint`; `names` says which."""
+
+    def __init__(self, modules: dict[str, nn.Module], checkpointing: SelectiveCheckpoint) -> None:
+        self.names = tuple(modules)
+        self._modules = modules
+        for module in modules.values():
+            # Wrapping in another module would change the state dict's keys, another class would not be picklable, and
+            # hooks cannot run the forward a second time. An attribute that can be pickled has none of these problems.
+            module.forward = CheckpointedForward(module, checkpointing)
+
+    def remove(self) -> None:
+        """Give the modules their own forward again.
+
+        Raises:
+            RuntimeError: something else has replaced the forward since; undo that first.
+        """
+        for name, module in self._modules.items():
+            if not isinstance(vars(module).get("forward"), CheckpointedForward):
+                raise RuntimeError(f"the forward of {name!r} has been replaced since; undo that first")
+        for module in self._modules.values():
+            del module.forward
+        self._modules = {}
+
+
+class CheckpointedForward:
+    def __init__(self, module: nn.Module, checkpointing: SelectiveCheckpoint) -> None:
+        self._module = module
+        self._checkpointing = checkpointing
+        self._names = _positional_names(type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        forward = MethodType(type(module).forward, module)
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        _refuse_gradient_checkpointing(module, type(module).__name__)
+        args, kwargs = _without_cache(self._names, args, kwargs)
+        return self._checkpointing(forward, *args, **kwargs)
+
+
+_CACHES: dict[str, Any] = {"use_cache": False, "past_key_value": None, "past_key_values": None, "layer_past": None}
+
+
+def _without_cache(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without caches, whether they were passed by name or by position, as GPT-2 passes its blocks'."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
+    if caches:
+        _tell_once(f"checkpointed blocks run without a key-value cache: {', '.join(caches)} not passed on")
+    by_position = tuple(caches.get(name, value) for name, value in zip(names, args, strict=False))
+    by_name = {name: nothing for name, nothing in caches.items() if name not in names[: len(args)]}
+    return by_position + args[len(by_position) :], kwargs | by_name
+
+
+def _positional_names(method: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+
+
+@cache
+def _tell_once(message: str) -> None:
+    logger.info(message)
+
+
+def _refuse_gradient_checkpointing(module: nn.Module, name: str) -> None:
+    if getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"gradient checkpointing is enabled in {name or type(module).__name__!r}, so that its blocks would be "
+            "recomputed twice; call model.gradient_checkpointing_disable() first"
+        )
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    layers = {name: module for name, module in model.named_modules() if "GradientCheckpointingLayer" in _bases(module)}
+    groups = [layers] if layers else _repeated(model)
+    if not groups:
+        raise ValueError(
+            f"modules=None: {type(model).__name__} has no repeated blocks; looked for transformers' "
+            "GradientCheckpointingLayer and for a ModuleList or Sequential of two or more modules of one class; say "
+            "which modules to checkpoint, by class or name"
+        )
+    return max(groups, key=lambda group: sum(p.numel() for block in group.values() for p in block.parameters()))
+
+
+def _repeated(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """What is in containers of one class only, by class. What such a module consists of is not looked at."""
+    groups: dict[type, dict[str, nn.Module]] = defaultdict(dict)
+    blocks: dict[str, nn.Module] = {}
+    for name, container in model.named_modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential) and not _is_inside(name, blocks):
+            children = {f"{name}.{child}".lstrip("."): module for child, module in container.named_children()}
+            classes = {type(child) for child in children.values()}
+            if len(children) > 1 and len(classes) == 1 and not classes & {nn.ModuleList, nn.ModuleDict}:
+                groups[classes.pop()] |= children
+                blocks |= children
+    return list(groups.values())
+
+
+def _chosen(model: nn.Module, modules: Iterable[type[nn.Module] | str]) -> dict[str, nn.Module]:
+    named = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for wanted in (modules,) if isinstance(modules, str | type) else modules:
+        matches = {name: module for name, module in named.items() if _matches(name, module, wanted)}
+        if not matches:
+            raise ValueError(f"modules: {wanted!r} is neither a class nor a name of a module in {type(model).__name__}")
+        found |= matches
+    return found
+
+
+def _matches(name: str, module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    if isinstance(wanted, str):
+        return wanted in (name, type(module).__name__)
+    return isinstance(module, wanted)
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in modules.items() if not _is_inside(name, modules.keys() - {name})}
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(not outer or f"{name}.".startswith(f"{outer}.") for outer in modules)
+
+
+def _bases(module: nn.Module) -> set[str]:
+    return {base.__name__ for base in type(module).__mro__}

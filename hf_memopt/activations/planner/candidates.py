@@ -1,0 +1,188 @@
+"""Plans that were simulated, and which of them are the fastest for what they hold."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_memopt.activations.planner.simulator import Action, Link, Profile, Timeline, count_needs, simulate
+
+# A candidate that is faster than one that holds no more by less than this is not worth a search around it.
+_FRONT_STEP_TOLERANCE = 1e-3
+_KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
+
+
+class Window(NamedTuple):
+    """How far copies may run ahead or behind, in terms of what a plan offloads."""
+
+    in_flight_fraction: float  # of the offloaded bytes
+    prefetch_storages: int  # times the largest offloaded storage
+
+
+def windows(prefetch_ahead: int) -> list[Window]:
+    """The windows that plans are tried with, narrow ones first, prefetching varied fastest."""
+    in_flight = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    prefetch = sorted({0, prefetch_ahead, *(count for count in (1, 2, 4, 8) if count < prefetch_ahead)})
+    return [Window(fraction, count) for fraction in in_flight for count in prefetch]
+
+
+def window_bytes(window: Window, offloaded_sizes: list[int]) -> tuple[int, int]:
+    """`(in_flight_bytes, prefetch_bytes)`, the same for windows that have the same effect."""
+    if not offloaded_sizes:
+        return 0, 0
+    total = sum(offloaded_sizes)
+    in_flight = int(window.in_flight_fraction * total)
+    prefetch = min(window.prefetch_storages * max(offloaded_sizes), total)
+    return (in_flight if in_flight >= min(offloaded_sizes) else 0), prefetch
+
+
+class Thresholds(NamedTuple):
+    """Where a plan changes its mind, each from 0 to 1 and counted in bytes; see `plan_search.threshold_plan`."""
+
+    recompute_early: float
+    recompute_late: float
+    offload: float
+    spread: bool = False  # offload evenly over the step instead of what lives longest
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A simulated plan: an `Action` for each storage (as bytes: quick to copy, compare and change), and its cost."""
+
+    actions: bytes
+    window: Window
+    in_flight_bytes: int
+    prefetch_bytes: int
+    timeline: Timeline
+    thresholds: Thresholds | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may hold, and which steps are fast enough."""
+
+    peak_bytes: int
+    allow_step: Callable[[float], bool]
+
+    def allow(self, candidate: Candidate) -> bool:
+        return candidate.peak_bytes <= self.peak_bytes and self.allow_step(candidate.step_s)
+
+
+class Front:
+    """Candidates of which none is both slower and larger than another, by peak."""
+
+    def __init__(self) -> None:
+        self.members: list[Candidate] = []
+
+    def add(self, candidate: Candidate) -> None:
+        members = self.members
+        if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
+            return
+        first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
+        while first and members[first - 1].peak_bytes == candidate.peak_bytes:
+            first -= 1
+        last = first
+        while last < len(members) and members[last].step_s >= candidate.step_s:
+            last += 1
+        members[first:last] = [candidate]
+
+    def step_within(self, peak_bytes: int) -> float:
+        """The step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
+        place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
+        return self.members[place - 1].step_s if place else math.inf
+
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """The members next smaller and next larger than a member."""
+        place = self.members.index(candidate)
+        return self.members[max(0, place - 1) : place] + self.members[place + 1 : place + 2]
+
+
+class Trials:
+    """Simulates plans, each once and only so many, and remembers all of them.
+
+    Args:
+        profile: what the step saves and uses.
+        link: bandwidths.
+        prefetch_ahead: bounds the windows.
+        host_budget_bytes: plans that offload more are not tried. None, no limit.
+        num_left: how many may be simulated.
+    """
+
+    def __init__(
+        self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, num_left: int
+    ) -> None:
+        self.profile, self.link = profile, link
+        self.windows = windows(prefetch_ahead)
+        self.num_left = num_left
+        self.front = Front()
+        self.candidates: list[Candidate] = []
+        self._host_budget_bytes = host_budget_bytes
+        self._known: dict[tuple[bytes, int, int], Candidate] = {}
+        storages = list(enumerate(profile.storages))
+        self._only_sources = [index for index, s in storages if not s.uses_s and s.freed_s is None]
+        self._staying = [index for index, s in storages if not s.can_offload]
+
+    def within(self, limits: Limits) -> list[Candidate]:
+        """What was simulated and meets the limits."""
+        return [candidate for candidate in self.candidates if limits.allow(candidate)]
+
+    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
+        """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
+        actions = self._normalised(actions)
+        in_flight, prefetch = window_bytes(window, self._offloaded(actions))
+        return self._simulated(actions, window, in_flight, prefetch, thresholds)
+
+    def attempt_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
+        """As `attempt`, with windows of at most so many bytes, and never wider ones than the candidate's."""
+        actions = self._normalised(actions)
+        offloaded = self._offloaded(actions)
+        total, largest = sum(offloaded), max(offloaded, default=0)
+        in_flight = min(in_flight, total)
+        prefetch = min(prefetch, total, candidate.window.prefetch_storages * largest)
+        return self._simulated(actions, candidate.window, in_flight, prefetch, None)
+
+    def _simulated(
+        self, actions: bytes, window: Window, in_flight: int, prefetch: int, thresholds: Thresholds | None
+    ) -> Candidate | None:
+        key = (actions, in_flight, prefetch)
+        if key in self._known:
+            return self._known[key]
+        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(actions))):
+            return None
+        self.num_left -= 1
+        timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
+        candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
+        self._known[key] = candidate
+        self.candidates.append(candidate)
+        self.front.add(candidate)
+        return candidate
+
+    def _offloaded(self, actions: bytes) -> list[int]:
+        return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
+
+    def _normalised(self, actions: bytes) -> bytes:
+        """The plan that this one comes to: what may not move stays, and what nothing is recomputed from costs nothing,
+        whatever its action."""
+        if not self._only_sources and not self._staying:
+            return actions
+        normalised = bytearray(actions)
+        for index in self._staying:
+            if normalised[index] == _OFFLOAD:
+                normalised[index] = _KEEP
+        needs = count_needs(self.profile, normalised)
+        for index in self._only_sources:
+            if needs[index] == 0:
+                normalised[index] = _KEEP
+        return bytes(normalised)
+
+    def _exceeds_host(self, num_bytes: int) -> bool:
+        return self._host_budget_bytes is not None and num_bytes > self._host_budget_bytes

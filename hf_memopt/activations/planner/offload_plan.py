@@ -1,0 +1,193 @@
+"""Which saved storages to keep, to offload and to recompute, so that they fit a budget at the least time.
+
+Plans differ in two costs, the peak of what they hold and the step time, so the search collects the front of both: the
+plans that are fastest for what they hold. Candidates come from a price on either resource: recompute what costs least
+per byte, offload what lives longest or what is spread most evenly, keep the rest, with the thresholds between the three
+on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy windows, blends
+with its neighbours on the front and, up to 150 storages, other actions for single ones (`search`). Every candidate
+is simulated (`simulator`).
+
+Of the plans that fit, those whose predicted steps differ by less than 0.1 % of the plain step are equally fast: nobody
+could measure the difference. A budget selects from them, and memory that is left is used to copy less (`refinement`).
+
+Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
+offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
+them this takes any lifetimes and sources, decides for each storage, and models how memory is given up in host order.
+"""
+
+from dataclasses import dataclass
+
+from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
+from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
+from hf_memopt.activations.planner.search import search_plans
+from hf_memopt.activations.planner.simulator import Action, Link, Profile, count_needs
+
+_GIB = 2**30
+
+
+class InfeasibleBudgetError(ValueError):
+    """No plan fits the budget.
+
+    Attributes:
+        smallest_bytes: the smallest budget for which there is a plan.
+    """
+
+    def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
+        # Rounded up, so that the number that is shown can be used.
+        smallest_gib = -(-smallest_bytes * 10_000 // _GIB) / 10_000
+        if is_device_limit:
+            message = (
+                f"the device has room for {budget_bytes / _GIB:.4f} GiB of saved activations, and those of this model "
+                f"and batch need at least {smallest_gib:.4f} GiB, whatever is offloaded or recomputed; free device "
+                "memory or use a smaller batch"
+            )
+        else:
+            message = (
+                f"budget_gib={budget_bytes / _GIB:.4f} is too small: the saved activations of this model and batch "
+                f"need at least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib "
+                "or use a smaller batch"
+            )
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with each storage, and what that is predicted to cost.
+
+    Attributes:
+        actions: one for each storage of the profile.
+        in_flight_bytes: how much may wait for its copy to the host before compute waits too.
+        prefetch_bytes: how much backward fetches ahead of what it needs now.
+        reload_order: the offloaded storages in the order in which backward first needs them.
+        predicted_peak_bytes: the most that saved storages hold of the device.
+        predicted_step_s: forward and backward with stalls and recomputation.
+        plain_step_s: the same step with everything kept.
+        stall_s: compute waiting for copies.
+        recompute_s: recomputation.
+        kept_bytes: stay on the device.
+        offloaded_bytes: go to the host and come back.
+        recomputed_bytes: are dropped and made again.
+    """
+
+    actions: tuple[Action, ...]
+    in_flight_bytes: int
+    prefetch_bytes: int
+    reload_order: tuple[int, ...]
+    predicted_peak_bytes: int
+    predicted_step_s: float
+    plain_step_s: float
+    stall_s: float
+    recompute_s: float
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted step time over the plain one's, less 1; 0 if no time was recorded."""
+        return self.predicted_step_s / self.plain_step_s - 1 if self.plain_step_s else 0.0
+
+    def summary(self) -> str:
+        """One line for a log."""
+        return (
+            f"saved activations: {_size(self.kept_bytes)} kept, {_size(self.offloaded_bytes)} offloaded, "
+            f"{_size(self.recomputed_bytes)} recomputed; predicted peak {_size(self.predicted_peak_bytes)}, "
+            f"step {1e3 * self.predicted_step_s:.1f} ms (+{100 * self.slowdown:.1f} %: "
+            f"{1e3 * self.recompute_s:.1f} ms recomputing, {1e3 * self.stall_s:.1f} ms waiting for copies)"
+        )
+
+
+def make_plan(
+    profile: Profile,
+    link: Link,
+    *,
+    budget_bytes: int | None,
+    max_slowdown: float,
+    prefetch_ahead: int,
+    host_budget_bytes: int | None = None,
+    device_limit_bytes: int | None = None,
+) -> Plan:
+    """The fastest plan that fits a budget or, without one, the smallest that is fast enough.
+
+    Steps that differ by less than 0.1 % of the plain one count as equally fast. Of equally good plans it is the one
+    that copies least, then the one that recomputes least. The result depends on the arguments alone. A larger
+    `budget_bytes` gives a step at most that much slower.
+
+    The number of simulations is bounded by the number of storages: tenths of a second for ten, one second for 100, one
+    to five seconds for 500 and more.
+
+    Args:
+        profile: what one training step saved and used.
+        link: measured bandwidths.
+        budget_bytes: what saved storages may hold of the device at any time. None: see `max_slowdown`.
+        max_slowdown: without a budget, the accepted increase of step time, as a fraction of the plain step.
+        prefetch_ahead: backward fetches ahead at most so many times the largest offloaded storage.
+        host_budget_bytes: what may be offloaded in all. None, no limit.
+        device_limit_bytes: without a budget, what the device has room for. If the smallest plan that is fast enough
+            does not fit it, the plan is the fastest that does. None, no limit.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits the budgets, or the device.
+        ValueError: a negative argument.
+    """
+    for name, value in (("max_slowdown", max_slowdown), ("prefetch_ahead", prefetch_ahead)):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    trials = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
+    if budget_bytes is not None:
+        return _plan(profile, _fastest(trials, budget_bytes))
+    smallest = _smallest(trials, (1 + max_slowdown) * profile.step_s)
+    if device_limit_bytes is not None and smallest.peak_bytes > device_limit_bytes:
+        return _plan(profile, _fastest(trials, device_limit_bytes, is_device_limit=True))
+    return _plan(profile, smallest)
+
+
+def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
+    """Of equally fast plans the one that copies least, and of those the one that recomputes least."""
+    profile = trials.profile
+    fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
+    if not fitting:
+        smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
+        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
+    fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
+    # Polishing must not make a plan faster, either: the one for a larger budget might not become so.
+    limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == fastest)
+    # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
+    polish(trials, min(trials.within(limits), key=lambda c: (c.peak_bytes, c.step_s)), limits)
+    return min(trials.within(limits), key=lambda c: (*moved_bytes(profile, c), c.step_s, c.peak_bytes))
+
+
+def _smallest(trials: Trials, max_step_s: float) -> Candidate:
+    """Of equally small plans that are fast enough the one that copies least, and of those that recomputes least."""
+    fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
+    smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
+    limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)
+    polish(trials, smallest, limits)
+    return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _plan(profile: Profile, candidate: Candidate) -> Plan:
+    timeline = candidate.timeline
+    num_bytes = dict.fromkeys(Action, 0)
+    needs = count_needs(profile, candidate.actions)
+    for storage, action, count in zip(profile.storages, candidate.actions, needs, strict=True):
+        num_bytes[Action(action)] += storage.num_bytes if count or storage.freed_s is not None else 0
+    return Plan(
+        actions=tuple(Action(action) for action in candidate.actions),
+        in_flight_bytes=candidate.in_flight_bytes,
+        prefetch_bytes=candidate.prefetch_bytes,
+        reload_order=timeline.reload_order,
+        predicted_peak_bytes=timeline.peak_bytes,
+        predicted_step_s=timeline.step_s,
+        plain_step_s=profile.step_s,
+        stall_s=timeline.stall_s,
+        recompute_s=timeline.recompute_s,
+        kept_bytes=num_bytes[Action.KEEP],
+        offloaded_bytes=num_bytes[Action.OFFLOAD],
+        recomputed_bytes=num_bytes[Action.RECOMPUTE],
+    )

@@ -1,0 +1,145 @@
+"""What one training step saved for backward, and when it used it: recorded by the engine, read by the planner."""
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+
+class EventKind(IntEnum):
+    """What happens to a storage; at equal times in this order."""
+
+    SAVE = 0
+    USE = 1
+    FREE = 2
+    END_OF_BACKWARD = 3
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One device storage that autograd saved in a forward pass.
+
+    Attributes:
+        num_bytes: its size.
+        saved_at_s: when, in seconds of compute since the pass began, stalls excluded.
+        uses_s: every unpacking in backward, on the same clock; uses by one autograd node carry the same time. Empty
+            and without `freed_s`: the storage exists only so that others can be recomputed from it, and costs nothing
+            unless one of them is.
+        recompute_s: compute seconds to make it again. None: it cannot be.
+        sources: indices of the storages that recomputing it reads.
+        freed_s: when its memory goes if it is kept. None: with its last need, as in a backward that frees its graph.
+            Otherwise it was never used, or its graph was retained.
+        can_offload: whether it may go to the host.
+    """
+
+    num_bytes: int
+    saved_at_s: float
+    uses_s: tuple[float, ...]
+    recompute_s: float | None = None
+    sources: tuple[int, ...] = ()
+    freed_s: float | None = None
+    can_offload: bool = True
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one training step saved and when it used it.
+
+    Attributes:
+        storages: in the order of saving.
+        step_s: compute seconds of forward and backward, without stalls.
+        backward_ends_s: when each backward pass but the last one ended: what it had brought back went then.
+
+    Raises:
+        ValueError: a storage is used before it, or what it is recomputed from, was saved; a source does not exist or
+            depends on what it is a source of.
+    """
+
+    storages: tuple[SavedStorage, ...]
+    step_s: float
+    backward_ends_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, (storage, needed_at) in enumerate(zip(self.storages, self.first_needs_s, strict=True)):
+            if storage.saved_at_s > needed_at:
+                raise ValueError(
+                    f"storage {index}: saved_at_s={storage.saved_at_s} is after its first need at {needed_at}; "
+                    "times must be seconds of compute on one clock, for saves and uses alike"
+                )
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage."""
+        return [storage.num_bytes for storage in self.storages]
+
+    @cached_property
+    def num_uses(self) -> list[int]:
+        """How often backward unpacks each storage."""
+        return [len(storage.uses_s) for storage in self.storages]
+
+    @cached_property
+    def num_uses_by_backward(self) -> list[list[int]]:
+        """The same for each backward pass."""
+        counts = [[0] * len(self.storages) for _ in range(len(self.backward_ends_s) + 1)]
+        for index, storage in enumerate(self.storages):
+            for used_s in storage.uses_s:
+                counts[bisect_left(self.backward_ends_s, used_s)][index] += 1
+        return counts
+
+    @cached_property
+    def dependents_first(self) -> list[int]:
+        """All storages, each before its sources."""
+        num_unvisited = [0] * len(self.storages)
+        for index, storage in enumerate(self.storages):
+            for source in storage.sources:
+                if not 0 <= source < len(self.storages):
+                    raise ValueError(f"storage {index}: sources={storage.sources} names a storage that does not exist")
+                num_unvisited[source] += 1
+        order = [index for index, count in enumerate(num_unvisited) if count == 0]
+        for index in order:
+            for source in self.storages[index].sources:
+                num_unvisited[source] -= 1
+                if num_unvisited[source] == 0:
+                    order.append(source)
+        if len(order) < len(self.storages):
+            raise ValueError("sources form a cycle; a storage can only be recomputed from what was there before it")
+        return order
+
+    @cached_property
+    def first_needs_s(self) -> list[float]:
+        """When each storage is needed first if everything that can be recomputed is; `inf` if never."""
+        needs = [min(storage.uses_s, default=math.inf) for storage in self.storages]
+        for index in self.dependents_first:
+            for source in self.storages[index].sources:
+                needs[source] = min(needs[source], needs[index])
+        return needs
+
+    @cached_property
+    def events(self) -> list[tuple[float, int, int]]:
+        """`(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
+        events = [(end_s, int(EventKind.END_OF_BACKWARD), number) for number, end_s in enumerate(self.backward_ends_s)]
+        for index, storage in enumerate(self.storages):
+            events.append((storage.saved_at_s, int(EventKind.SAVE), index))
+            events.extend((used_s, int(EventKind.USE), index) for used_s in storage.uses_s)
+            if storage.freed_s is not None:
+                events.append((storage.freed_s, int(EventKind.FREE), index))
+        return sorted(events)
+
+    @cached_property
+    def use_order(self) -> list[int]:
+        """Storages in the order of their first use."""
+        return list(dict.fromkeys(index for _, kind, index in self.events if kind == EventKind.USE))
+
+
+@dataclass(frozen=True)
+class Link:
+    """Measured bandwidth between device and host, each direction while the other is busy too."""
+
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("to_host_bytes_per_s", "to_device_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}; measure the link again")

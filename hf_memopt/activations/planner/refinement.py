@@ -1,0 +1,112 @@
+"""What to do with memory and time that a plan leaves: keep what was copied or recomputed, and copy less."""
+
+from collections.abc import Sequence
+
+from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
+from hf_memopt.activations.planner.simulator import Action, Profile, count_needs
+
+_KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
+# Steps that differ by less, as a share of the plain step, count as equally fast: a tenth of what steps of one plan
+# differ by among themselves, and far below what recorded times and measured bandwidths are good for.
+STEP_TOLERANCE = 1e-3
+# Plans to simulate in polishing one, and their saves and uses in all.
+_MAX_PLANS = 200
+_MIN_PLANS = 40
+_MAX_EVENTS = 100_000
+_MAX_HALVINGS = 4
+
+
+def time_class(profile: Profile, step_s: float) -> float:
+    """Equal for steps that count as equally fast. Classes, because small differences are not transitive."""
+    width_s = STEP_TOLERANCE * profile.step_s
+    return (step_s - profile.step_s) // width_s if width_s else step_s
+
+
+def moved_bytes(profile: Profile, candidate: Candidate) -> tuple[int, int]:
+    """What is copied to the host, and what is made again."""
+    needs = count_needs(profile, candidate.actions)
+    recomputed = sum(
+        size
+        for size, action, count in zip(profile.sizes, candidate.actions, needs, strict=True)
+        if action == _RECOMPUTE and count
+    )
+    return candidate.timeline.offloaded_bytes, recomputed
+
+
+def polish(trials: Trials, candidate: Candidate, limits: Limits) -> None:
+    """Try plans that copy less than a candidate, and then recompute less, within limits that it meets itself."""
+    num_events = max(1, len(trials.profile.events))
+    trials.num_left = max(_MIN_PLANS, min(_MAX_PLANS, _MAX_EVENTS // num_events))
+    _Polish(trials, limits).run(candidate)
+    trials.num_left = 0
+
+
+class _Polish:
+    def __init__(self, trials: Trials, limits: Limits) -> None:
+        self._trials, self._limits = trials, limits
+        profile = trials.profile
+        self._sizes = profile.sizes
+        indices = range(len(profile.storages))
+        lifetimes = [
+            needed_s - s.saved_at_s for s, needed_s in zip(profile.storages, profile.first_needs_s, strict=True)
+        ]
+        # Latest first where lifetimes are equal.
+        self._soonest_used = sorted(indices, key=lambda index: (lifetimes[index], -index))
+        prices = {
+            index: storage.recompute_s / max(1, storage.num_bytes)
+            for index, storage in enumerate(profile.storages)
+            if storage.recompute_s is not None
+        }
+        self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes[index]))
+
+    def run(self, candidate: Candidate) -> None:
+        candidate = self._keep_offloaded(candidate)
+        candidate = self._narrow(candidate)
+        recomputed = self._change(candidate, self._with(candidate, self._cheapest, _OFFLOAD), _RECOMPUTE)
+        if recomputed is not candidate:
+            candidate = self._narrow(self._keep_offloaded(recomputed))
+        self._change(candidate, self._with(candidate, self._cheapest[::-1], _RECOMPUTE), _KEEP)
+
+    def _keep_offloaded(self, candidate: Candidate) -> Candidate:
+        return self._change(candidate, self._with(candidate, self._soonest_used, _OFFLOAD), _KEEP)
+
+    def _narrow(self, candidate: Candidate) -> Candidate:
+        """Copies that run less far ahead or behind leave room to keep more."""
+        in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
+        for _ in range(_MAX_HALVINGS):
+            for narrower_windows in ((in_flight // 2, prefetch), (in_flight, prefetch // 2)):
+                narrower = self._trials.attempt_like(candidate, candidate.actions, *narrower_windows)
+                if narrower is not None and self._limits.allow(narrower) and narrower.peak_bytes < candidate.peak_bytes:
+                    candidate = self._keep_offloaded(narrower)
+                    in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
+        return candidate
+
+    def _with(self, candidate: Candidate, order: Sequence[int], action: int) -> list[int]:
+        return [index for index in order if candidate.actions[index] == action]
+
+    def _change(self, candidate: Candidate, indices: list[int], action: int) -> Candidate:
+        """Give an action to as many storages as the limits allow: the longest first part of them, what is small enough
+        of those after the one that did not fit, and so on. More memory never lets this keep less."""
+        while indices:
+            candidate, count = self._change_first(candidate, indices, action)
+            room = self._limits.peak_bytes - candidate.peak_bytes
+            indices = indices[count + 1 :]
+            if action == _KEEP:
+                indices = [index for index in indices if self._sizes[index] <= room]
+        return candidate
+
+    def _change_first(self, candidate: Candidate, indices: list[int], action: int) -> tuple[Candidate, int]:
+        best, count, too_many = candidate, 0, len(indices) + 1
+        while too_many - count > 1:
+            middle = (count + too_many) // 2
+            changed = bytearray(candidate.actions)
+            for index in indices[:middle]:
+                changed[index] = action
+            trial = self._trials.attempt_like(
+                candidate, bytes(changed), candidate.in_flight_bytes, candidate.prefetch_bytes
+            )
+            if trial is not None and self._limits.allow(trial):
+                best, count = trial, middle
+            else:
+                too_many = middle
+        return best, count

@@ -1,0 +1,267 @@
+"""The search for plans, over all budgets at once."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+from hf_memopt.activations.planner.candidates import Candidate, Thresholds, Trials, Window
+from hf_memopt.activations.planner.simulator import Action, Link, Profile
+
+_CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
+_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_GRID_IN_FLIGHT = 1 / 8
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+# Members of the front around which one round searches, spread over the whole front.
+_MEMBERS_PER_ROUND = 16
+# Plans to simulate: so many, and more for each storage, as long as that is not more than so many in all, nor more than
+# so many saves and uses, at 2 to 4 us each; and a minimum for what there is to try at all.
+_NUM_PLANS = 1_000
+_PLANS_PER_STORAGE = 15
+_MAX_PLANS = 4_000
+_MAX_EVENTS = 400_000
+_MIN_PLANS = 160
+# With more storages than that, single ones hardly matter.
+_MAX_STORAGES_ONE_BY_ONE = 150
+_MAX_STORAGES_IN_ANY_WAY = 12
+_CHANGES_PER_VISIT = 4
+# Smaller steps between members of the front, as a share of the step, are not worth a search between them.
+_WORTH_FILLING = 2e-3
+
+Move = Callable[[Candidate], None]
+
+
+def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None) -> Trials:
+    """Simulated plans, among them the best that were found for every budget.
+
+    See `planner` for the method. It does not know the device budget, so that a larger one never leads to a slower plan.
+    """
+    wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
+    num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
+    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(_MIN_PLANS, num_plans))
+    _Search(trials).run()
+    return trials
+
+
+class _Search:
+    """Pareto local search: try plans near those on the front of peak and step time, as long as that moves the front."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._profile = trials.profile
+        storages, sizes = self._profile.storages, self._profile.sizes
+        costs = [
+            (storage.recompute_s / max(1, size), _spread(index), index)
+            for index, (storage, size) in enumerate(zip(storages, sizes, strict=True))
+            if storage.recompute_s is not None
+        ]
+        lifetimes = [
+            (needed_s - storage.saved_at_s, -index)
+            for index, (storage, needed_s) in enumerate(zip(storages, self._profile.first_needs_s, strict=True))
+        ]
+        self._recompute_ranks = _byte_ranks(self._profile, [index for _, _, index in sorted(costs)])
+        self._lifetime_ranks = _byte_ranks(self._profile, [-index for _, index in sorted(lifetimes)])
+
+        self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
+        link = trials.link
+        self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
+
+    def run(self) -> None:
+        moves: list[Move] = [
+            self._thresholds_move(1 / 8),
+            self._vary_window,
+            self._thresholds_move(1 / 16),
+            self._blend,
+            self._thresholds_move(1 / 32),
+        ]
+        if len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE:
+            self._try_grid(_STEPS)
+            self._improve([*moves, self._fill])
+        else:
+            self._try_grid(_STEPS[::2])
+            self._improve([step for move in moves for step in (move, self._change_one)])
+            self._improve([self._change_one, self._any_window, self._fill])
+            if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
+                self._improve([self._change_any])
+
+    def _fill(self, member: Candidate) -> None:
+        """Keep what saves most time for its bytes, as long as that holds less than the next member of the front."""
+        larger = [other for other in self._trials.front.neighbours(member) if other.peak_bytes > member.peak_bytes]
+        if not larger or larger[0].step_s > member.step_s * (1 - _WORTH_FILLING):
+            return
+        order = sorted(
+            (-self._saved_s_per_byte(member, index), rank, index)
+            for index, rank in enumerate(self._lifetime_ranks)
+            if member.actions[index] != _KEEP
+        )
+        count, too_many = 0, len(order) + 1
+        while too_many - count > 1:
+            middle = (count + too_many) // 2
+            changed = bytearray(member.actions)
+            for _, _, index in order[:middle]:
+                changed[index] = _KEEP
+            trial = self._trials.attempt_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
+            if trial is not None and trial.peak_bytes < larger[0].peak_bytes:
+                count = middle
+            else:
+                too_many = middle
+
+    def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
+        """About what keeping a storage saves."""
+        if member.actions[index] == _RECOMPUTE:
+            return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
+        return self._s_per_byte if member.timeline.stall_s else 0.0
+
+    def _any_window(self, member: Candidate) -> None:
+        """All windows, which often need each other."""
+        for window in self._trials.windows:
+            self._trials.attempt(member.actions, window, member.thresholds)
+
+    def _improve(self, moves: list[Move]) -> None:
+        """Apply each move to each member of the front until all have been applied to all."""
+        done: list[set[Candidate]] = [set() for _ in moves]
+        progress = True
+        while progress and self._trials.num_left:
+            progress = False
+            for move, seen in zip(moves, done, strict=True):
+                todo = [member for member in self._trials.front.members if member not in seen]
+                progress = progress or bool(todo)
+                for member in todo[:: -(-len(todo) // _MEMBERS_PER_ROUND) or 1]:
+                    seen.add(member)
+                    if member in self._trials.front.members:
+                        move(member)
+
+    def _try_grid(self, recompute_steps: tuple[float, ...]) -> None:
+        window = max(window for window in self._trials.windows if window.in_flight_fraction <= _GRID_IN_FLIGHT)
+        for early, late, offload in product(recompute_steps, recompute_steps, _STEPS):
+            self._try_thresholds(Thresholds(early, late, offload), window)
+        for recompute, offload in product(_STEPS, _STEPS[1:-1]):
+            self._try_thresholds(Thresholds(recompute, recompute, offload, spread=True), window)
+        for recompute in _STEPS:  # the smallest peaks
+            self._try_thresholds(Thresholds(recompute, recompute, 1.0), self._trials.windows[0])
+
+    def _try_thresholds(self, thresholds: Thresholds, window: Window) -> None:
+        self._trials.attempt(self._threshold_plan(thresholds), window, thresholds)
+
+    def _threshold_plan(self, thresholds: Thresholds) -> bytes:
+        """Recompute what is cheap for its bytes; of the rest, offload what lives long and keep what is used soon.
+
+        What lives long is mostly saved early, when the link still has time: there recomputation competes with a copy,
+        later with memory, so that each has its own threshold. Where the link is slow, it takes compute between any two
+        copies to hide them: offloaded is then not what lives longest, but what is spread evenly over the step.
+        """
+        actions = bytearray()
+        offload_ranks = self._spread_ranks if thresholds.spread else self._lifetime_ranks
+        for cost, lifetime in zip(self._recompute_ranks, offload_ranks, strict=True):
+            if lifetime >= 1 - thresholds.offload:
+                actions.append(_RECOMPUTE if cost < thresholds.recompute_early else _OFFLOAD)
+            else:
+                actions.append(_RECOMPUTE if cost < thresholds.recompute_late else _KEEP)
+        return bytes(actions)
+
+    def _thresholds_move(self, step: float) -> Move:
+        def move(member: Candidate) -> None:
+            if member.thresholds is None:
+                return
+            for name, change in product(("recompute_early", "recompute_late", "offload"), (step, -step)):
+                value = min(1.0, max(0.0, getattr(member.thresholds, name) + change))
+                self._try_thresholds(member.thresholds._replace(**{name: value}), member.window)
+
+        return move
+
+    def _vary_window(self, member: Candidate) -> None:
+        """The next wider and narrower windows, in flight and prefetched."""
+        windows = self._trials.windows
+        place = windows.index(member.window)
+        num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
+        for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
+            if 0 <= other < len(windows):
+                self._trials.attempt(member.actions, windows[other], member.thresholds)
+
+    def _blend(self, member: Candidate) -> None:
+        """Between two neighbours on the front: one's actions for the shorter lived half of what differs, or for every
+        other storage of it, and the other's for the rest."""
+        for neighbour in self._trials.front.neighbours(member):
+            differing = [
+                i for i, pair in enumerate(zip(member.actions, neighbour.actions, strict=True)) if pair[0] != pair[1]
+            ]
+            differing.sort(key=self._lifetime_ranks.__getitem__)
+            for part in (differing[: len(differing) // 2], differing[::2]):
+                blend = bytearray(member.actions)
+                for index in part:
+                    blend[index] = neighbour.actions[index]
+                for window in {member.window, neighbour.window}:
+                    self._trials.attempt(bytes(blend), window)
+
+    def _change_one(self, member: Candidate) -> None:
+        """Another action for a single storage: the next few changes that may move the front, the likeliest first."""
+        if member not in self._changes:
+            self._changes[member] = iter(self._likely_changes(member))
+        num_tried = 0
+        for peak_bytes, step_s, index, action in self._changes[member]:
+            if step_s < self._trials.front.step_within(peak_bytes):
+                changed = bytearray(member.actions)
+                changed[index] = action
+                self._trials.attempt(bytes(changed), member.window)
+                num_tried += 1
+                if num_tried == _CHANGES_PER_VISIT:
+                    break
+
+    def _change_any(self, member: Candidate) -> None:
+        """Every other action for every single storage, in every window."""
+        for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
+            if action != _RECOMPUTE or storage.recompute_s is not None:
+                changed = bytearray(member.actions)
+                changed[index] = action
+                for window in self._trials.windows:
+                    self._trials.attempt(bytes(changed), window)
+
+    def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
+        """`(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front as it is now first."""
+        step_within = self._trials.front.step_within
+        changes = []
+        for index, before in enumerate(member.actions):
+            for action in _CHOICES:
+                if action != before and (action != _RECOMPUTE or self._profile.storages[index].recompute_s is not None):
+                    peak_bytes, step_s = self._estimate(member, index, action)
+                    gain = step_within(peak_bytes) - step_s
+                    if gain > 0:
+                        changes.append((gain, peak_bytes, step_s, index, action))
+        changes.sort(reverse=True)
+        return [change[1:] for change in changes]
+
+    def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
+        """Peak and step of a changed plan, if the storage counts at the peak and its copies hide as others do."""
+        before, size = member.actions[index], self._profile.sizes[index]
+        recompute_s = self._profile.storages[index].recompute_s or 0.0
+        stall_s = member.timeline.stall_s
+        peak_bytes, step_s = member.peak_bytes, member.step_s
+        if before == _KEEP:
+            peak_bytes -= size
+        elif action == _KEEP:
+            peak_bytes += size
+        if before == _RECOMPUTE:
+            step_s -= recompute_s
+        elif action == _RECOMPUTE:
+            step_s += recompute_s
+        if before == _OFFLOAD:
+            step_s -= min(stall_s, size * self._s_per_byte)
+        elif action == _OFFLOAD and stall_s:
+            step_s += size * self._s_per_byte
+        return peak_bytes, step_s
+
+
+def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:
+    """Where in `order` each storage comes, from 0 to 1 and counted in bytes; infinity for those not in it."""
+    total = sum(profile.sizes[index] for index in order) or 1
+    ranks = [math.inf] * len(profile.sizes)
+    before = 0
+    for index in order:
+        ranks[index] = (before + profile.sizes[index] / 2) / total
+        before += profile.sizes[index]
+    return ranks
+
+
+def _spread(index: int) -> float:
+    """A tie break which spreads any first part of a sequence evenly over it, as equal layers need it on a link."""
+    return index * _GOLDEN_RATIO % 1

@@ -1,0 +1,333 @@
+"""When what happens in a training step whose saved activations are kept, offloaded or recomputed.
+
+An event simulation of the three resources that the engine uses: the compute stream, the copies to the host and the
+copies to the device, each of the two in its own FIFO. It does in host order what the engine does, so that its peak and
+step time are predictions. Pure Python; one pass over the saves and uses, about 0.4 us each.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+
+from hf_memopt.activations.planner.profile import EventKind, Link, Profile, SavedStorage
+
+__all__ = ["Action", "Link", "Profile", "SavedStorage", "Timeline", "count_needs", "simulate"]
+
+
+class Action(IntEnum):
+    """What becomes of a saved storage between its save in forward and its last use in backward."""
+
+    KEEP = 0
+    OFFLOAD = 1
+    RECOMPUTE = 2
+
+
+_KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
+_SAVE, _USE, _FREE, _END_OF_BACKWARD = (int(kind) for kind in EventKind)
+_UNSAVED, _ABSENT, _UNDER_WAY, _LEAVING, _RESIDENT, _OVER = range(6)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a step would cost.
+
+    Attributes:
+        peak_bytes: the most that saved storages hold of the device at any moment.
+        step_s: compute, stalls and recomputation together.
+        stall_s: time for which compute waits for copies.
+        recompute_s: time spent recomputing.
+        reload_order: offloaded storages in the order in which backward first needs them, also as sources.
+        offloaded_bytes: what is copied to the host.
+    """
+
+    peak_bytes: int
+    step_s: float
+    stall_s: float
+    recompute_s: float
+    reload_order: tuple[int, ...]
+    offloaded_bytes: int
+
+
+def simulate(
+    profile: Profile, actions: Sequence[int], link: Link, *, in_flight_bytes: int, prefetch_bytes: int
+) -> Timeline:
+    """Predict one training step.
+
+    Args:
+        profile: what the step saves and uses.
+        actions: an `Action` for each storage of the profile.
+        link: bandwidths.
+        in_flight_bytes: how much may wait for its copy to the host before compute waits too.
+        prefetch_bytes: how much backward fetches ahead of what it needs now.
+
+    Raises:
+        ValueError: not one action for each storage, or a storage is to be recomputed that cannot be.
+    """
+    if len(actions) != len(profile.storages):
+        raise ValueError(f"actions has {len(actions)} entries for {len(profile.storages)} storages; give one for each")
+    return _Step(profile, actions, link, in_flight_bytes, prefetch_bytes).run()
+
+
+class _Step:
+    """The state of a simulated step. Memory is given up in host order, never because a copy happens to end early."""
+
+    def __init__(self, profile: Profile, actions: Sequence[int], link: Link, in_flight: int, prefetch: int) -> None:
+        self.profile, self.actions, self.link = profile, actions, link
+        self.sizes, self.storages = profile.sizes, profile.storages
+        self.in_flight_bytes, self.prefetch_bytes = in_flight, prefetch
+        self.needs_by_backward = _needs_by_backward(profile, actions)
+        self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
+        self.backward = 0
+        # Those that are still to come: of what moves, in the backward at work, since what a backward brought back goes
+        # at its end; of what is kept, altogether.
+        self.needs = self.needs_by_backward[0].copy()
+        for index, storage in enumerate(profile.storages):
+            if actions[index] == _KEEP:
+                self.needs[index] = self.total_needs[index] + (storage.freed_s is not None)
+        self.reload_order = _reload_order(profile, actions)
+        self.positions = {index: position for position, index in enumerate(self.reload_order)}
+        self.bytes_before = list(accumulate((profile.sizes[index] for index in self.reload_order), initial=0))
+        self.fetched_to = 0
+        self.states = [_ABSENT if action == _RECOMPUTE else _UNSAVED for action in actions]
+        self.copied_s: dict[int, float] = {}
+        self.arrives_s: dict[int, float] = {}
+        self.leaving: deque[int] = deque()
+        self.ending: list[int] = []
+        self.leaving_bytes = self.resident_bytes = self.peak_bytes = self.offloaded_bytes = 0
+        self.time = -math.inf
+        self.now_s = self.delay_s = self.recompute_s = self.to_host_free_s = self.to_device_free_s = 0.0
+
+    def run(self) -> Timeline:
+        actions, needs, states, ending = self.actions, self.needs, self.states, self.ending
+        for time, kind, index in self.profile.events:
+            if time != self.time:
+                self.now_s = time + self.delay_s
+                self.time = time
+                if ending:
+                    self._free_ending()
+            if kind == _USE:
+                if states[index] == _RESIDENT and actions[index] != _OFFLOAD:
+                    needs[index] -= 1
+                    if not needs[index]:
+                        ending.append(index)
+                else:
+                    self._need(index)
+            elif kind == _SAVE:
+                if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
+                    self._save(index)
+            elif kind == _FREE:
+                self._free(index)
+            else:
+                self._end_backward()
+        self.now_s = self.profile.step_s + self.delay_s
+        self._free_ending()
+        return Timeline(
+            peak_bytes=self.peak_bytes,
+            step_s=self.profile.step_s + self.delay_s,
+            stall_s=self.delay_s - self.recompute_s,
+            recompute_s=self.recompute_s,
+            reload_order=tuple(self.reload_order),
+            offloaded_bytes=self.offloaded_bytes,
+        )
+
+    def _is_needed(self, index: int) -> bool:
+        """Whether what is to be offloaded has anybody to save it for."""
+        return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
+
+    def _free(self, index: int) -> None:
+        """The graph that held a storage is gone."""
+        if self.actions[index] == _KEEP:
+            self._count_need(index)
+        elif self.actions[index] == _OFFLOAD and self.states[index] == _LEAVING:
+            self.leaving_bytes -= self.sizes[index]
+            self.states[index] = _RESIDENT
+            self.ending.append(index)
+
+    def _end_backward(self) -> None:
+        """What moves is needed anew by the next one, or no more."""
+        self._free_ending()
+        self.backward += 1
+        self.fetched_to = 0
+        for index, action in enumerate(self.actions):
+            if action != _KEEP:
+                self.needs[index] = self.needs_by_backward[self.backward][index]
+
+    def _save(self, index: int) -> None:
+        num_bytes = self.sizes[index]
+        self._occupy(num_bytes)
+        if self.actions[index] != _OFFLOAD:
+            self.states[index] = _RESIDENT
+            return
+        self.to_host_free_s = max(self.now_s, self.to_host_free_s) + num_bytes / self.link.to_host_bytes_per_s
+        self.copied_s[index] = self.to_host_free_s
+        self.offloaded_bytes += num_bytes
+        self.states[index] = _LEAVING
+        self.leaving.append(index)
+        self.leaving_bytes += num_bytes
+        self.fetched_to = 0
+        while self.leaving_bytes > self.in_flight_bytes:
+            self._give_up_oldest()
+
+    def _give_up_oldest(self) -> None:
+        index = self.leaving.popleft()
+        if self.states[index] != _LEAVING:  # backward has claimed it
+            return
+        self._wait_until(self.copied_s[index])
+        self.states[index] = _ABSENT
+        self.fetched_to = 0
+        self.leaving_bytes -= self.sizes[index]
+        self.resident_bytes -= self.sizes[index]
+
+    def _need(self, index: int) -> None:
+        if self.actions[index] == _OFFLOAD:
+            self._fetch(index)
+        elif self.states[index] == _ABSENT:
+            self._rebuild(index)
+        self._count_need(index)
+
+    def _rebuild(self, index: int) -> None:
+        """Recompute a storage, and first what it is recomputed from: a depth-first walk without recursion."""
+        actions, states, storages = self.actions, self.states, self.storages
+        stack = [(index, iter(storages[index].sources))]
+        while stack:
+            index, sources = stack[-1]
+            for source in sources:
+                if states[source] == _ABSENT and actions[source] == _RECOMPUTE:
+                    stack.append((source, iter(storages[source].sources)))
+                    break
+                self._need(source)
+            else:
+                stack.pop()
+                self._recompute(index)
+                self._free_sources(index)
+                if stack:
+                    self._count_need(index)
+
+    def _count_need(self, index: int) -> None:
+        self.needs[index] -= 1
+        if not self.needs[index]:
+            self.ending.append(index)
+
+    def _recompute(self, index: int) -> None:
+        self._occupy(self.sizes[index])
+        self.states[index] = _RESIDENT
+        seconds = self.storages[index].recompute_s or 0.0
+        self.recompute_s += seconds
+        self.delay_s += seconds
+        self.now_s += seconds
+
+    def _free_sources(self, index: int) -> None:
+        """What was there for a storage only goes as soon as that has been computed, unless its graph is retained."""
+        if self.storages[index].freed_s is not None:
+            return
+        for source in self.storages[index].sources:
+            uses_s = self.storages[source].uses_s
+            if source in self.ending and not (uses_s and uses_s[-1] == self.time):
+                self.ending.remove(source)
+                self._free_now(source)
+
+    def _fetch(self, index: int) -> None:
+        if self.states[index] == _LEAVING:
+            self.leaving_bytes -= self.sizes[index]
+            self.states[index] = _RESIDENT
+        elif self.states[index] == _ABSENT:
+            self._issue(index)
+        if self.prefetch_bytes:
+            self._prefetch_after(index)
+        if self.states[index] == _UNDER_WAY:
+            self._wait_until(self.arrives_s[index])
+            self.states[index] = _RESIDENT
+
+    def _prefetch_after(self, index: int) -> None:
+        order, bytes_before, states = self.reload_order, self.bytes_before, self.states
+        first = self.positions[index] + 1
+        position = max(first, self.fetched_to)  # up to there nothing is left to fetch
+        limit = bytes_before[first] + self.prefetch_bytes
+        while position < len(order) and bytes_before[position + 1] <= limit:
+            if states[order[position]] == _ABSENT:
+                self._issue(order[position])
+            position += 1
+        self.fetched_to = position
+
+    def _issue(self, index: int) -> None:
+        num_bytes = self.sizes[index]
+        start = max(self.now_s, self.to_device_free_s, self.copied_s[index])
+        self.to_device_free_s = self.arrives_s[index] = start + num_bytes / self.link.to_device_bytes_per_s
+        self._occupy(num_bytes)
+        self.states[index] = _UNDER_WAY
+
+    def _occupy(self, num_bytes: int) -> None:
+        self.resident_bytes += num_bytes
+        if self.resident_bytes > self.peak_bytes:
+            self.peak_bytes = self.resident_bytes
+
+    def _wait_until(self, time_s: float) -> None:
+        if time_s > self.now_s:
+            self.delay_s += time_s - self.now_s
+            self.now_s = time_s
+
+    def _free_ending(self) -> None:
+        for index in self.ending:
+            self._free_now(index)
+        self.ending.clear()
+
+    def _free_now(self, index: int) -> None:
+        # What was claimed on its way to the host goes when its copy is over: until then that is read from.
+        if index in self.copied_s:
+            self._wait_until(self.copied_s[index])
+        self.states[index] = _ABSENT if self._comes_again(index) else _OVER
+        self.resident_bytes -= self.sizes[index]
+
+    def _comes_again(self, index: int) -> bool:
+        """Whether the graph was retained for a later backward."""
+        later = self.needs_by_backward[self.backward + 1 :]
+        return self.actions[index] != _KEEP and any(needs[index] for needs in later)
+
+
+def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
+    """How often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
+    return [sum(counts) for counts in zip(*_needs_by_backward(profile, actions), strict=True)]
+
+
+def _needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
+    """The same for each backward pass: each computes again what it needs."""
+    return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
+
+
+def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) -> list[int]:
+    storages = profile.storages
+    for index in profile.dependents_first:
+        if actions[index] == _RECOMPUTE:
+            if storages[index].recompute_s is None:
+                raise ValueError(f"actions[{index}] is RECOMPUTE, but storage {index} has recompute_s=None; keep it")
+            if needs[index]:
+                for source in storages[index].sources:
+                    needs[source] += 1
+    return needs
+
+
+def _reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
+    order: dict[int, None] = {}
+    recomputed: set[int] = set()
+    for index in profile.use_order:
+        if actions[index] == _OFFLOAD:
+            order[index] = None
+        elif actions[index] == _RECOMPUTE and index not in recomputed:
+            _append_sources(profile, actions, index, recomputed, order)
+    return list(order)
+
+
+def _append_sources(
+    profile: Profile, actions: Sequence[int], index: int, recomputed: set[int], order: dict[int, None]
+) -> None:
+    stack = [index]
+    while stack:
+        index = stack.pop()
+        if actions[index] == _OFFLOAD:
+            order[index] = None
+        elif actions[index] == _RECOMPUTE and index not in recomputed:
+            recomputed.add(index)
+            stack.extend(reversed(profile.storages[index].sources))

@@ -1,0 +1,75 @@
+"""Where operations are noted: in a plan's steps only inside the modules whose results are computed again."""
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.activations.recompute.op_recorder import is_innermost
+
+
+@contextmanager
+def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywhere: bool) -> Iterator[None]:
+    """Have a dispatch mode active while one of `modules` is at work itself, not one of its submodules.
+
+    Args:
+        mode: slows down each operation for which it is active.
+        modules: by identity.
+        everywhere: active outside of the calls of modules, too.
+    """
+    switch = _Switch(mode, everywhere)
+    covered = {id(module) for module in modules}
+    inner = {id(child): child for module in modules for child in _called_children(module)}
+    handles = []
+    try:
+        for module in {**inner, **{id(module): module for module in modules}}.values():
+            handles += switch.attach(module, id(module) in covered)
+        with mode if everywhere else nullcontext():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Switch:
+    """Turns a mode on and off where modules begin and end."""
+
+    def __init__(self, mode: TorchDispatchMode, is_on: bool) -> None:
+        self._mode = mode
+        self._is_on = is_on
+        # Of the modules at work: which, and whether the mode was on before.
+        self._entered: list[tuple[int, bool]] = []
+
+    def attach(self, module: nn.Module, is_covered: bool) -> "list[torch.utils.hooks.RemovableHandle]":
+        def enter(module: nn.Module, inputs: object) -> None:
+            self._entered.append((id(module), self._is_on))
+            self._turn(is_covered)
+
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
+            # A module that was being called already when it got its hooks is left without having been entered.
+            if self._entered and self._entered[-1][0] == id(module):
+                self._turn(self._entered.pop()[1])
+
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _turn(self, on: bool) -> None:
+        if on and not self._is_on:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._is_on = True
+        elif self._is_on and not on and is_innermost(self._mode):
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_on = False
+
+
+def _called_children(module: nn.Module) -> Iterable[nn.Module]:
+    """Submodules that a module's own forward calls, but for compiled ones: hooks would make them compile again."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_children(child)
+        elif child._compiled_call_impl is None and not hasattr(child, "_orig_mod"):
+            yield child

@@ -1,0 +1,278 @@
+"""Saved storages that are computed again in backward, operation by operation, from others that are there.
+
+What a norm, an activation function or a cast saves can be had again for one pass over memory, if its operands can.
+This is rematerialisation (Chen et al. 2016) of single tensors instead of modules: the same kernel runs on the same
+bytes, so the result is the same bits. Nothing that draws random numbers is ever repeated.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.activations.recompute.op_recorder import Operand, Producers, Recipe, map_tensors
+from hf_memopt.activations.saved_tensors.device_bytes import graph_is_retained
+from hf_memopt.activations.saved_tensors.storages import LiveStorage
+from hf_memopt.activations.saved_tensors.tensor_views import StoragePin, VersionGuard, ViewMeta, bytes_of
+
+if TYPE_CHECKING:
+    from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+
+# How many operations may lie between a storage and what it is computed from.
+_MAX_DEPTH = 12
+
+
+class Source:
+    """An operand that is read from another storage of the pass.
+
+    `tensor` is the operand where nobody has saved its storage yet; whoever saves it sets `live` and drops `tensor`.
+    """
+
+    __slots__ = ("guard", "key", "live", "meta", "num_bytes", "tensor")
+
+    def __init__(self, operand: Operand, live: LiveStorage | None, tensor: Tensor | None) -> None:
+        self.key, self.meta = operand.key, operand.meta
+        self.live, self.tensor = live, tensor
+        if live is not None:
+            self.guard, self.num_bytes = live.twin(), live.num_bytes
+        else:
+            assert tensor is not None
+            self.guard, self.num_bytes = VersionGuard(tensor), tensor.untyped_storage().nbytes()
+
+    def pin(self) -> StoragePin:
+        """Something that keeps the storage's key from being given to another one."""
+        if self.live is not None:
+            return self.live.pin
+        assert self.tensor is not None
+        return StoragePin.of(self.tensor.untyped_storage())
+
+
+class Weight:
+    """An operand that stays where it is, or so it seems: sharding frees it between forward and backward."""
+
+    __slots__ = ("_num_bytes", "guard", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Made here and not where the operation is noted: inside a dispatch mode an alias has a version of its own.
+        self.tensor, self.guard = tensor, VersionGuard(tensor)
+        self._num_bytes = tensor.untyped_storage().nbytes()
+
+    def was_freed(self) -> bool:
+        """Whether the memory is gone."""
+        return self.tensor.untyped_storage().nbytes() != self._num_bytes
+
+    def read(self) -> Tensor:
+        self.guard.check()
+        if self.was_freed():
+            raise RuntimeError(
+                f"the memory of a weight of shape {tuple(self.tensor.shape)} was freed before a saved tensor could be "
+                'computed from it again; use mode="all" where weights are resharded in between'
+            )
+        return self.tensor
+
+
+class Intermediate:
+    """An operand that nobody saved: computed on the way."""
+
+    __slots__ = ("computation", "meta")
+
+    def __init__(self, computation: "Computation", meta: ViewMeta) -> None:
+        self.computation, self.meta = computation, meta
+
+
+class Computation:
+    """A recipe whose operands have been found."""
+
+    def __init__(self, recipe: Recipe, args: Any, kwargs: Any) -> None:
+        self.recipe, self._args, self._kwargs = recipe, args, kwargs
+        self._operands: list[Source | Weight | Intermediate] = []
+        map_tensors(self._operands.append, [args, *kwargs.values()], _KINDS)
+
+    def steps(self) -> "list[Computation]":
+        """This computation and those of its intermediates, each once."""
+        found: dict[Computation, None] = {self: None}
+        for operand in self._operands:
+            if isinstance(operand, Intermediate):
+                found.update(dict.fromkeys(operand.computation.steps()))
+        return list(found)
+
+    def modules(self) -> "set[weakref.ref[nn.Module] | None]":
+        """The innermost modules that performed the operations, where that was noted; None stands for none."""
+        return {step.recipe.module for step in self.steps()}
+
+    def reads_weights_alone(self) -> bool:
+        """Whether the result is as lasting as the weights that it is made of."""
+        return bool(self.steps()) and not self.sources()
+
+    def sources(self) -> list[Source]:
+        """What the whole computation reads; a storage that is read through several views is there several times."""
+        return [operand for step in self.steps() for operand in step._operands if isinstance(operand, Source)]
+
+    def checks(self) -> list[Callable[[], bool]]:
+        """One for each operand that has to stay as it is until the computation is over: whether it no longer is."""
+        operands = [operand for step in self.steps() for operand in step._operands]
+        modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, Intermediate)]
+        return modified + [operand.was_freed for operand in operands if isinstance(operand, Weight)]
+
+    def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
+        """The result's storage as bytes. `memory` has that of every source."""
+        operands = [operand for step in self.steps() for operand in step._operands]
+        reads = Counter(operand.computation for operand in operands if isinstance(operand, Intermediate))
+        return self._run(memory, reads, {})
+
+    def _run(
+        self, memory: dict[LiveStorage, Tensor], reads: "Counter[Computation]", done: "dict[Computation, Tensor]"
+    ) -> Tensor:
+        def read(operand: Source | Weight | Intermediate) -> Tensor:
+            if isinstance(operand, Weight):
+                return operand.read()
+            if isinstance(operand, Source):
+                assert operand.live is not None
+                return operand.meta.of(memory[operand.live])
+            # Held only until its last reader has it.
+            reads[operand.computation] -= 1
+            result = done.pop(operand.computation, None)
+            if result is None:
+                result = operand.computation._run(memory, reads, done)
+            if reads[operand.computation]:
+                done[operand.computation] = result
+            return operand.meta.of(result)
+
+        args = map_tensors(read, self._args, _KINDS)
+        result = self.recipe.func(
+            *args, **{name: map_tensors(read, value, _KINDS) for name, value in self._kwargs.items()}
+        )
+        return bytes_of(result if self.recipe.output is None else result[self.recipe.output])
+
+
+_KINDS = (Source, Weight, Intermediate)
+
+
+class Resolver:
+    """Finds out how one storage could be computed again, and from what.
+
+    An operand is, in this order: a weight; a storage that the pass has saved; the result of light operations on such;
+    or bytes that are alive for another reason and can be saved for this purpose.
+
+    Args:
+        producers: the notes on the pass.
+        find_live: what was saved last of the storage of a key.
+    """
+
+    def __init__(self, producers: Producers, find_live: Callable[[int], LiveStorage | None]) -> None:
+        self._producers, self._find_live = producers, find_live
+        self._computations: dict[Recipe, Computation] = {}
+
+    def resolve(self, operand: Operand) -> Computation | None:
+        """The computation of an operand's storage, None if there is none."""
+        recipe = self._producers.recipe(operand)
+        return None if recipe is None else self._compute(recipe, _MAX_DEPTH, pure=False)
+
+    def _compute(self, recipe: Recipe, depth: int, pure: bool) -> Computation | None:
+        if recipe in self._computations:
+            return self._computations[recipe]
+        missing = False
+
+        def find(operand: Operand) -> Any:
+            nonlocal missing
+            found = None if missing else self._find(operand, depth, pure)
+            missing = missing or found is None
+            return found
+
+        args = map_tensors(find, recipe.args, Operand)
+        kwargs = {name: map_tensors(find, value, Operand) for name, value in recipe.kwargs.items()}
+        if missing:
+            return None
+        self._computations[recipe] = Computation(recipe, args, kwargs)
+        return self._computations[recipe]
+
+    def _find(self, operand: Operand, depth: int, pure: bool) -> Source | Weight | Intermediate | None:
+        if operand.weight is not None:
+            return Weight(operand.weight) if operand.weight._version == operand.version else None
+        if operand.is_leaf:
+            return None
+        live = self._live(operand)
+        if live is not None and live.saved_by is not None:
+            return Source(operand, live, None)
+        recipe = self._producers.recipe(operand) if depth else None
+        # On the way only what needs nothing new to be saved; else the operand itself is the better thing to save.
+        light = self._compute(recipe, depth - 1, pure=True) if recipe is not None and recipe.light else None
+        if light is not None:
+            return Intermediate(light, operand.meta)
+        if pure:
+            return None
+        tensor = operand.alive() if live is None else None
+        return Source(operand, live, tensor) if live is not None or tensor is not None else None
+
+    def _live(self, operand: Operand) -> LiveStorage | None:
+        """The live storage with the bytes that the operation read."""
+        live = self._find_live(operand.key)
+        if live is None or live.version != operand.version or live.was_modified():
+            return None
+        tensor = operand.alive()
+        is_same = live.num_writes == operand.num_writes if tensor is None else live.covers(tensor)
+        return live if is_same else None
+
+
+class RecomputedStorage(LiveStorage):
+    """Computed again when it is needed, and kept until its last need.
+
+    Args:
+        computation: with the live storage of every source in place; this object keeps them until it has been computed.
+    """
+
+    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_sources")
+
+    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, computation: Computation) -> None:
+        self._counted_bytes = 0
+        self._sources: list[LiveStorage] = []
+        super().__init__(tensor, forward, index)
+        self._computation: Computation | None = computation
+        self._device_type = tensor.device.type
+        self._memory: Tensor | None = None
+        self._computed_in = 0
+        sources = [source.live for source in computation.sources() if source.live is not None]
+        self._sources = list(dict.fromkeys(sources))
+        for source in self._sources:
+            source.num_dependents += 1
+
+    def _bring(self, backward: int) -> Tensor:
+        if self._memory is None:
+            with self.label("recompute") if self.forward.is_traced else nullcontext():
+                is_first = self._computed_in != backward
+                self._computed_in = backward
+                memory = {source: source.fetch(backward, is_first) for source in self._sources}
+                self._counted_bytes = self.num_bytes
+                self.forward.engine.residency.add(self.num_bytes)
+                assert self._computation is not None
+                # Operations were noted below autograd and autocast, with their casts made.
+                with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+                    self._memory = self._computation.run(memory)
+            assert self._memory.nbytes == self.num_bytes
+            if not graph_is_retained():  # then the result stays for as long as anybody can ask for it
+                self._drop_sources()
+        return self._memory
+
+    def _give_up(self) -> None:
+        if self._computation is None:  # it could not be made a second time
+            return
+        self._memory = None
+        self.forward.engine.residency.remove_after_node(self._counted_bytes)
+        self._counted_bytes = 0
+
+    def _drop_sources(self) -> None:
+        for source in self._sources:
+            source.num_dependents -= 1
+        self._sources = []
+        self._computation = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._drop_sources()
+            self.forward.engine.forget(self.key)
+            self.forward.engine.residency.now_bytes -= self._counted_bytes

@@ -1,0 +1,74 @@
+"""`hf-memopt doctor` and `report`: what a machine can do, and what a run did."""
+
+import argparse
+import json
+from pathlib import Path
+
+from hf_memopt.command_line import check_output_folder
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    _add_doctor(commands)
+    _add_report(commands)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine has and which features are on; with --policy also where its teacher lives",
+        description="Look at devices, their free memory and the speed of their links, host memory and its limits, "
+        "versions, and which features of this library are on here.",
+    )
+    parser.add_argument("--policy", help="also look at a student: checkpoint or training output folder, hub id")
+    parser.add_argument("--device", help="the device to look at, where the student would train (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="print problems only; exit status 1 if there are any")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from hf_memopt.report.doctor import examine, page
+
+    machine = examine(parsed.device)
+    policy_text = _diagnose(parsed) if parsed.policy else None
+    if parsed.json:
+        policy = {} if policy_text is None else {"policy": policy_text.splitlines()}
+        print(json.dumps({**machine.to_dict(), **policy}, indent=2))
+    elif parsed.quiet:
+        print("".join(f"{problem}\n" for problem in machine.problems), end="")
+    else:
+        print("\n\n".join([page(machine), *([policy_text] if policy_text else [])]))
+    return 1 if parsed.quiet and machine.problems else 0
+
+
+def _diagnose(parsed: argparse.Namespace) -> str:
+    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
+
+    return diagnose(parsed.policy, parsed.device)
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="show a run's memory and time as an HTML page and figures",
+        description="Write report.html, one file that needs no network, and its figures as PNG files.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a recipe, the demo or Trainer wrote")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--output", type=Path, help="folder to write to (default: RUN_DIR/report)")
+    instead.add_argument("--json", action="store_true", help="print what was found as JSON, and write nothing")
+    parser.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    check_output_folder("output", parsed.output)
+    from hf_memopt.report import read_run, write_report
+
+    run = read_run(parsed.run_dir)
+    if parsed.json:
+        print(json.dumps(run.to_dict(), indent=2))
+        return 0
+    print(f"report: {write_report(run, parsed.output or parsed.run_dir / 'report')}")
+    for lacking in run.lacking:
+        print(f"not in the report: {lacking}")
+    return 0

@@ -1,0 +1,13 @@
+"""Predicts the peak memory of a training step without the accelerator. Read in this order:
+
+- `gpus`: the devices that can be predicted for.
+- `simulation/`: an accelerator without hardware, on which the step really runs with fake tensors.
+- `accounting/`: what was allocated for what, and what CUDA's allocator would reserve for it.
+- `estimate`: `estimate_peak_memory`.
+- `estimate_report`, `memory_page`: its answer in words and as an HTML page.
+"""
+
+from hf_memopt.estimate.estimate import LargeTensor, MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate.simulation.child_process import IsolatedError
+
+__all__ = ["IsolatedError", "LargeTensor", "MemoryEstimate", "estimate_peak_memory"]

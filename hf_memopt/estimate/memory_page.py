@@ -1,0 +1,127 @@
+"""A step's device memory over time, as one HTML page that needs no network."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_memopt.estimate.accounting import categories
+from hf_memopt.estimate.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate_report import as_facts, headlines, top_table
+from hf_memopt.report.figures import COLORS, render
+from hf_memopt.report.run_page import document, facts_and_headlines, picture, section, table_html
+
+_MAX_POINTS = 1500
+_MIB = 2**20
+# From the bottom up: what is always there, what backward makes, what comes and goes.
+_ORDER = (
+    categories.FROZEN,
+    categories.TEACHER,
+    categories.PARAMETER,
+    categories.BUFFER,
+    categories.INPUT,
+    categories.OPTIMIZER_STATE,
+    categories.GRADIENT,
+    categories.ACTIVATION,
+    categories.TEMPORARY,
+)
+_SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "outside": 0.05}
+_NOTE = (
+    "Bytes of tensors after each allocation and release, from the first step on; where many fall on one pixel, the "
+    "highest is shown. Operations are evenly spaced: this is no axis of time. Device context and libraries' workspaces "
+    "are not tensors and not shown."
+)
+
+
+class Span(NamedTuple):
+    """A stretch of one phase."""
+
+    phase: str
+    start: int
+    end: int
+
+
+class Timeline(NamedTuple):
+    """Bytes by kind at some positions of a trace, and its phases.
+
+    Attributes:
+        positions: indices into the trace.
+        bytes_by_kind: for each kind that occurs, as many numbers.
+        spans: of all phases, one after the other.
+    """
+
+    positions: list[int]
+    bytes_by_kind: dict[str, list[int]]
+    spans: list[Span]
+
+
+def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> Timeline:
+    """At most `max_points` positions from the first step on; of each stretch the one that holds most, so that the peak
+    is among them.
+    """
+    trace = estimate.trace
+    wanted = set(_highest(trace.held(), trace.first_step, max_points))
+    held: Counter[str] = Counter()
+    rows = []
+    for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
+        held[estimate.storage_kinds[storage]] += change
+        if position in wanted:
+            rows.append(held.copy())
+    ordered = sorted(held, key=lambda kind: _ORDER.index(kind))
+    by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
+    return Timeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
+
+
+def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
+    """Write the page; one that is there is replaced.
+
+    Raises:
+        ValueError: matplotlib is not installed, or `path` has no folder.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"timeline={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+    shown = timeline(estimate)
+    pngs = (render(lambda figure: _draw(figure, shown, estimate), dark=dark) for dark in (False, True))
+    figure = picture("Device memory over a training step, by kind", *pngs)
+    opening = facts_and_headlines(as_facts(estimate), headlines(estimate))
+    tensors = section("Largest tensors at the peak", table_html(top_table(estimate)), "", "")
+    parts = [opening, section("Memory over the step", figure, "", _NOTE), tensors]
+    path.write_text(document(f"Estimated memory of {name}", parts), encoding="utf-8")
+    return path
+
+
+def _highest(held: list[int], first: int, max_points: int) -> Iterator[int]:
+    width = max(1, -(-(len(held) - first) // max_points))
+    for start in range(first, len(held), width):
+        yield max(range(start, min(start + width, len(held))), key=held.__getitem__)
+
+
+def _spans(phases: tuple[str, ...], first: int) -> Iterator[Span]:
+    for phase, positions in groupby(range(first, len(phases)), key=phases.__getitem__):
+        stretch = list(positions)
+        yield Span(phase, stretch[0], stretch[-1] + 1)
+
+
+def _draw(figure: Any, shown: Timeline, estimate: MemoryEstimate) -> None:
+    figure.set_size_inches(9, 4.6)
+    axes = figure.subplots()
+    series = [[num_bytes / _MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
+    colors = [COLORS[_ORDER.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
+    axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
+    peak_bytes, peak_at = estimate.trace.peak()
+    axes.plot([peak_at], [peak_bytes / _MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / _MIB:,.1f} MiB")
+    _mark_phases(axes, shown.spans)
+    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / _MIB))
+    axes.margins(x=0)
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside lower center", ncols=5)
+
+
+def _mark_phases(axes: Any, spans: list[Span]) -> None:
+    whole = spans[-1].end - spans[0].start
+    for span in spans:
+        axes.axvspan(span.start, span.end, color=COLORS[6], alpha=_SHADES.get(span.phase, 0.0), linewidth=0, zorder=0)
+        if span.end - span.start > 0.04 * whole:
+            middle = (span.start + span.end) / 2
+            axes.text(middle, 0.985, span.phase, ha="center", va="top", transform=axes.get_xaxis_transform())

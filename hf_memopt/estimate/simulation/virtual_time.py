@@ -1,0 +1,145 @@
+"""How long a simulated step would take: a roofline for compute, two queues for copies."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from hf_memopt.estimate.accounting.pytree import device_type, tensors_in
+from hf_memopt.estimate.gpus import Card
+from hf_memopt.transfer import Transfer, clock, copier
+
+# Which part of a data sheet's figures kernels reach, and the least that a kernel takes. Ratios between plans depend
+# little on them.
+_EFFICIENCY = 0.6
+_LAUNCH_S = 4e-6
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "set_", "_unsafe_view", "resize_"}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class VirtualClock:
+    """Seconds of the compute stream, moved by operations and by waiting for copies."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.now_s = 0.0
+        self.stalled_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait_until(self, moment_s: float) -> None:
+        """Compute goes on no earlier."""
+        self.stalled_s += max(0.0, moment_s - self.now_s)
+        self.now_s = max(self.now_s, moment_s)
+
+    def charge(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Move on by what an operation takes: its arithmetic or its bytes, whichever takes longer."""
+        if function.is_view or function.overloadpacket.__name__ in _NO_KERNEL:
+            return
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        devices = {device_type(leaf) for leaf in (*inputs, *outputs)}
+        if devices <= {"cpu"}:
+            return
+        num_bytes = sum(leaf.nbytes for leaf in (*inputs, *outputs))
+        if "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
+            self.now_s += sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
+            return
+        flops = _flops(function, args, kwargs or {}, result)
+        halves = any(leaf.dtype in _HALVES for leaf in inputs)
+        compute_s = flops / (self.card.half_flops if halves else self.card.float32_flops)
+        memory_s = num_bytes / self.card.memory_bytes_per_s
+        self.now_s += max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
+
+
+def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Floating point operations; 0 for what only moves memory."""
+    if "_attention" in function.overloadpacket.__name__:
+        return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
+    if function.overloadpacket is torch.ops.aten.convolution_backward:
+        return _convolution_backward_flops(*args)
+    count = flop_registry.get(function.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *settings: Any) -> float:
+    """torch's own count takes grouped convolutions for dense ones. Each gradient costs what the forward pass did."""
+    transposed, mask = settings[4], settings[7]
+    products = (input if transposed else output).numel() * weight[0].numel()
+    return 2.0 * products * int(mask[0] + mask[1])
+
+
+def _attention_flops(is_backward: bool, args: Any) -> float:
+    """torch's own count refuses fewer key heads than query heads. Backward has five products, forward two."""
+    query, key = args[1:3] if is_backward else args[:2]
+    product: float = 2.0 * query.numel() * key.shape[-2]
+    return product * (5 if is_backward else 2)
+
+
+class VirtualCopier:
+    """Copies that take time and move nothing: fake tensors have no contents. One queue in each direction.
+
+    Args:
+        time: of the compute stream.
+        device: where `empty_device` allocates.
+    """
+
+    def __init__(self, time: VirtualClock, device: torch.device) -> None:
+        self.bytes_to_device = 0
+        self.bytes_to_host = 0
+        self._time, self._device = time, device
+        self._free_at_s = {"host": 0.0, "device": 0.0}
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Nothing to do: memory returns with its last reference."""
+
+    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+        self.bytes_to_device += source.nbytes
+        return self._copy("device", source.nbytes)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+        self.bytes_to_host += source.nbytes
+        return self._copy("host", source.nbytes)
+
+    def stall_ms(self) -> float:
+        return 1e3 * self._time.stalled_s
+
+    def _copy(self, direction: str, num_bytes: int) -> Transfer:
+        begun_s = max(self._time.now_s, self._free_at_s[direction])
+        self._free_at_s[direction] = begun_s + num_bytes / self._time.card.link_bytes_per_s
+        return _VirtualTransfer(self._time, self._free_at_s[direction])
+
+
+class _VirtualTransfer:
+    def __init__(self, time: VirtualClock, ended_s: float) -> None:
+        self._time, self._ended_s = time, ended_s
+
+    def wait(self) -> None:
+        self._time.wait_until(self._ended_s)
+
+
+@contextmanager
+def virtual_time(kind: str, card: Card) -> Iterator[VirtualClock]:
+    """Offloaders made inside copy over the card's link, and see the time that its compute would take."""
+    time = VirtualClock(card)
+    with (
+        patch.dict(copier.MAKERS, {kind: lambda device, pin_memory: VirtualCopier(time, device)}),
+        patch.dict(clock.MAKERS, {kind: lambda device: time}),
+    ):
+        yield time

@@ -1,0 +1,204 @@
+"""The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
+from lerobot.datasets.factory import make_train_eval_datasets
+
+from hf_memopt import __version__
+from hf_memopt.integrations.lerobot.checkpoint_files import file_in, read_object
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.processors import check_processors
+
+_CARD_SETTINGS = (
+    "teacher_num_steps",
+    "teacher_dtype",
+    "reflow_time_sampling",
+    "reflow_loss",
+    "reflow_real_data",
+    "reflow_round",
+    "couplings_seed",
+    "couplings_per_frame",
+    "share_prefix",
+    "dtype",
+)
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What a policy is measured on.
+
+    Attributes:
+        repo_id: of a LeRobotDataset.
+        root: its local folder, or None for lerobot's cache or the hub.
+        episodes: numbers of the episodes; None, all.
+        held_out: whether training did not see them, as far as is known.
+    """
+
+    repo_id: str
+    root: Path | None
+    episodes: list[int] | None
+    held_out: bool
+
+    def describe(self) -> str:
+        """For the card."""
+        number = None if self.episodes is None else len(self.episodes)
+        which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
+        return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
+
+
+def training_observations(folder: Path) -> Observations:
+    """The episodes that the checkpoint's training run held out (`--dataset.eval_split`), or all if it held out none.
+
+    Raises:
+        ValueError: the checkpoint does not say what it was trained on, or that data cannot be had.
+    """
+    file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
+    read_object(file)
+    try:
+        cfg = TrainPipelineConfig.from_pretrained(folder)
+        _, held_out = make_train_eval_datasets(cfg)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
+        ) from error
+    root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
+    if held_out is None:
+        return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
+    return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)
+
+
+def measure(
+    policy: str,
+    observations: Observations | None = None,
+    *,
+    teacher: str | None = None,
+    num_steps: Sequence[int] = (1, 2, 4, 10),
+    device: str = "cpu",
+) -> tuple[ReflowEvaluation, Observations]:
+    """Evaluate a trained student against its teacher, on at most 256 observations.
+
+    Args:
+        policy: the student's checkpoint folder, training output folder or hub id.
+        observations: None, what `training_observations` finds.
+        teacher: to compare with; None, the one that the student names.
+        num_steps: numbers of Euler steps to try.
+        device: where both run.
+
+    Raises:
+        ValueError: the policy names no teacher, or its training data is unknown.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    named = config.teacher_model_path if isinstance(config, SmolVLAReflowConfig) else None
+    teacher = teacher or (None if named == SELF else named)
+    if not teacher:
+        raise ValueError(
+            f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
+        )
+    changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
+    if getattr(config, "teacher_num_steps", None) is not None:
+        changes["num_steps"] = config.teacher_num_steps
+    teacher_folder = resolve_checkpoint(teacher)
+    for each in (folder, teacher_folder):
+        check_processors(each)
+    observations = observations or training_observations(folder)
+    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
+    models = [load_policy(folder), load_policy(teacher_folder, **changes)]
+    student, teaching = (model.to(device) for model in models)
+    return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
+
+
+def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
+    """The text of the card.
+
+    Args:
+        policy: the student that is exported.
+        num_steps: Euler steps per chunk that the exported policy takes.
+        measured: from `measure`; None says in the card that nothing was measured.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    # A folder's path says nothing to others and too much about its owner.
+    named = getattr(config, "teacher_model_path", None) or ""
+    teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
+    sections = [_front_matter(config, teacher), _introduction(num_steps, teacher), _training(folder, config)]
+    sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
+    return "\n\n".join([*sections, _usage(), ""])
+
+
+def _front_matter(config: Any, teacher: str | None) -> str:
+    data = ModelCardData(
+        library_name="lerobot",
+        pipeline_tag="robotics",
+        license=config.license,
+        base_model=teacher,
+        tags=sorted({"lerobot", "smolvla", "reflow", "rectified-flow", *(config.tags or ())}),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _introduction(num_steps: int, teacher: str | None) -> str:
+    steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
+    origin = "a local SmolVLA checkpoint" if teacher is None else f"`{teacher}`"
+    return (
+        f"# SmolVLA, reflowed\n\nA SmolVLA policy that samples an action chunk in {steps}. It was distilled by reflow "
+        f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
+        "and the actions that the teacher's own sampling makes of it."
+    )
+
+
+def _training(folder: Path, config: Any) -> str:
+    settings = {name: getattr(config, name) for name in _CARD_SETTINGS if hasattr(config, name)}
+    if (folder / TRAIN_CONFIG_NAME).is_file():
+        run = read_object(file_in(folder, TRAIN_CONFIG_NAME))
+        settings |= {name: run.get(name) for name in ("steps", "batch_size", "seed")}
+        for name, (part, field) in {"dataset": ("dataset", "repo_id"), "learning rate": ("optimizer", "lr")}.items():
+            if isinstance(run.get(part), dict):
+                settings[name] = run[part].get(field)
+    rows = [f"| {name} | {_plain(value)} |" for name, value in settings.items() if value is not None]
+    return "\n".join(["## How it was made", "", "| setting | value |", "|---|---|", *rows])
+
+
+def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> str:
+    rows = [
+        f"| {steps} | {evaluation.teacher.error[steps]:.4f} | {evaluation.student.error[steps]:.4f} |"
+        for steps in evaluation.student.error
+    ]
+    return "\n".join(
+        [
+            "## Measured",
+            "",
+            f"On {evaluation.num_observations} observations from {observations.describe()}: root mean square error of "
+            f"the normalised actions against the teacher's {evaluation.teacher_num_steps}-step actions from the same "
+            "noise.",
+            "",
+            "| Euler steps | teacher | student |",
+            "|---|---|---|",
+            *rows,
+            "",
+            f"Straightness (0 is straight), normalised by the squared length of the path: teacher "
+            f"{evaluation.teacher.normalized_straightness:.4f}, student "
+            f"{evaluation.student.normalized_straightness:.4f}.",
+        ]
+    )
+
+
+def _plain(text: Any) -> str:
+    """Text of somebody else's, with ? for whatever could end a line, a code span or a cell, or be HTML."""
+    return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
+
+
+def _usage() -> str:
+    return (
+        "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
+        "```python\nfrom lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy\n\n"
+        'policy = SmolVLAPolicy.from_pretrained("<this folder or repository>", strict=True)\n```'
+    )

@@ -1,0 +1,170 @@
+"""From a teacher's checkpoint to a student's, and from a trained student's to a stock SmolVLA's."""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from httpx import HTTPError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+
+from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.policy_files import (
+    WEIGHTS_FILE,
+    check_normalizers,
+    load_config,
+    load_policy,
+    resolve_checkpoint,
+)
+from hf_memopt.integrations.lerobot.processors import check_processors, load_processors
+from hf_memopt.ranges import COUNT
+
+# A derived checkpoint must not be pushed over the one it came from.
+_FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
+
+
+def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
+    """Write a `smolvla_reflow` checkpoint that starts as an exact copy of its teacher.
+
+    Args:
+        teacher: checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        settings: fields of `SmolVLAReflowConfig` to set, such as `reflow_time_sampling`.
+
+    Returns:
+        `output`, for `--policy.path=`.
+
+    Raises:
+        ValueError: the teacher cannot be read, does not act (see `check_acts`), or `output` exists. Nothing is written
+            then.
+    """
+    folder = resolve_checkpoint(teacher)
+    config = load_config(folder)
+    files = check_processors(folder)
+    reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
+    fields = {
+        "use_reflow": True,
+        "teacher_model_path": reference,
+        "reflow_round": _rounds_behind(config) + 1,
+        **_FRESH,
+        **settings,
+    }
+    student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
+    check_acts(folder)
+    with new_folder(output) as draft:
+        _copy_files([folder / WEIGHTS_FILE, *files], draft)
+        student.save_pretrained(draft)
+    return output
+
+
+def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
+    """Write a plain `smolvla` checkpoint that stock lerobot loads strictly and runs with `num_steps` Euler steps.
+
+    Args:
+        policy: a trained student's checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        num_steps: Euler steps per action chunk, at least 1.
+        card: text of the model card, `README.md`.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ValueError: bad `num_steps`, a policy that cannot be read or does not act (see `check_acts`), or `output`
+            exists. Nothing is written then.
+    """
+    COUNT.check("num_steps", num_steps)
+    folder = resolve_checkpoint(policy)
+    files = check_processors(folder)
+    config = load_config(folder)
+    exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
+    check_acts(folder)
+    check_normalizers(folder, config)
+    with new_folder(output) as draft:
+        _copy_files([folder / WEIGHTS_FILE, *files], draft)
+        exported.save_pretrained(draft)
+        (draft / "README.md").write_text(card)
+    return output
+
+
+def check_acts(folder: Path) -> None:
+    """Let the policy act once, in one Euler step on the CPU, with an observation of zeros and noise of zeros.
+
+    Raises:
+        ValueError: it cannot be loaded, its weights or its actions are not finite, or it does not take an observation
+            of its own `input_features`.
+    """
+    policy = load_policy(folder, num_steps=1)
+    for name, tensor in policy.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} is not finite; take an earlier checkpoint")
+    preprocess, postprocess = load_processors(policy.config, folder, {"device_processor": {"device": "cpu"}})
+    try:
+        frame = {name: torch.zeros(feature.shape) for name, feature in policy.config.input_features.items()}
+        noise = torch.zeros(1, policy.config.chunk_size, policy.config.max_action_dim)
+        actions = postprocess(policy.predict_action_chunk(preprocess({**frame, "task": ""}), noise=noise))
+    except Exception as error:
+        raise ValueError(
+            f"the policy in {folder} cannot act on an observation of its own input_features: {error}; {COPY_AGAIN}"
+        ) from error
+    if not actions.isfinite().all():
+        raise ValueError(f"the policy in {folder} gives actions that are not finite; take an earlier checkpoint")
+
+
+def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Upload an exported policy to the hub and return its address. Creates the repository if needed.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses.
+    """
+    api = HfApi()
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed SmolVLA")
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"{folder} could not be pushed to {repo_id!r} ({error}); log in with `hf auth login`, check the name, and "
+            f"run `hf upload {repo_id} {folder}`"
+        ) from error
+    return str(commit.repo_url)
+
+
+def check_new(output: Path) -> None:
+    """Raise a ValueError if `output` exists."""
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    check_new(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        draft.rename(output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _rounds_behind(config: SmolVLAConfig) -> int:
+    reflowed = isinstance(config, SmolVLAReflowConfig) and config.use_reflow
+    return config.reflow_round if reflowed else 0
+
+
+def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
+
+
+def _copy_files(files: Iterable[Path], destination: Path) -> None:
+    for file in files:
+        shutil.copyfile(file, destination / file.name)

@@ -1,0 +1,169 @@
+"""What the live tensors are for, and which module they belong to."""
+
+import gc
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memopt.memory.leaks.live_storages import Held, graph_nodes, live_storages, saved_values
+
+PARAMETER = "parameter"
+BUFFER = "buffer"
+GRADIENT = "gradient"
+OPTIMIZER_STATE = "optimizer state"
+SAVED = "saved activation"
+OTHER = "other"
+
+# What a weight passes through, without arithmetic, on its way into the operation that uses it.
+_RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensors:
+    """Live storages of one kind, owner, shape and dtype. No tensor is referred to."""
+
+    kind: str
+    owner: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    count: int
+    num_bytes: int
+
+
+def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]:
+    """All storages that are alive on devices of one type, by what they are for, largest first.
+
+    The module of a saved activation is the one whose weight the operation that saved it uses. An operation without a
+    weight is named after the nearest one with a weight that its input came through.
+
+    Args:
+        model: gives parameters their names. Without it, parameters are told by their type and have no owner.
+        device_type: such as "cuda".
+
+    Only looks: no tensor operation runs, and nothing is unpacked. Cost: as `live_storages`, twice for autograd nodes.
+    """
+    held = live_storages()
+    named = _named_uses(model)
+    saved = _saved_uses(
+        (tensor for items in held.values() for item in items for tensor in (item.tensor, item.root)), named
+    )
+    groups: Counter[tuple[str, str, tuple[int, ...], torch.dtype]] = Counter()
+    num_bytes: Counter[tuple[str, str, tuple[int, ...], torch.dtype]] = Counter()
+    for address, items in held.items():
+        tensor = items[0].tensor
+        storage = tensor.untyped_storage()
+        if storage.device.type == device_type and storage.nbytes() and not _is_wrapper(tensor):
+            kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
+            key = (kind, owner, tuple(tensor.shape), tensor.dtype)
+            groups[key] += 1
+            num_bytes[key] += storage.nbytes()
+    found = [LiveTensors(*key, count, num_bytes[key]) for key, count in groups.items()]
+    return sorted(found, key=lambda group: -group.num_bytes)
+
+
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """Every optimizer of torch; one that is wrapped in another, as accelerate does, is there once."""
+    # type() and not isinstance, which asks objects for __class__ and sets off deprecation warnings in lazy modules.
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    return list({id(optimizer.param_groups): optimizer for optimizer in found}.values())
+
+
+Use = tuple[str, str]  # kind, owner
+
+
+def _named_uses(model: nn.Module | None) -> dict[int, Use]:
+    """What storages are for, under their addresses, as far as the model and the optimizers tell."""
+    uses: dict[int, Use] = {}
+    names = {}
+    for name, parameter in model.named_parameters() if model is not None else ():
+        names[id(parameter)] = name
+        _note(uses, parameter, PARAMETER, name)
+        _note(uses, parameter.grad, GRADIENT, name)
+    for name, buffer in model.named_buffers() if model is not None else ():
+        _note(uses, buffer, BUFFER, name)
+    for optimizer in live_optimizers():
+        for updated, state in optimizer.state.items():
+            for key, value in state.items():
+                _note(uses, value, OPTIMIZER_STATE, f"{names.get(id(updated), '')} {key}".strip())
+    return uses
+
+
+def _note(uses: dict[int, Use], thing: Any, kind: str, owner: str) -> None:
+    for tensor in plain_tensors(thing):
+        uses.setdefault(tensor.untyped_storage()._cdata, (kind, owner))
+
+
+def plain_tensors(thing: Any) -> Iterator[Tensor]:
+    """The tensors that hold something's data: its parts if it only wraps tensors, as sharded ones do."""
+    if _is_wrapper(thing):
+        for name in thing.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(thing, name))
+    elif issubclass(type(thing), Tensor) and torch._C._has_storage(thing):
+        yield thing
+
+
+def _is_wrapper(thing: Any) -> bool:
+    return is_traceable_wrapper_subclass(thing)
+
+
+def _use_by_type(items: list[Held]) -> Use | None:
+    """For what the model does not name: weights of other modules, or of all without a model."""
+    kinds = {item.kind for item in items}
+    return next(((kind, "") for kind in (PARAMETER, GRADIENT) if kind in kinds), None)
+
+
+def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, Use]:
+    """Storages that autograd nodes saved, and the modules that they did it for."""
+    weights = {address: owner for address, (kind, owner) in named.items() if kind == PARAMETER}
+    uses: dict[int, Use] = {}
+    for node in graph_nodes(tensors, set()):
+        saved = list(_saved_by(node))
+        if saved:
+            owner = _owner(node, weights)
+            for tensor in saved:
+                _note(uses, tensor, SAVED, owner)
+    return uses
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    """Plain tensors that a node saved, also inside of what a pack hook returned for them."""
+    for packed in saved_values(node):
+        for thing in (packed, *gc.get_referents(packed)):
+            yield from plain_tensors(thing)
+
+
+def _owner(node: Any, weights: dict[int, str]) -> str:
+    """The operation, and the module of the weight that it or the nearest operation before it uses."""
+    label = node.name().removesuffix("Backward0")
+    queue, visited = deque([node]), {node}
+    while queue:
+        current = queue.popleft()
+        weight = _weight(current, weights)
+        if weight is not None:
+            module = weight.rpartition(".")[0] or weight
+            return f"{module} ({label})" if current is node else f"after {module} ({label})"
+        following = [other for other, _ in current.next_functions if other is not None and other not in visited]
+        visited.update(following)
+        queue.extend(following)
+    return f"({label})"
+
+
+def _weight(node: Any, weights: dict[int, str]) -> str | None:
+    """Name of a parameter that an operation uses: one that it saved, or that is its input."""
+    for tensor in _saved_by(node):
+        name = weights.get(tensor.untyped_storage()._cdata)
+        if name is not None:
+            return name
+    for following, _ in node.next_functions:
+        current = following
+        while current is not None and current.name() in _RESHAPING:
+            current = current.next_functions[0][0]
+        variable = getattr(current, "variable", None)
+        for tensor in plain_tensors(variable):
+            return weights.get(tensor.untyped_storage()._cdata)
+    return None

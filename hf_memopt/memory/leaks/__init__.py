@@ -1,0 +1,8 @@
+"""Finds memory that stays behind at every training step. Read in this order:
+
+- `live_storages`: every tensor storage that Python or an autograd graph holds.
+- `storage_ages`: since which step each of them is alive.
+- `referrers`: who references an object, as a Python expression.
+- `leak_report`: what stays behind and who holds it, in words.
+- `detect`: `detect_leaks` and `LeakMonitor`.
+"""

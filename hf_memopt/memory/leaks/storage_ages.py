@@ -1,0 +1,160 @@
+"""Since when each live storage is alive, and whether that betrays a leak."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, Held, live_storages
+from hf_memopt.transfer.host_arena import HostArena, HostHoldings
+
+# Were a storage of a step as likely to stay as not, three quarters of 30 steps would leave one with probability 0.003
+# (one-sided sign test).
+_LEAKY_SHARE = 0.75
+_COUNTING_DEVICES = ("cuda", "xpu")
+
+
+class _Birth(NamedTuple):
+    storage: StorageWeakRef
+    step: int
+    num_bytes: int
+    has_graph: bool
+
+
+def _birth(item: Held, step: int) -> _Birth:
+    storage = item.tensor.untyped_storage()
+    weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return _Birth(weak, step, storage.nbytes(), item.kind == WITH_GRAPH)
+
+
+class StorageAges:
+    """Tests whether nearly every one of the last steps left something that is still alive.
+
+    In a sound run, what is alive was made at the start or in the last few steps. That tells a leak from what a slope
+    of total live bytes takes for one: optimizer state made late, caches that fill up, a longer batch than the last,
+    evaluation.
+
+    Args:
+        num_tested: samples that are tested, those before the newest `num_in_flight`.
+        num_in_flight: newest samples, whose tensors may be in use still, as prefetched batches are.
+        min_bytes_per_step: less than this is no leak. Autograd graphs count whatever they hold.
+        unreached_bytes: what an accelerator's allocator has given out beyond the given tensors, where it counts that.
+            Growth of what neither Python nor autograd reaches is a leak too.
+    """
+
+    def __init__(
+        self,
+        num_tested: int,
+        num_in_flight: int,
+        min_bytes_per_step: int,
+        unreached_bytes: Callable[[list[Tensor]], int] | None,
+    ) -> None:
+        self._num_tested = num_tested
+        self._min_bytes_per_step = min_bytes_per_step
+        self._measure_unreached = unreached_bytes
+        self._births: dict[int, _Birth] = {}
+        # One more than the samples: an interval has two ends.
+        self._steps: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
+        self._unreached_bytes: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
+        self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
+
+    def sample(self, step: int) -> None:
+        """Look at what is alive after `step`, which must grow from call to call. Costs one census."""
+        held = live_storages()
+        self._forget_dead()
+        for address, items in held.items():
+            if address not in self._births:
+                self._births[address] = _birth(items[0], step)
+        self._steps.append(step)
+        self._offload.append(HostArena.of_process())
+        if self._measure_unreached is not None:
+            self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
+
+    def is_leaking(self) -> bool:
+        """Whether at least three quarters of the tested samples leak bytes or a graph."""
+        graphs = {birth.step for birth in self._births.values() if birth.has_graph}
+        return (
+            _mostly(rate >= self._min_bytes_per_step for rate in self._held_rates())
+            or _mostly(step in graphs for step in self.tested_steps[1:])
+            or self.unreached_bytes_per_step() > 0
+        )
+
+    @property
+    def tested_steps(self) -> list[int]:
+        """The steps of the tested samples, and before them the step from which the first one counts."""
+        return list(self._steps)[: self._num_tested + 1]
+
+    def suspects(self) -> dict[int, int]:
+        """The live storages that were born in the tested steps: address and step."""
+        self._forget_dead()
+        tested = set(self.tested_steps[1:])
+        return {address: birth.step for address, birth in self._births.items() if birth.step in tested}
+
+    def suspect_bytes(self) -> int:
+        return sum(self._births[address].num_bytes for address in self.suspects())
+
+    def held_bytes_per_step(self) -> float:
+        """Median over the tested samples of the bytes born in them that are alive."""
+        return median(self._held_rates())
+
+    def unreached_bytes_per_step(self) -> float:
+        """Growth of the allocator's bytes that no census finds, where it is persistent, else 0."""
+        if self._measure_unreached is None:
+            return 0.0
+        levels, steps = list(self._unreached_bytes), list(self._steps)
+        growth = {step: after - before for step, (before, after) in zip(steps[1:], pairwise(levels), strict=True)}
+        rates = _per_step(steps, growth)
+        return median(rates) if _mostly(rate >= self._min_bytes_per_step for rate in rates) else 0.0
+
+    def unreached_growth_bytes(self) -> int:
+        return self._unreached_bytes[-1] - self._unreached_bytes[0]
+
+    def offload(self) -> HostHoldings:
+        """What offloading holds of the host's memory, and how often it has taken some in these samples."""
+        first, last = self._offload[0], self._offload[-1]
+        return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
+
+    @property
+    def counts_allocator(self) -> bool:
+        return self._measure_unreached is not None
+
+    def _held_rates(self) -> list[float]:
+        self._forget_dead()
+        alive: Counter[int] = Counter()
+        for birth in self._births.values():
+            alive[birth.step] += birth.num_bytes
+        return _per_step(self.tested_steps, alive)
+
+    def _forget_dead(self) -> None:
+        # While there is a weak reference to a storage, its address is not given to another one.
+        self._births = {address: birth for address, birth in self._births.items() if not _is_dead(birth)}
+
+
+def _is_dead(birth: _Birth) -> bool:
+    return bool(birth.storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _per_step(steps: list[int], bytes_at: dict[int, int]) -> list[float]:
+    return [bytes_at.get(step, 0) / (step - before) for before, step in pairwise(steps)]
+
+
+def _mostly(verdicts: Iterable[bool]) -> bool:
+    verdicts = list(verdicts)
+    return sum(verdicts) >= _LEAKY_SHARE * len(verdicts)
+
+
+def allocator_counter() -> Callable[[list[Tensor]], int] | None:
+    """Measures the bytes of the current accelerator's allocator that are not in tensors; None without such counters."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return _unreached_bytes if accelerator and accelerator.type in _COUNTING_DEVICES else None
+
+
+def _unreached_bytes(tensors: list[Tensor]) -> int:
+    index = torch.accelerator.current_device_index()
+    reached = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.device.index == index)
+    return torch.accelerator.memory_allocated() - reached

@@ -1,0 +1,215 @@
+"""Memory figures for people and for experiment trackers."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from hf_memopt.memory.device_counters import Counters
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
+from hf_memopt.ranges import COUNT, Range
+
+logger = logging.getLogger(__name__)
+
+PEAK_RANK = "memory/peak_rank"
+
+_REMEDIES = {
+    "optimizer": "use a fused optimizer (optim='adamw_torch_fused', or fused=True), which needs no temporary copies of "
+    "the parameters",
+    "teacher": "let the teacher visit the device only when it is called (OffloadedTeacher, mode='swap')",
+    "evaluation": "evaluate in smaller batches, and move predictions to the host earlier (eval_accumulation_steps)",
+}
+_ACTIVATIONS_REMEDY = (
+    "offload activations (ActivationOffloader, or hf_memopt.attach(trainer, offloader='auto')), recompute them "
+    "(gradient checkpointing), or halve the micro-batch and double gradient_accumulation_steps"
+)
+_FRAGMENTATION_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the start, against fragmentation"
+
+
+def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, float]:
+    """Figures for an experiment tracker, each with its unit in the key; what the device has no counters for is absent.
+
+    Peaks are those since the tracker was made. A phase's peak is `memory/<phase>_peak_gib` where it is known exactly,
+    and otherwise lies between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
+    """
+    host = reading.host
+    figures = {"memory/host_rss_gib": gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
+    if host.offload.num_allocations:
+        figures["memory/offload_gib"] = gib(host.offload.num_bytes)
+        figures["memory/num_offload_allocations"] = float(host.offload.num_allocations)
+    if reading.device is not None:
+        figures |= _device_metrics(reading.device)
+    for name, peak in tracker.peaks.items():
+        figures |= _phase_metrics(name, peak)
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
+    """The largest of every figure over all ranks, and in `memory/peak_rank` the rank that held most.
+
+    All ranks have to call it together: it is one small gather. Alone, a process gets back what it gave.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return metrics
+    of_ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, metrics)
+    largest = {key: max(rank[key] for rank in of_ranks if key in rank) for rank in of_ranks for key in rank}
+    deciding = "memory/peak_allocated_gib" if "memory/peak_allocated_gib" in largest else "memory/host_rss_gib"
+    largest[PEAK_RANK] = max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].get(deciding, 0.0))
+    return largest
+
+
+def high_memory_message(tracker: MemoryTracker, reading: MemoryReading, warn_at: float) -> str | None:
+    """What to change, if the peak has reached the share `warn_at` of what this process can have; otherwise None."""
+    if reading.device is None:
+        return None
+    highest_bytes, room_bytes = reading.device.highest_bytes, reading.device.room_bytes
+    if highest_bytes < warn_at * room_bytes:
+        return None
+    phase = tracker.peak_phase
+    remedies = [_REMEDIES.get(phase or "", _ACTIVATIONS_REMEDY)]
+    if reading.device.fragmentation_bytes > highest_bytes / 10:
+        remedies.append(_FRAGMENTATION_REMEDY)
+    return (
+        f"high device memory: {gib(highest_bytes):.2f} of {gib(room_bytes):.2f} GiB ({highest_bytes / room_bytes:.0%}) "
+        f"at the peak{f', in the {phase} phase' if phase else ''}. To lower it: {'; '.join(remedies)}."
+    )
+
+
+def short_figure(tracker: MemoryTracker) -> str:
+    """The highest memory for a progress bar, `GPU: 14.2GB`, in units of 1e9 bytes; host memory without counters."""
+    return f"{'GPU' if tracker.has_counters else 'host'}: {tracker.highest_bytes / 1e9:.1f}GB"
+
+
+def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
+    """The peaks of phases as lines of text, such as those of `MemoryTracker.peaks`."""
+    rows: list[tuple[str, ...]] = [("phase", "peak allocated", "reserved", "inactive splits", "retries")]
+    if all(peak.at_most_bytes is None for peak in peaks.values()):
+        rows = [("phase", "host memory")]
+    rows += [_phase_row(name, peak) for name, peak in peaks.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people: the largest unit in which there is at least one."""
+    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 2**exponent:
+            return f"{num_bytes / 2**exponent:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def check_warn_at(warn_at: float) -> None:
+    """Raises ValueError unless `warn_at` is a share."""
+    Range(above=0, at_most=1, why=": a share of the device's memory").check("warn_at", warn_at)
+
+
+def gib(num_bytes: float) -> float:
+    """Bytes in GiB."""
+    return num_bytes / 2**30
+
+
+class MemoryLogger:
+    """Logs memory through an `Accelerator`, to whatever trackers it was given.
+
+    Example:
+        >>> memory = MemoryLogger(accelerator)
+        >>> for step, batch in enumerate(batches):
+        ...     ...
+        ...     memory.log(step)
+
+    Between them, `with memory.phase("forward"):` and so on tell phases apart.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        log_every: log at steps that are multiples of this.
+        warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
+        output_dir: folder of the run, whose `memory.jsonl` gets the same figures for `hf-memopt report`. None, no file.
+        reset_peaks: see `MemoryTracker`.
+        counters: see `MemoryTracker`.
+
+    Raises:
+        ValueError: `log_every` or `warn_at` out of range.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        *,
+        log_every: int = 10,
+        warn_at: float = 0.85,
+        output_dir: Path | str | None = None,
+        reset_peaks: bool = False,
+        counters: Counters | None = None,
+    ) -> None:
+        COUNT.check("log_every", log_every)
+        check_warn_at(warn_at)
+        self.tracker = MemoryTracker(accelerator.device, reset_peaks=reset_peaks, counters=counters)
+        self._accelerator = accelerator
+        self._log_every = log_every
+        self._warn_at: float | None = warn_at
+        self._file = None if output_dir is None else Path(output_dir) / METRICS_FILE
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What runs inside belongs to the phase `name`."""
+        return self.tracker.phase(name)
+
+    def log(self, step: int) -> Mapping[str, float] | None:
+        """End a step. Every rank has to call it with the same `step`; returns what was logged, if anything."""
+        self.tracker.step()
+        if step % self._log_every:
+            return None
+        reading = self.tracker.read()
+        if self._warn_at is not None and (message := high_memory_message(self.tracker, reading, self._warn_at)):
+            logger.warning("%s", message)
+            self._warn_at = None
+        metrics = largest_of_ranks(memory_metrics(self.tracker, reading))
+        self._accelerator.log(metrics, step=step)
+        if self._file is not None and self._accelerator.is_main_process:
+            append_metrics(self._file, step, metrics)
+        return metrics
+
+
+def _device_metrics(device: DeviceReading) -> dict[str, float | None]:
+    return {
+        "memory/peak_allocated_gib": gib(device.highest_bytes),
+        "memory/allocated_gib": gib(device.counters.allocated_bytes),
+        "memory/reserved_gib": gib(device.counters.reserved_bytes),
+        "memory/fragmentation_gib": gib(device.fragmentation_bytes),
+        "memory/inactive_split_gib": gib(device.counters.inactive_split_bytes),
+        "memory/num_alloc_retries": float(device.counters.num_alloc_retries),
+        "memory/elsewhere_gib": gib(device.elsewhere_bytes),
+    }
+
+
+def _phase_row(name: str, peak: PhasePeak) -> tuple[str, ...]:
+    if peak.at_most_bytes is None:
+        return name, size(peak.host_rss_bytes or 0)
+    least, most = size(peak.at_least_bytes or 0), size(peak.at_most_bytes or 0)
+    peak_text = most if peak.exact else f"{least} to {most}"
+    return (
+        name,
+        peak_text,
+        size(peak.reserved_bytes or 0),
+        size(peak.inactive_split_bytes or 0),
+        str(peak.num_alloc_retries),
+    )
+
+
+def _phase_metrics(name: str, peak: PhasePeak) -> dict[str, float | None]:
+    if peak.at_most_bytes is None:
+        return {f"memory/{name}_host_rss_gib": _gib(peak.host_rss_bytes)}
+    if peak.exact:
+        return {f"memory/{name}_peak_gib": _gib(peak.at_most_bytes)}
+    return {
+        f"memory/{name}_peak_at_least_gib": _gib(peak.at_least_bytes),
+        f"memory/{name}_peak_at_most_gib": _gib(peak.at_most_bytes),
+    }
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else gib(num_bytes)

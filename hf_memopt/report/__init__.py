@@ -1,0 +1,14 @@
+"""What a run cost, as one HTML page with figures. Only writing it needs matplotlib (extra `report`).
+
+Read in this order:
+
+- `runs`: reads a run's folder.
+- `tables`, `figures`: its figures as rows and as pictures.
+- `run_page`: the HTML page.
+- `doctor/`: what this machine can do.
+"""
+
+from hf_memopt.report.run_page import write_report
+from hf_memopt.report.runs import Run, read_run
+
+__all__ = ["Run", "read_run", "write_report"]

@@ -1,0 +1,160 @@
+"""A report's figures, for light and for dark pages. Needs matplotlib."""
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hf_memopt.report.runs import PhasePeak, Run, memory_column
+
+COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
+_BAR, _TIME = "#e58b3d", "#4c78a8"
+_DEVICE_PEAK = "memory/peak_allocated_gib"
+
+Draw = Callable[[Any], None]
+
+
+def figures_of(run: Run) -> dict[str, Draw]:
+    """By file name, functions that draw on an empty `matplotlib.figure.Figure`; only those that `run` has data for."""
+    on_device = any(_DEVICE_PEAK in record for record in run.timeline)
+    figures: dict[str, Draw] = {}
+    if run.timeline:
+        figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
+    if run.phases:
+        figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
+    if run.holders:
+        figures["memory_by_kind"] = lambda figure: _draw_holders(figure, run.holders)
+    if run.modes:
+        figures["modes"] = lambda figure: _draw_modes(figure, run.modes)
+    return figures
+
+
+def render(draw: Draw, *, dark: bool) -> bytes:
+    """A figure as PNG, on the page's own background.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError('the report needs matplotlib: pip install "hf_memopt[report]"') from error
+    # Without pyplot: a report that is written inside a user's program leaves its backend and figures alone.
+    with matplotlib.rc_context(_style(dark)):
+        figure = Figure(layout="constrained")
+        draw(figure)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=144)
+    return png.getvalue()
+
+
+def _style(dark: bool) -> dict[str, Any]:
+    ink, paper, grid = ("#d7dce2", "#1b1f24", "#3a424c") if dark else ("#24292f", "#ffffff", "#d9dee4")
+    return {
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "axes.edgecolor": grid,
+        "axes.labelcolor": ink,
+        "axes.titlecolor": ink,
+        "axes.titlesize": 11,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "text.color": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "font.size": 9.5,
+    }
+
+
+def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_device: bool) -> None:
+    figure.set_size_inches(9, 5.6 if on_device else 3)
+    axes = figure.subplots(2 if on_device else 1, 1, sharex=True, squeeze=False)[:, 0]
+    if on_device:
+        _draw_device(axes[0], [record for record in timeline if _DEVICE_PEAK in record])
+    for key, label, color in (
+        ("memory/host_rss_gib", "resident memory of the process", COLORS[0]),
+        ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
+    ):
+        points = [(record["step"], record[key]) for record in timeline if key in record]
+        if points:
+            axes[-1].plot(*zip(*points, strict=True), ".-", color=color, label=label)
+    axes[-1].set(title="Host", xlabel="optimizer steps", ylabel="GiB")
+    axes[-1].set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=3)
+
+
+def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
+    steps = [record["step"] for record in timeline]
+    kinds = {
+        "allocated": "held by tensors",
+        "fragmentation": "reserved, not in use",
+        "elsewhere": "outside of torch's allocator",
+    }
+    series = {kind: [record.get(f"memory/{kind}_gib", math.nan) for record in timeline] for kind in kinds}
+    axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(COLORS[3], COLORS[0], COLORS[6]))
+    peaks = [record[_DEVICE_PEAK] for record in timeline]
+    axes.plot(steps, peaks, "--", color=COLORS[4], label="most that tensors held so far")
+    axes.set(title="Device, at each log", ylabel="GiB")
+    axes.margins(x=0.02)
+
+
+def _draw_phases(figure: Any, phases: Sequence[PhasePeak], on_device: bool) -> None:
+    figure.set_size_inches(9, 1.4 + 0.36 * len(phases))
+    axes = figure.subplots()
+    names = [phase.name for phase in phases]
+    axes.barh(names, [phase.at_most_gib for phase in phases], color=_BAR, alpha=0.35, label="at most")
+    axes.barh(names, [phase.at_least_gib for phase in phases], color=_BAR, label="at least")
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(
+        title="Peak of the device's memory by phase"
+        if on_device
+        else "Host memory of the process at the ends of phases",
+        xlabel="GiB",
+    )
+    if any(phase.at_least_gib < phase.at_most_gib for phase in phases):
+        figure.legend(loc="outside lower center", ncols=2)
+
+
+def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+    phases = list(next(iter(holders.values())))
+    kinds = list(dict.fromkeys(kind for by_phase in holders.values() for found in by_phase.values() for kind in found))
+    figure.set_size_inches(9, 1.4 + 0.32 * len(phases) * len(holders))
+    row = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, phase in zip(row, phases, strict=True):
+        left = [0.0] * len(holders)
+        for index, kind in enumerate(kinds):
+            widths = [by_phase[phase].get(kind, 0) / 2**20 for by_phase in holders.values()]
+            axes.barh(list(holders), widths, left=left, color=COLORS[index % len(COLORS)], label=kind)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_title(phase, loc="left")
+    row[-1].set_xlabel("MiB on the device")
+    totals = [sum(found.values()) / 2**20 for by_phase in holders.values() for found in by_phase.values()]
+    row[-1].set_xlim(0, 1.04 * max(totals) or 1)
+    if kinds:
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(kinds)))
+
+
+def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:
+    figure.set_size_inches(9, 1.3 + 0.38 * len(modes))
+    key, title = memory_column(modes)
+    memory, speed = figure.subplots(1, 2, sharey=True)
+    for axes, color, figures, heading, unit in (
+        (memory, _BAR, [mode.get(key) or 0 for mode in modes], title, "MiB"),
+        (speed, _TIME, [mode["step_ms"] for mode in modes], "Median time of an update", "ms"),
+    ):
+        bars = axes.barh([mode["mode"] for mode in modes], figures, color=color)
+        axes.bar_label(bars, fmt="{:,.1f}", padding=4)
+        axes.margins(x=0.18)
+        axes.grid(visible=False, axis="y")
+        axes.set(title=heading, xlabel=unit)
+    memory.invert_yaxis()

@@ -1,0 +1,228 @@
+"""What a run's folder tells about memory and time."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+
+RESULTS_FILE = "results.json"
+TRAINER_FILE = "trainer_state.json"
+
+_FACTS = ("device", "mode", "loop", "mixed_precision", "num_processes", "corpus", "seed")
+_NO_TIMELINE = (
+    f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
+    "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in a loop of your own"
+)
+_NO_PHASES = 'peaks by phase: the logged figures name no phase. Use `with memory.phase("forward"):` and so on'
+_NO_MODES = (
+    f"memory and time of compared modes: there is no {RESULTS_FILE} with 'compared_costs' or 'training_cost', as "
+    "train_causal_lm writes it"
+)
+_ONE_MODE = "a comparison: the run has one mode only. Give the recipe --compare off,all,auto"
+_NO_TIME = f"time of each design: 'memory_bytes' in {RESULTS_FILE} counts bytes only"
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The highest memory in a phase of a step lies between two figures, which are the same where it is exact.
+
+    On a device without counters they are the host memory of the process at the ends of the phase.
+    """
+
+    name: str
+    at_least_gib: float
+    at_most_gib: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that was found in a run's folder; what was not is empty.
+
+    Attributes:
+        name: of the folder.
+        facts: what the run was, for the page's head.
+        modes: memory and time of each compared mode, the reference first; fields of the recipes' `Cost`.
+        holders: bytes on the device by design, phase of a step, and what they are used for.
+        policies: error and latency by policy and number of Euler steps.
+        timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
+        oom_reports: text of out-of-memory reports by file name.
+        figures: PNG files that the run drew itself.
+        lacking: what the folder has no figures for, and how to get them.
+    """
+
+    name: str
+    facts: dict[str, str]
+    modes: list[dict[str, Any]]
+    holders: dict[str, dict[str, dict[str, int]]]
+    policies: list[dict[str, Any]]
+    timeline: list[dict[str, float]]
+    oom_reports: dict[str, str]
+    figures: list[Path]
+    lacking: list[str]
+
+    @property
+    def phases(self) -> list[PhasePeak]:
+        """Peaks by phase, as of the last logged step."""
+        return phase_peaks(self.timeline[-1]) if self.timeline else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the figures' names."""
+        return {
+            **asdict(self),
+            "phases": [asdict(phase) for phase in self.phases],
+            "figures": [file.name for file in self.figures],
+        }
+
+
+def read_run(folder: Path) -> Run:
+    """Read a folder that a recipe, the demo or a Trainer with `MemoryLoggingCallback` wrote.
+
+    Raises:
+        ValueError: no such folder, nothing in it that can be reported, or a file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"run_dir={str(folder)!r} is no folder; name the output folder of a run")
+    results = _read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).exists() else {}
+    modes, holders = _modes(results, folder), _holders(results, folder)
+    timeline = _timeline(folder)
+    oom_reports = {file.name: file.read_text() for file in sorted(folder.glob("out_of_memory_rank*.txt"))}
+    if not (modes or holders or timeline or oom_reports):
+        raise ValueError(f"{folder} holds nothing to report. It lacks {_NO_TIMELINE}. It lacks {_NO_MODES}.")
+    return Run(
+        name=folder.resolve().name,
+        facts=_facts(results, folder),
+        modes=modes,
+        holders=holders,
+        policies=_policies(results, folder),
+        timeline=timeline,
+        oom_reports=oom_reports,
+        figures=sorted([*folder.glob("*.png"), *folder.glob("figures/*.png")]),
+        lacking=_lacking(modes, holders, timeline),
+    )
+
+
+def phase_peaks(record: Mapping[str, float]) -> list[PhasePeak]:
+    """The phases that one logged step has figures for."""
+    peaks = []
+    for key, figure in record.items():
+        if found := re.fullmatch(r"memory/(.+)_(?:peak|host_rss)_gib", key):
+            peaks.append(PhasePeak(found[1], figure, figure))
+        elif found := re.fullmatch(r"memory/(.+)_peak_at_most_gib", key):
+            peaks.append(PhasePeak(found[1], record.get(f"memory/{found[1]}_peak_at_least_gib", 0.0), figure))
+    return peaks
+
+
+def memory_column(modes: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The memory that modes are compared by, and how to call it: the device's whole peak where it was measured."""
+    if any(mode.get("peak_mib") is not None for mode in modes):
+        return "peak_mib", "Peak of the device's memory"
+    return "saved_mib", "Saved activations on the device at the peak"
+
+
+def _lacking(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) -> list[str]:
+    lacking = [] if timeline else [_NO_TIMELINE]
+    if timeline and not phase_peaks(timeline[-1]):
+        lacking.append(_NO_PHASES)
+    if holders and not modes:
+        lacking.append(_NO_TIME)
+    elif not modes:
+        lacking.append(_NO_MODES)
+    elif len(modes) == 1:
+        lacking.append(_ONE_MODE)
+    return lacking
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); run the recipe again, or remove the file") from error
+    if not isinstance(found, dict):
+        raise _malformed(file, "whole", "an object")
+    return found
+
+
+def _malformed(file: Path, field: str, form: str) -> ValueError:
+    return ValueError(f"{file}: its {field} is not {form}; this is not what a recipe of hf_memopt writes")
+
+
+def _facts(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    versions = results.get("versions") or {}
+    if not isinstance(versions, dict):
+        raise _malformed(folder / RESULTS_FILE, "versions", "an object")
+    facts = {name.replace("_", " "): str(results[name]) for name in _FACTS if name in results}
+    return facts | {"versions": ", ".join(f"{name} {found}" for name, found in versions.items())} if versions else facts
+
+
+def _modes(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    modes = results.get("compared_costs") or [results[key] for key in ("training_cost",) if key in results]
+    if not isinstance(modes, list) or not all(_is_mode(mode) for mode in modes):
+        form = "made of objects with mode, step_ms above 0, and other figures that are numbers or null"
+        raise _malformed(folder / RESULTS_FILE, "compared_costs or training_cost", form)
+    return modes
+
+
+def _is_mode(mode: Any) -> bool:
+    if not isinstance(mode, dict) or not {"mode", "step_ms"} <= mode.keys():
+        return False
+    figures = [mode[key] for key in mode if key.endswith(("_ms", "_mib")) and mode[key] is not None]
+    return (
+        mode["step_ms"] is not None
+        and all(isinstance(figure, int | float) for figure in figures)
+        and mode["step_ms"] > 0
+    )
+
+
+def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, dict[str, int]]]:
+    found = results.get("memory_bytes", {})
+    holders: dict[str, dict[str, dict[str, int]]] = {} if isinstance(found, list) else found  # train_lgt's, by epoch
+    try:
+        phases = [tuple(by_phase) for by_phase in holders.values()]
+        counted = all(isinstance(n, int) for by in holders.values() for kinds in by.values() for n in kinds.values())
+    except (AttributeError, TypeError):
+        counted = False
+    if not counted or len(set(phases)) > 1 or not all(phases):
+        raise _malformed(folder / RESULTS_FILE, "memory_bytes", "bytes by design, phase (the same in each) and kind")
+    return holders
+
+
+def _policies(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    evaluation = results.get("evaluation", {})
+    try:
+        return [
+            {"policy": name, "num_steps": int(steps), "error": error, "latency_ms": found["latency_ms"].get(steps)}
+            for name, found in evaluation.items()
+            if isinstance(found, dict)
+            for steps, error in found["error"].items()
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        form = "error and latency_ms by policy and number of steps"
+        raise _malformed(folder / RESULTS_FILE, "evaluation", form) from error
+
+
+def _timeline(folder: Path) -> list[dict[str, float]]:
+    timeline = [record for record in _records(folder) if "memory/host_rss_gib" in record]
+    for record in timeline:
+        if not all(isinstance(record.get(key), int | float) for key in record if key.startswith(("memory/", "step"))):
+            raise ValueError(f"{folder}: a memory figure of step {record.get('step')} is no number; remove that record")
+    return timeline
+
+
+def _records(folder: Path) -> list[dict[str, float]]:
+    if (folder / METRICS_FILE).exists():
+        return read_metrics(folder / METRICS_FILE)
+    states = [folder / TRAINER_FILE, *sorted(folder.glob(f"checkpoint-*/{TRAINER_FILE}"), key=_num_steps, reverse=True)]
+    newest = next((state for state in states if state.exists()), None)
+    history = _read_json(newest).get("log_history", []) if newest else []
+    if newest and not (isinstance(history, list) and all(isinstance(record, dict) for record in history)):
+        raise _malformed(newest, "log_history", "a list of objects")
+    return history
+
+
+def _num_steps(state: Path) -> int:
+    digits = state.parent.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,120 @@
+"""A run's figures as rows: what the page's tables and first lines say."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hf_memopt.report.runs import Run, memory_column
+
+Cell = str | float | int | None
+
+MODE_COLUMNS = {
+    "peak MiB": "peak_mib",
+    "saved MiB": "saved_mib",
+    "predicted MiB": "predicted_saved_mib",
+    "moved MiB/step": "moved_mib",
+    "host MiB": "host_mib",
+    "step ms": "step_ms",
+    "stall ms": "stall_ms",
+    "pass ms": "measured_step_ms",
+    "predicted ms": "predicted_step_ms",
+}
+
+
+class Table(NamedTuple):
+    """Column heads, and rows of as many cells. Numbers are shown with `digits` behind the point, None as a dash."""
+
+    heads: list[str]
+    rows: list[list[Cell]]
+    digits: int = 1
+
+
+def headlines(run: Run) -> list[str]:
+    """What is to be seen first, in words."""
+    return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
+
+
+def mode_table(run: Run) -> Table:
+    """Memory and time by mode; columns that no mode has a figure for are left out."""
+    shown = {title: key for title, key in MODE_COLUMNS.items() if any(mode.get(key) is not None for mode in run.modes)}
+    compared = len(run.modes) > 1
+    rows: list[list[Cell]] = [
+        [
+            mode["mode"],
+            *(mode.get(key) for key in shown.values()),
+            *([_verdict(mode, run.modes[0])] if compared else []),
+        ]
+        for mode in run.modes
+    ]
+    return Table(["mode", *shown, *(["losses"] if compared else [])], rows)
+
+
+def holder_table(run: Run) -> Table:
+    """MiB on the device by design and phase, and the largest of them."""
+    phases = list(next(iter(run.holders.values())))
+    reference = max(_totals(next(iter(run.holders.values()))))
+    rows: list[list[Cell]] = []
+    for design, by_phase in run.holders.items():
+        totals = _totals(by_phase)
+        rows.append([design, *totals, max(totals), max(totals) / reference if reference else None])
+    return Table(["MiB by phase", *phases, "peak", "of the first"], rows, digits=2)
+
+
+def phase_table(run: Run) -> Table:
+    """Peaks by phase as of the last logged step."""
+    rows: list[list[Cell]] = [[phase.name, phase.at_least_gib, phase.at_most_gib] for phase in run.phases]
+    return Table(["phase", "at least GiB", "at most GiB"], rows, digits=3)
+
+
+def policy_table(run: Run) -> Table:
+    """Error and latency by policy and number of Euler steps."""
+    rows: list[list[Cell]] = [
+        [found["policy"], found["num_steps"], found["error"], found["latency_ms"]] for found in run.policies
+    ]
+    return Table(["policy", "Euler steps", "difference to the teacher", "ms per chunk"], rows, digits=3)
+
+
+def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[float]:
+    return [sum(kinds.values()) / 2**20 for kinds in by_phase.values()]
+
+
+def _verdict(mode: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    ours, theirs = mode.get("losses") or [], reference.get("losses") or []
+    if mode is reference:
+        return "reference"
+    if not ours or len(ours) != len(theirs):
+        return "not compared"
+    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    return "bitwise equal" if same == len(theirs) else f"{same} of {len(theirs)} equal"
+
+
+def _mode_headline(run: Run) -> Iterator[str]:
+    key, title = memory_column(run.modes)
+    measured: Sequence[Mapping[str, Any]] = [mode for mode in run.modes if mode.get(key)]
+    if len(measured) > 1 and measured[0] is run.modes[0]:
+        first, least = measured[0], min(measured, key=lambda mode: mode[key])
+        # Without a device to copy from, times are no measure.
+        slowdown = (
+            f", in {least['step_ms'] / first['step_ms']:.2f} times the time" if run.facts.get("device") != "cpu" else ""
+        )
+        yield (
+            f"{title}: {first[key]:,.1f} MiB in mode {first['mode']}, {least[key]:,.1f} MiB in mode {least['mode']} "
+            f"({least[key] / first[key]:.2f} of it){slowdown}."
+        )
+
+
+def _holder_headline(run: Run) -> Iterator[str]:
+    peaks = {design: max(_totals(by_phase)) for design, by_phase in run.holders.items()}
+    if len(peaks) > 1 and next(iter(peaks.values())):
+        first, least = next(iter(peaks)), min(peaks, key=peaks.__getitem__)
+        yield (
+            f"Counted peak on the device: {peaks[first]:.2f} MiB with “{first}”, {peaks[least]:.2f} MiB with “{least}” "
+            f"({peaks[least] / peaks[first]:.2f} of it)."
+        )
+
+
+def _phase_headline(run: Run) -> Iterator[str]:
+    peak_gib = run.timeline[-1].get("memory/peak_allocated_gib") if run.timeline else None
+    if peak_gib is not None:
+        phase = next((found.name for found in run.phases if found.at_least_gib == peak_gib), None)
+        where = f", in the phase “{phase}”" if phase else ""
+        yield f"The most that tensors held on the device: {peak_gib:.2f} GiB{where}."

@@ -1,0 +1,261 @@
+"""How weights stream: which travel together, which stay on the device for how long, and in what order others pass."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_memopt.teacher.streaming.access_trace import Read
+
+# The most blocks that a pass over all weights is cut into, where no single weight forbids it.
+_MAX_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights that travel together.
+
+    Attributes:
+        segments: indices into `PackedWeights.segments`.
+        num_bytes: their sum.
+        leaves_at: None for a block that leaves when the next ones need its slot. Otherwise it stays until this position
+            of the sequence is reached, or until the visit ends if none has this number.
+    """
+
+    segments: tuple[int, ...]
+    num_bytes: int
+    leaves_at: int | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is read again and again, and kept meanwhile."""
+        return self.leaves_at is not None
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What streaming does in a visit.
+
+    Attributes:
+        blocks: every weight's block, unread ones included.
+        sequence: the blocks in the order in which they are expected to be read; those that stay, once.
+        needs: by a module's name, the blocks to bring before it runs.
+        at_arrival: blocks to bring before the visit begins, since no module's call announces that they are read.
+        slot_bytes: size of a slot of the ring that the blocks which do not stay pass through.
+        num_slots: how many there are.
+    """
+
+    blocks: tuple[Block, ...]
+    sequence: tuple[int, ...]
+    needs: Mapping[str, tuple[int, ...]]
+    at_arrival: tuple[int, ...]
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def hot_bytes(self) -> int:
+        """The most bytes that stay at the same time."""
+        present = set(self.at_arrival)
+        most = self._sum(present)
+        for position, number in enumerate(self.sequence):
+            if self.blocks[number].stays:
+                present = {each for each in present if (self.blocks[each].leaves_at or 0) > position} | {number}
+                most = max(most, self._sum(present))
+        return most
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring; 0 if nothing passes through it."""
+        passes = any(not self.blocks[number].stays for number in self.sequence)
+        return self.num_slots * self.slot_bytes if passes else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that a visit like the traced one holds on the device: the hot set and the ring."""
+        return self.hot_bytes + self.ring_bytes
+
+    @property
+    def visit_bytes(self) -> int:
+        """Bytes that a visit like the traced one copies to the device."""
+        present = set(self.at_arrival)
+        total = self._sum(present)
+        for position in range(len(self.sequence)):
+            expected = self._expected(position)
+            total += self._sum(expected - present)
+            present = expected | {number for number in present if self.blocks[number].stays}
+        return total
+
+    def _expected(self, position: int) -> set[int]:
+        """The block at a position of the sequence, and those after it for which there are slots."""
+        found: set[int] = set()
+        for number in self.sequence[position:]:
+            found.add(number)
+            if len(found) == self.num_slots:
+                break
+        return found
+
+    def _sum(self, numbers: Iterable[int]) -> int:
+        return sum(self.blocks[number].num_bytes for number in numbers)
+
+
+def untraced_plan(sizes: Sequence[int]) -> StreamPlan:
+    """For the visit that is traced: every weight comes when it is read and leaves with the next one."""
+    blocks = tuple(Block((index,), size) for index, size in enumerate(sizes))
+    return StreamPlan(blocks, (), {}, (), slot_bytes=0, num_slots=0)
+
+
+def plan_stream(
+    reads: Sequence[Read],
+    sizes: Sequence[int],
+    owned: Mapping[str, tuple[int, ...]],
+    budget_bytes: int | None = None,
+) -> StreamPlan:
+    """Turn a traced visit into a plan.
+
+    Args:
+        reads: the trace.
+        sizes: bytes of each segment.
+        owned: by the names of modules that the trace has not seen, the segments to bring should one be called later.
+        budget_bytes: hot set and ring together may take this; the weights read most often stay. None, no limit. The
+            ring, and weights whose reading no call announces, are needed whatever the limit.
+
+    Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
+    loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
+    """
+    units = _first_reads(reads)
+    unit_bytes = [sum(sizes[index] for index in unit) for unit in units]
+    slot_bytes = max([sum(unit_bytes) // _MAX_BLOCKS, *unit_bytes])
+    arriving = {index for read in reads if read.module is None or read.late for index in read.segments}
+    room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in arriving)
+    loads = _count_loads(reads, sizes, 2 * slot_bytes)
+    again = [index for index, count in loads.most_common() if count > 1 and index not in arriving]
+    # By segment, the read after which it need not stay.
+    ends = _within(_loops(reads, again), sizes, room) | dict.fromkeys(arriving, len(reads))
+    groups = [
+        *_grouped(units, ends, sizes, slot_bytes),
+        *(Block((index,), size) for index, size in enumerate(sizes) if index not in loads),
+    ]
+    block_of = {index: number for number, block in enumerate(groups) for index in block.segments}
+    sequence, reached = _sequence(reads, block_of, groups)
+    needs = _needs(reads, owned, block_of)
+    seen = {read.module for read in reads}
+    together = [sum(not groups[n].stays for n in blocks) for name, blocks in needs.items() if name in seen]
+    return StreamPlan(
+        blocks=tuple(b if b.leaves_at is None else replace(b, leaves_at=reached[b.leaves_at]) for b in groups),
+        sequence=tuple(sequence),
+        needs=needs,
+        at_arrival=tuple(sorted({block_of[index] for index in arriving})),
+        slot_bytes=max((groups[number].num_bytes for number in sequence if not groups[number].stays), default=0),
+        num_slots=1 + max([1, *together]),
+    )
+
+
+def _count_loads(reads: Sequence[Read], sizes: Sequence[int], capacity_bytes: int) -> Counter[int]:
+    """How often each segment would be brought if the least recently used ones made room."""
+    loads: Counter[int] = Counter()
+    present: OrderedDict[int, int] = OrderedDict()
+    for read in reads:
+        for index in read.segments:
+            loads[index] += index not in present
+            present[index] = sizes[index]
+            present.move_to_end(index)
+        while sum(present.values()) > capacity_bytes and len(present) > len(read.segments):
+            present.popitem(last=False)
+    return loads
+
+
+def _loops(reads: Sequence[Read], segments: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Of segments that are read again and again: the first read, and the last read of the loop around it.
+
+    A loop reads all its weights for the first time before it reads one for the last time.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, read in enumerate(reads):
+        for index in read.segments:
+            first.setdefault(index, number)
+            last[index] = number
+    return {
+        index: (first[index], max(last[other] for other in segments if first[index] <= first[other] <= last[index]))
+        for index in segments
+    }
+
+
+def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: int | None) -> dict[int, int]:
+    """The ends of those loops that fit `room` bytes at any time; what is loaded most often comes first."""
+    if room is None:
+        return {index: end for index, (_, end) in loops.items()}
+    # What stays at each moment at which something begins to stay.
+    taken = dict.fromkeys((begin for begin, _ in loops.values()), 0)
+    ends: dict[int, int] = {}
+    for index, (begin, end) in loops.items():
+        moments = [moment for moment in taken if begin <= moment <= end]
+        if all(taken[moment] + sizes[index] <= room for moment in moments):
+            ends[index] = end
+            for moment in moments:
+                taken[moment] += sizes[index]
+    return ends
+
+
+def _first_reads(reads: Sequence[Read]) -> list[tuple[int, ...]]:
+    """Of each read, the segments that were not read before: they should travel together."""
+    seen: set[int] = set()
+    units = []
+    for read in reads:
+        unit = tuple(index for index in read.segments if index not in seen)
+        seen.update(unit)
+        if unit:
+            units.append(unit)
+    return units
+
+
+def _grouped(
+    units: Sequence[tuple[int, ...]], ends: Mapping[int, int], sizes: Sequence[int], slot_bytes: int
+) -> list[Block]:
+    """Neighbours in the order of first use that leave together, as large as a slot at most."""
+    groups: list[Block] = []
+    open_group: dict[int | None, int] = {}  # by when it leaves, the group that still has room
+    for unit in units:
+        for end in dict.fromkeys(ends.get(index) for index in unit):
+            segments = tuple(index for index in unit if ends.get(index) == end)
+            num_bytes = sum(sizes[index] for index in segments)
+            number = open_group.get(end)
+            if number is None or groups[number].num_bytes + num_bytes > slot_bytes:
+                open_group[end] = len(groups)
+                groups.append(Block(tuple(sorted(segments)), num_bytes, end))
+            else:
+                group = groups[number]
+                groups[number] = Block(tuple(sorted(group.segments + segments)), group.num_bytes + num_bytes, end)
+    return groups
+
+
+def _needs(
+    reads: Sequence[Read], owned: Mapping[str, tuple[int, ...]], block_of: Mapping[int, int]
+) -> dict[str, tuple[int, ...]]:
+    called: dict[str, set[int]] = {}
+    for read in reads:
+        if read.module is not None and not read.late:
+            called.setdefault(read.module, set()).update(block_of[index] for index in read.segments)
+    others = {name: {block_of[index] for index in indices} for name, indices in owned.items()}
+    # One tuple for equal needs, so that going from module to module of a block is seen by identity.
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return {
+        name: same.setdefault(key, key)
+        for name, blocks in {**others, **called}.items()
+        if (key := tuple(sorted(blocks)))
+    }
+
+
+def _sequence(
+    reads: Sequence[Read], block_of: Mapping[int, int], blocks: Sequence[Block]
+) -> tuple[list[int], list[int]]:
+    """The expected sequence, and its length after each read; after the last one it has no end."""
+    sequence: list[int] = []
+    reached: list[int] = []
+    brought: set[int] = set()
+    for read in reads:
+        for number in dict.fromkeys(block_of[index] for index in read.segments):
+            if sequence[-1:] != [number] and not (blocks[number].stays and number in brought):
+                sequence.append(number)
+                brought.add(number)
+        reached.append(len(sequence))
+    return sequence, [*reached, len(sequence)]

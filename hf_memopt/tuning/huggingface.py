@@ -1,0 +1,299 @@
+"""A transformers model as a workload: built from its configuration alone and trained through Accelerate."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
+
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from hf_memopt.training.low_bit import low_bit_adamw
+from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning.model_config import building, read_config
+from hf_memopt.tuning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
+
+# From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
+_AUTO_CLASSES = {
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "masked": AutoModelForMaskedLM,
+    "causal": AutoModelForCausalLM,
+    "image-classification": AutoModelForImageClassification,
+}
+TASKS = ("auto", *_AUTO_CLASSES)
+DTYPES = ("float32", "bfloat16")
+PRECISIONS = ("no", "bf16", "fp16")
+ATTENTION = ("auto", "sdpa", "eager")
+CHECKPOINTING = ("none", "selective", "full")
+OFFLOAD = ("off", "auto", "inputs", "all")
+
+_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "adamw-8bit": lambda parameters: low_bit_adamw(8)(parameters),
+    "adamw-4bit": lambda parameters: low_bit_adamw(4)(parameters),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+}
+OPTIMIZERS = tuple(_OPTIMIZERS)
+_CHOICES = {"task": TASKS, "dtype": DTYPES, "precision": PRECISIONS, "attention": ATTENTION, "optimizer": OPTIMIZERS}
+
+# What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
+ACTIVATIONS = {
+    "kept": ("none", "off"),
+    "offloaded where free": ("none", "auto"),
+    "selectively checkpointed": ("selective", "off"),
+    "checkpointed": ("full", "off"),
+    "checkpointed, inputs offloaded": ("full", "inputs"),
+    "all offloaded": ("none", "all"),
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A transformers model, a batch without padding, and an update as Accelerate runs it.
+
+    Weights are neither downloaded nor allocated. The batch has no attention mask, so that attention may take the kernel
+    without one; labels are the inputs. fp16 is simulated without its loss scaler.
+
+    Args:
+        model: hub id, folder, or a config.json.
+        seq_len: tokens per sample, on both sides of an encoder-decoder; images have their configuration's size.
+        effective_batch: samples per update.
+        task: "causal", "masked", "seq2seq" or "image-classification"; "auto", by the configuration's architecture.
+        dtype: of the weights: "float32" or "bfloat16".
+        precision: of Accelerate's autocast: "no", "bf16" or "fp16".
+        attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
+        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
+            (torchao's), "sgd" (no momentum) or "adafactor".
+        lora_rank: train adapters of this rank on all linear layers (PEFT) and freeze the rest; None, train all weights.
+        max_grad_norm: gradients are clipped to this norm; None, they are not.
+        offload_threshold_mb: of `ActivationOffloader`.
+
+    Raises:
+        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
+            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
+            positions.
+    """
+
+    model: str
+    seq_len: int = 2048
+    effective_batch: int = 8
+    task: str = "auto"
+    dtype: str = "float32"
+    precision: str = "no"
+    attention: str = "auto"
+    optimizer: str = "adamw"
+    lora_rank: int | None = None
+    max_grad_norm: float | None = 1.0
+    offload_threshold_mb: float = 10.0
+    levers: tuple[Lever, ...] = field(default=(Lever("activations", tuple(ACTIVATIONS)),), init=False)
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            _check_choice(name, getattr(self, name), known)
+        for name in ("seq_len", "effective_batch", "lora_rank"):
+            COUNT.check(name, getattr(self, name))
+        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
+        if self.lora_rank is not None:
+            _import_peft(self.lora_rank)
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if longest is not None and self.seq_len > longest and self.kind != "image-classification":
+            raise ValueError(f"seq_len={self.seq_len} is longer than the model's max_position_embeddings={longest}")
+
+    @property
+    def name(self) -> str:
+        return self.model
+
+    @property
+    def micro_batches(self) -> list[int]:
+        return divisors(self.effective_batch)
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration, which says everything about shapes."""
+        return read_config(self.model)
+
+    @cached_property
+    def kind(self) -> str:
+        """The task that is simulated."""
+        possible = [task for task, auto in _AUTO_CLASSES.items() if type(self.config) in auto._model_mapping]
+        if self.task != "auto":
+            possible = [task for task in possible if task == self.task]
+        named = [task for task in possible if self._class_name(task) in (self.config.architectures or ())]
+        if not possible:
+            wanted = "any task of " + ", ".join(_AUTO_CLASSES) if self.task == "auto" else f"task={self.task!r}"
+            raise ValueError(
+                f"model={self.model!r}: transformers has no class of model_type={self.config.model_type!r} for {wanted}"
+                "; write setup and step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
+            )
+        return (named or possible)[0]
+
+    def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
+        return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
+
+    def step_with(self, checkpointing: str, offload: str, micro_batch: int) -> SimulatedStep:
+        """The step with these ways to handle activations.
+
+        Args:
+            checkpointing: "none", "selective" (`apply_selective_checkpointing`) or "full" (transformers' own).
+            offload: "off" or a mode of `ActivationOffloader`, which needs `card` in `estimate_peak_memory`.
+            micro_batch: samples per forward pass, a divisor of `effective_batch`.
+
+        Raises:
+            ValueError: an option is unknown, or they do not go together.
+        """
+        _check_choice("checkpointing", checkpointing, CHECKPOINTING)
+        _check_choice("offload", offload, OFFLOAD)
+        if offload == "inputs" and checkpointing == "none":
+            raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
+        if micro_batch < 1 or self.effective_batch % micro_batch:
+            raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
+        num_micro_batches = min(2, self.effective_batch // micro_batch)
+        _ = self.kind, self._class_name(self.kind)  # imported once, before processes are forked
+        return SimulatedStep(
+            setup=lambda device: _Update(self, checkpointing, offload, micro_batch, num_micro_batches),
+            step=lambda update: update.run(),
+            num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
+            num_micro_batches=num_micro_batches,
+        )
+
+    def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
+        """An accelerate config; the settings as JSON; and flags for `train_causal_lm.py` if it can train with them."""
+        checkpointing, offload = ACTIVATIONS[settings["activations"]]
+        accumulation = self.effective_batch // micro_batch
+        chosen = asdict(self) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
+        chosen |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload}
+        del chosen["levers"]
+        (folder / "settings.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+        written = [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "settings.json"]
+        if self._is_for_the_recipe(checkpointing):
+            flags = {
+                "model": self.model,
+                "dtype": self.dtype,
+                "block_size": self.seq_len,
+                "per_device_batch_size": micro_batch,
+                "gradient_accumulation_steps": accumulation,
+                "max_grad_norm": self.max_grad_norm,
+                "offload": offload,
+                "offload_threshold_mb": self.offload_threshold_mb,
+            }
+            lines = [f"--{name}={value}" for name, value in flags.items()]
+            lines += ["--gradient_checkpointing"] if checkpointing == "full" else []
+            (folder / "causal_lm.args").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            written.append(folder / "causal_lm.args")
+        return written
+
+    def command(self, written: list[Path]) -> str:
+        """The recipe's, if it can train with these settings."""
+        config, settings, *flags = written
+        script = f"-m hf_memopt.recipes.train_causal_lm @{flags[0]}" if flags else f"a script with {settings}"
+        return f"accelerate launch --config_file {config} {script}"
+
+    def _is_for_the_recipe(self, checkpointing: str) -> bool:
+        """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
+        trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
+        return trains_all and checkpointing != "selective" and (self.optimizer, self.attention) == ("adamw", "auto")
+
+    def _class_name(self, task: str) -> str:
+        model_class = _AUTO_CLASSES[task]._model_mapping[type(self.config)]
+        return str((model_class[0] if isinstance(model_class, tuple) else model_class).__name__)
+
+
+class _Update:
+    """One update with Accelerate, on the device that its `Accelerator` finds."""
+
+    def __init__(
+        self, options: HuggingFaceModel, checkpointing: str, offload: str, micro_batch: int, num_micro_batches: int
+    ) -> None:
+        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
+        precision = "bf16" if options.precision == "fp16" else options.precision
+        self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        with self._accelerator.device:
+            model = _build(options, checkpointing)
+            self._batch = _batch(options, micro_batch)
+        optimizer = _OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
+        # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
+        self._accelerator.state._mixed_precision = options.precision
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._accelerator.state._mixed_precision = precision
+        self._max_grad_norm = options.max_grad_norm
+        self._num_micro_batches = num_micro_batches
+        self._offloader = None
+        if offload != "off":
+            self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
+
+    def run(self) -> None:
+        for _ in range(self._num_micro_batches):
+            with self._accelerator.accumulate(self._model):
+                self._accelerator.backward(self._loss())
+                if self._accelerator.sync_gradients and self._max_grad_norm is not None:
+                    self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+
+    def _loss(self) -> Tensor:
+        saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
+        with saving:
+            loss: Tensor = self._model(**self._batch).loss
+        return loss
+
+
+def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
+    auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
+    attention = None if options.attention == "auto" else options.attention
+    with building(f"model={options.model!r}"):
+        model: Any = auto.from_config(
+            options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    model.config.use_cache = False
+    model.train()
+    if options.lora_rank is not None:
+        peft = _import_peft(options.lora_rank)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora_rank, target_modules="all-linear"))
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing == "selective":
+        apply_selective_checkpointing(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _batch(options: HuggingFaceModel, micro_batch: int) -> dict[str, Tensor]:
+    if options.kind == "image-classification":
+        size = getattr(options.config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = getattr(options.config, "num_channels", 3)
+        labels = torch.zeros(micro_batch, dtype=torch.long)
+        return {"pixel_values": torch.zeros(micro_batch, channels, height, width), "labels": labels}
+    tokens = torch.zeros(micro_batch, options.seq_len, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _import_peft(lora_rank: int) -> Any:
+    """Before processes are forked, since it takes a while."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
+    return peft
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")

@@ -1,0 +1,232 @@
+"""The cheapest settings with which a workload fits a card, every candidate simulated."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tqdm import tqdm
+
+from hf_memopt.estimate.accounting.step_phases import BACKWARD, FORWARD
+from hf_memopt.estimate.estimate import MemoryEstimate, SimulationOptions, simulate
+from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
+from hf_memopt.estimate.simulation.child_process import run_all_isolated
+from hf_memopt.ranges import COUNT
+from hf_memopt.tuning.workload import Lever, Settings, Workload
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate, simulated.
+
+    Attributes:
+        settings: value of each lever.
+        micro_batch: samples per forward pass.
+        accumulation: forward passes per update.
+        update_ms: predicted time of one update, of `effective_batch` samples; good for ratios.
+        needed_bytes: the least device memory with which the allocator gets through, allowances included.
+        fits: whether that and the host's memory suffice.
+        estimate: of the step.
+    """
+
+    settings: Settings
+    micro_batch: int
+    accumulation: int
+    update_ms: float
+    needed_bytes: int
+    fits: bool
+    estimate: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was simulated for a card, and the best of it.
+
+    Attributes:
+        workload: its name.
+        levers: that were tried.
+        card: that it must fit.
+        host_bytes: of the host's memory that may be used; None, any.
+        rows: all candidates that were simulated, those that fit first, then by time.
+    """
+
+    workload: str
+    levers: tuple[Lever, ...]
+    card: Card
+    host_bytes: int | None
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row:
+        """The fastest that fits."""
+        return self.rows[0]
+
+
+class NothingFitsError(ValueError):
+    """No settings fit; the message says what would be needed.
+
+    Attributes:
+        smallest: the candidate that needs least.
+    """
+
+    def __init__(self, message: str, smallest: Row) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+def plan(
+    workload: Workload,
+    *,
+    gpu: str | Card,
+    host: str | None = None,
+    link: str | None = None,
+    num_workers: int | None = None,
+    progress: bool = True,
+) -> TrainingPlan:
+    """Simulates a workload's settings on a card and ranks them by predicted time.
+
+    For every combination of levers the largest micro-batch that fits is found by bisection, since the peak is convex in
+    the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits with the whole batch at
+    once are left out: they could only be slower.
+
+    Args:
+        workload: what to train.
+        gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
+        host: how much host memory may be used, such as "32GiB"; None, any.
+        link: bandwidth between host and device, such as "12GBps"; None, the card's.
+        num_workers: how many simulations run at once; None, one per core.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: `gpu`, `host` or `link` is unreadable, `num_workers` is no count, or the card is smaller than what
+            it keeps for itself.
+        NothingFitsError: with the smallest card that would do.
+
+    Cost: seconds for each simulation; a few for each combination of levers.
+    """
+    COUNT.check("num_workers", num_workers)
+    link_bytes_per_s = None if link is None else parse_size(link, "link")
+    card = gpu if isinstance(gpu, Card) else find_card(gpu, link_bytes_per_s)
+    search = _Search(workload, card, None if host is None else parse_size(host, "host"))
+    num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
+    rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
+    result = TrainingPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))
+    if not result.best.fits:
+        raise _nothing_fits(result)
+    return result
+
+
+class _Search:
+    """All combinations of levers, for each the micro-batches that bisection asks for."""
+
+    def __init__(self, workload: Workload, card: Card, host_bytes: int | None) -> None:
+        self.host_bytes = host_bytes
+        self._workload, self._card = workload, card
+        self._kept_bytes = sum(allowances(card).values())
+        self._room_bytes = card.memory_bytes - self._kept_bytes
+        if self._room_bytes <= 0:
+            raise ValueError(
+                f"gpu={card.name!r}: {card.memory_bytes} bytes are less than the {self._kept_bytes} that are "
+                "kept for the device context and libraries; use a larger one"
+            )
+        self._micro_batches = workload.micro_batches
+        self._rows: list[Row] = []
+
+    def run(self, num_workers: int, progress: bool) -> list[Row]:
+        """Each combination in a process of its own."""
+        combinations = list(_combinations(self._workload.levers))
+        with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
+
+            def explorations(chosen: Sequence[Settings]) -> Iterator[Callable[[], list[Row]]]:
+                for settings in chosen:
+                    if self._is_needless(settings):
+                        bar.update()
+                    else:
+                        yield partial(self.explore, settings)
+
+            # The first changes nothing: what it shows may spare all others.
+            for part in (combinations[:1], combinations[1:]):
+                for rows in run_all_isolated(explorations(part), num_workers):
+                    self._rows += rows
+                    bar.update()
+        return self._rows
+
+    def explore(self, settings: Settings) -> list[Row]:
+        """Find the largest micro-batch that fits with these settings."""
+        rows = []
+        fitting, failing = -1, len(self._micro_batches)
+        while failing - fitting > 1:
+            position = self._next(fitting, failing)
+            rows.append(self._simulate(settings, self._micro_batches[position]))
+            fitting, failing = (position, failing) if rows[-1].fits else (fitting, position)
+        return rows
+
+    def _next(self, fitting: int, failing: int) -> int:
+        """The smallest first, then the largest: on most cards a combination fails at one or fits at the other."""
+        if fitting == -1:
+            return 0
+        last = len(self._micro_batches) - 1
+        return last if failing > last and fitting == 0 else (fitting + failing) // 2
+
+    def _is_needless(self, settings: Settings) -> bool:
+        """Whether something that spends less in every respect fits with the whole batch at once."""
+        ranks = self._ranks(settings)
+        return any(
+            row.fits
+            and row.accumulation == 1
+            and all(spent <= other for spent, other in zip(self._ranks(row.settings), ranks, strict=True))
+            for row in self._rows
+        )
+
+    def _ranks(self, settings: Settings) -> list[int]:
+        return [lever.values.index(settings[lever.name]) for lever in self._workload.levers]
+
+    def _simulate(self, settings: Settings, micro_batch: int) -> Row:
+        simulated = self._workload.simulated(settings, micro_batch)
+        options = SimulationOptions(num_steps=simulated.num_steps, card=self._card)
+        estimate = simulate(simulated.setup, simulated.step, options)
+        accumulation = self._workload.effective_batch // micro_batch
+        needed_bytes = estimate.trace.smallest_capacity()
+        fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
+        return Row(
+            settings=settings,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            update_ms=_update_ms(estimate, accumulation / simulated.num_micro_batches),
+            needed_bytes=needed_bytes + self._kept_bytes,
+            fits=fits_host and needed_bytes <= self._room_bytes,
+            estimate=estimate,
+        )
+
+
+def _update_ms(estimate: MemoryEstimate, repeats: float) -> float:
+    """Forward and backward as often as an update needs them, everything else once."""
+    return sum(time * (repeats if phase in (FORWARD, BACKWARD) else 1) for phase, time in estimate.phases_ms.items())
+
+
+def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
+    """All settings, those that spend least first."""
+    ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
+    for chosen in sorted(ranks, key=lambda each: (sum(each), each)):
+        yield {lever.name: lever.values[rank] for lever, rank in zip(levers, chosen, strict=True)}
+
+
+def _nothing_fits(result: TrainingPlan) -> NothingFitsError:
+    on_host = [row for row in result.rows if result.host_bytes is None or row.estimate.host_bytes <= result.host_bytes]
+    smallest = min(on_host or result.rows, key=lambda row: row.needed_bytes)
+    estimate = smallest.estimate
+    largest = next(iter(estimate.breakdown))
+    return NothingFitsError(
+        f"gpu={result.card.name!r}: no settings of {result.workload} fit. The smallest need "
+        f"{smallest.needed_bytes / 2**30:.2f} GiB ({describe(smallest)}), and their peak is in {estimate.phase}, where "
+        f"{largest} take {estimate.breakdown[largest] / 2**30:.2f} GiB. Use a card of that size, or a smaller model, "
+        "or fewer trainable parameters (LoRA)",
+        smallest,
+    )
+
+
+def describe(row: Row) -> str:
+    """Settings in words."""
+    settings = [f"{name} {value}" for name, value in row.settings.items()]
+    return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

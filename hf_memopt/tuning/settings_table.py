@@ -1,0 +1,132 @@
+"""A plan in words and as a table."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from hf_memopt.estimate.gpus import allowances
+from hf_memopt.tuning.settings_search import Row, TrainingPlan, describe
+from hf_memopt.tuning.workload import Lever
+
+_GIB = 2**30
+
+
+def table(plan: TrainingPlan) -> str:
+    """All candidates as a Markdown table: those that fit first, by time."""
+    heads = [
+        "micro-batch",
+        *(lever.name for lever in plan.levers),
+        "peak GiB",
+        "needs GiB",
+        "host GiB",
+        "peak in",
+        "time",
+        "fits",
+    ]
+    rows = [_cells(row, plan) for row in plan.rows]
+    widths = [max(len(cells[column]) for cells in [heads, *rows]) for column in range(len(heads))]
+    lines = [heads, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+def _cells(row: Row, plan: TrainingPlan) -> list[str]:
+    return [
+        f"{row.micro_batch} x {row.accumulation}",
+        *(str(row.settings[lever.name]) for lever in plan.levers),
+        f"{row.estimate.peak_bytes / _GIB:.2f}",
+        f"{row.needed_bytes / _GIB:.2f}",
+        f"{row.estimate.host_bytes / _GIB:.2f}",
+        row.estimate.phase,
+        f"{row.update_ms / plan.best.update_ms:.2f}",
+        "yes" if row.fits else "no",
+    ]
+
+
+def as_json(plan: TrainingPlan) -> dict[str, Any]:
+    """Everything that the table shows, in bytes and milliseconds."""
+    return {
+        "workload": plan.workload,
+        "card": asdict(plan.card),
+        "host_bytes": plan.host_bytes,
+        "allowances": allowances(plan.card),
+        "rows": [_row_as_json(row) for row in plan.rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    estimate = row.estimate
+    return {
+        "settings": dict(row.settings),
+        "micro_batch": row.micro_batch,
+        "accumulation": row.accumulation,
+        "fits": row.fits,
+        "update_ms": row.update_ms,
+        "needed_bytes": row.needed_bytes,
+        "peak_bytes": estimate.peak_bytes,
+        "host_bytes": estimate.host_bytes,
+        "phase": estimate.phase,
+        "breakdown": estimate.breakdown,
+        "confidence": estimate.confidence,
+        "assumptions": list(estimate.assumptions),
+    }
+
+
+def headline(plan: TrainingPlan) -> str:
+    """The choice in one line."""
+    best = plan.best
+    return (
+        f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / _GIB:.1f} GiB): {describe(best)}; peak "
+        f"{best.estimate.peak_bytes / _GIB:.2f} GiB of tensors in {best.estimate.phase}, "
+        f"{best.needed_bytes / _GIB:.2f} GiB with allocator and allowances; confidence {best.estimate.confidence}"
+    )
+
+
+def explain(plan: TrainingPlan) -> list[str]:
+    """Why each lever is used or not, from what was simulated."""
+    lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
+    kept = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in allowances(plan.card).items())
+    return [*lines, f"Kept free, assumed and not measured: {kept}.", *_assumptions(plan)]
+
+
+def _explain_micro_batch(plan: TrainingPlan) -> str:
+    best = plan.best
+    larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
+    if not larger:
+        return f"micro-batch {best.micro_batch}: the whole batch fits at once."
+    following = min(larger, key=lambda row: row.micro_batch)
+    if following.fits:
+        ratio = following.update_ms / best.update_ms
+        return (
+            f"micro-batch {best.micro_batch}, not {following.micro_batch}: an update takes {ratio:.2f} times as long."
+        )
+    return (
+        f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
+        f"{following.needed_bytes / _GIB:.2f} GiB with these settings."
+    )
+
+
+def _explain(plan: TrainingPlan, lever: Lever) -> Iterator[str]:
+    chosen = plan.best.settings[lever.name]
+    for value in lever.values:
+        if value == chosen:
+            continue
+        rows = [row for row in plan.rows if row.settings[lever.name] == value]
+        fitting = [row for row in rows if row.fits]
+        if fitting:
+            ratio = min(row.update_ms for row in fitting) / plan.best.update_ms
+            yield f"{lever.name} {chosen}, not {value}: with {value} an update takes {ratio:.2f} times as long."
+        elif rows:
+            needed = min(row.needed_bytes for row in rows) / _GIB
+            yield f"{lever.name} {chosen}, not {value}: with {value} nothing fits; {needed:.2f} GiB at least."
+        else:
+            yield f"{lever.name} {chosen}, not {value}: not needed, since the whole batch fits without it."
+
+
+def _assumptions(plan: TrainingPlan) -> list[str]:
+    estimate = plan.best.estimate
+    lines = [f"Assumed: {assumption}." for assumption in estimate.assumptions]
+    if estimate.unreached:
+        lines.append(f"Got no gradient in the simulation: {', '.join(estimate.unreached[:5])}.")
+    return lines

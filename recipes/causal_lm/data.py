@@ -1,0 +1,152 @@
+"""Text for `train_causal_lm.py`: where it comes from, its tokenizer, and how it is packed into blocks.
+
+The default corpus is the documentation that every Python installation carries: the language reference behind `help()`
+(the module `pydoc_data.topics`) and the docstrings of the standard library, about 2 MB of English prose and examples.
+It is under the PSF License Agreement (https://docs.python.org/3/license.html), read at run time from the interpreter
+that runs this, and the same for every run on one installation.
+"""
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_memopt.recipes.common.options import DataOptions, ModelOptions
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Tests and applications, and what some distributions install separately.
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils"}
+_LEFT_OUT |= {"site-packages", "dist-packages"}
+
+
+def read_texts(options: DataOptions) -> Dataset:
+    """The corpus as a dataset with one document per row in the column `text`.
+
+    Raises:
+        ValueError: a file or dataset cannot be read; names it and the remedy.
+    """
+    if options.text_file and options.dataset:
+        raise ValueError(f"text_file={options.text_file} and dataset={options.dataset!r} exclude each other; pass one")
+    if options.dataset:
+        return _read_dataset(options, options.dataset)
+    documents = [_read_file(Path(name)) for name in options.text_file] or list(python_documentation())
+    return Dataset.from_dict({"text": documents})
+
+
+def describe_corpus(options: DataOptions) -> str:
+    if options.dataset:
+        return f"dataset {options.dataset}"
+    return ", ".join(options.text_file) or "Python's documentation (PSF licence), from this interpreter"
+
+
+def python_documentation() -> Iterator[str]:
+    """One document per topic of the language reference, and one per module with docstrings, in a fixed order.
+
+    Parses some 500 files, in about three seconds.
+    """
+    yield from (text for _, text in sorted(topics.items()))
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.rglob("*.py")):
+        if not _LEFT_OUT & set(file.relative_to(library).parts):
+            docstrings = "\n\n".join(_docstrings(file.read_bytes()))
+            if docstrings:
+                yield docstrings
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # old escapes in other people's strings
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from filter(None, [ast.get_docstring(node)])
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text_file={str(file)!r} cannot be read as UTF-8 text: {error}") from error
+
+
+def _read_dataset(options: DataOptions, name: str) -> Dataset:
+    try:
+        found = load_dataset(name, options.dataset_config, split=options.split, trust_remote_code=False)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise ValueError(
+            f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r} cannot be loaded; "
+            f"pass what `datasets.load_dataset` takes: {error}"
+        ) from error
+    assert isinstance(found, Dataset)  # a split was named
+    if options.text_column not in found.column_names:
+        raise ValueError(f"text_column={options.text_column!r} is not in {name!r}; choose from {found.column_names}")
+    return found.select_columns(options.text_column).rename_column(options.text_column, "text")
+
+
+def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizerBase:
+    """The tokenizer that was named, the model's, or one trained on the texts.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no token that ends a document.
+    """
+    name = options.tokenizer or options.model
+    if name is None:
+        return train_tokenizer(texts, options.vocab_size)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer={name!r} has no end-of-sequence token to put between documents; set its eos_token")
+    return tokenizer
+
+
+def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with one special token. The same texts give the same tokenizer."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts["text"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
+
+
+def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:
+    """Tokens in blocks of `block_size`, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
+
+    Documents follow each other with the end-of-sequence token between them. What does not fill the last block of a
+    thousand documents is left out. Held-out blocks may come from the same documents as others.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    size = options.block_size
+
+    def into_blocks(rows: dict[str, list[str]]) -> dict[str, Any]:
+        documents = tokenizer(rows["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in documents))
+        return {"input_ids": [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]}
+
+    blocks = texts.map(into_blocks, batched=True, remove_columns=texts.column_names, desc="Tokens")
+    num_held_out = round(options.held_out * len(blocks))
+    if not 0 < num_held_out < len(blocks):
+        raise ValueError(
+            f"block_size={size}: the text gives {len(blocks)} blocks and held_out={options.held_out} would set "
+            f"{num_held_out} of them aside; use more text, shorter blocks or another share"
+        )
+    return blocks.train_test_split(test_size=num_held_out, seed=seed)

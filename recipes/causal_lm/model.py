@@ -1,0 +1,90 @@
+"""The model and the offloader of `train_causal_lm.py`, as its flags describe them."""
+
+import json
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.recipes.common.options import ModelOptions, OffloadOptions
+from hf_memopt.tuning.model_config import building, check_sizes
+
+
+def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
+    """A pretrained model, or one from scratch whose weights torch's seed decides.
+
+    Raises:
+        ValueError: it cannot be loaded, an override is no setting of its type, or its context is too short.
+    """
+    dtype = getattr(torch, options.dtype)
+    if options.model is None:
+        config = _new_config(options, tokenizer)
+        with building(f"config_overrides={options.config_overrides!r}"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    else:
+        model = _load(options.model, dtype)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and block_size > longest:
+        raise ValueError(f"block_size={block_size} is longer than the model's max_position_embeddings={longest}")
+    model.config.use_cache = False
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def make_offloader(mode: str, options: OffloadOptions, device: torch.device) -> ActivationOffloader | None:
+    """A new offloader for a model on `device`; None in mode "off"."""
+    if mode == "off":
+        return None
+    return ActivationOffloader(
+        mode=mode,
+        offload_threshold_mb=options.offload_threshold_mb,
+        prefetch_ahead=options.prefetch_ahead,
+        pin_memory=options.pin_memory,
+        budget_gib=options.budget_gib if mode == "auto" else None,
+        max_slowdown=options.max_slowdown,
+        host_budget_gib=options.host_budget_gib,
+        copier=SyncCopier() if options.cpu_copies and device.type == "cpu" else None,
+    )
+
+
+def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={name!r} cannot be loaded; pass a hub id or folder of a causal LM: {error}") from error
+
+
+def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
+    overrides = _overrides(options.config_overrides)
+    if options.model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={options.model_type!r} is unknown to transformers; use qwen3, for example")
+    known = AutoConfig.for_model(options.model_type)
+    for name in overrides:
+        if not hasattr(known, name):
+            raise ValueError(
+                f"config_overrides={options.config_overrides!r}: {options.model_type} has no setting {name!r}; see "
+                f"transformers' {type(known).__name__}"
+            )
+    token = tokenizer.eos_token_id
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": token, "eos_token_id": token, "pad_token_id": token}
+    source = f"config_overrides={options.config_overrides!r}"
+    with building(source):
+        config = AutoConfig.for_model(options.model_type, **{**tokens, **overrides})
+    check_sizes(config, source)
+    return config
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    """`a=1,b=true,c=silu` with values as in JSON, and words as strings."""
+    overrides = {}
+    for setting in filter(None, text.split(",")):
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"config_overrides={text!r}: {setting!r} is not of the form name=value")
+        try:
+            overrides[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[name.strip()] = value
+    return overrides

@@ -1,0 +1,106 @@
+"""Plans for `train_causal_lm.py`: its own update, run on fake tensors."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_memopt.memory import MemoryTracker
+from hf_memopt.recipes import train_causal_lm as recipe
+from hf_memopt.recipes.causal_lm import data as data
+from hf_memopt.recipes.causal_lm.model import make_model, make_offloader
+from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
+from hf_memopt.recipes.common.flags import read_flags
+from hf_memopt.recipes.common.options import Options
+
+
+def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
+    """The workload of a file of flags, as for `train_causal_lm.py @FILE`.
+
+    Args:
+        config_path: one flag per line.
+        precision: "no", "bf16", or "auto" to try both.
+        effective_batch: blocks per update; None, what the flags make it.
+    """
+    options = Options(*read_flags(Options.__annotations__.values(), recipe.__doc__, [f"@{config_path}"]))
+    tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))
+    return CausalLM(options, tokenizer, precision=precision, effective_batch=effective_batch)
+
+
+class CausalLM(RecipeWorkload):
+    """A causal language model with the flags of its recipe; `tokenizer` gives one from scratch its vocabulary."""
+
+    MODULE = "hf_memopt.recipes.train_causal_lm"
+    LEVERS: ClassVar = {
+        "activations": {
+            "kept": {"model.gradient_checkpointing": False, "offload.offload": "off"},
+            "offloaded where free": {"model.gradient_checkpointing": False, "offload.offload": "auto"},
+            "checkpointed": {"model.gradient_checkpointing": True, "offload.offload": "off"},
+            "checkpointed, inputs offloaded": {"model.gradient_checkpointing": True, "offload.offload": "inputs"},
+        }
+    }
+
+    def __init__(
+        self, options: Options, tokenizer: Any, *, precision: str = "no", effective_batch: int | None = None
+    ) -> None:
+        training = options.training
+        given = training.per_device_batch_size * training.gradient_accumulation_steps
+        name = options.model.model or f"{options.model.model_type} from scratch"
+        super().__init__(name, options, given if effective_batch is None else effective_batch, precision)
+        self._tokenizer = tokenizer
+
+    def batching(self, micro_batch: int) -> Changes:
+        return {
+            "training.per_device_batch_size": micro_batch,
+            "training.gradient_accumulation_steps": self.effective_batch // micro_batch,
+        }
+
+    def setup(self, options: Options, precision: str) -> tuple["recipe.Run", Iterator[dict[str, Tensor]]]:
+        training = options.training
+        num_micro_batches = self.num_simulated(options, training.gradient_accumulation_steps)
+        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
+        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        with _weights_from_config(), accelerator.device:
+            model = make_model(options.model, self._tokenizer, options.data.block_size)
+        model.train()
+        optimizer = recipe.make_optimizer(model, training, accelerator.device)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        run = recipe.Run(
+            accelerator=accelerator,
+            model=model,
+            optimizer=optimizer,
+            scheduler=schedule,
+            batches=None,
+            offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
+            mode=options.offload.offload,
+            held_out=None,
+            max_grad_norm=training.max_grad_norm,
+            memory=MemoryTracker("cpu"),
+        )
+        return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
+
+    def step(self, state: Any) -> Tensor:
+        return recipe.update(*state)
+
+
+def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    while True:
+        yield {"input_ids": torch.zeros(shape, dtype=torch.long, device=device)}
+
+
+def _weights_from_config() -> AbstractContextManager[Any]:
+    """A pretrained model's shapes are in its configuration; nothing is loaded."""
+
+    def from_config(name: str, dtype: torch.dtype, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+    return patch.object(AutoModelForCausalLM, "from_pretrained", from_config)

@@ -1,0 +1,105 @@
+"""The training of `train_causal_lm.py` by transformers' Trainer instead of a loop of its own."""
+
+import math
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from datasets import DatasetDict
+from transformers import (
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_memopt.callbacks import attach
+from hf_memopt.recipes.causal_lm.model import make_model, make_offloader
+from hf_memopt.recipes.common import cost as report
+from hf_memopt.recipes.common.options import Options, TrainingOptions, resumed_folder
+
+
+def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict) -> dict[str, Any]:
+    """Train, evaluate and save; returns what is written to `results.json`.
+
+    Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
+    forward passes, which is the same for blocks of equal size.
+    """
+    resumed = resumed_folder(options.training)
+    set_seed(options.training.seed)
+    mode = options.offload.offload
+    trainer = Trainer(
+        make_model(options.model, tokenizer, options.data.block_size),
+        training_arguments(options.training),
+        train_dataset=with_labels(blocks["train"]),
+        eval_dataset=with_labels(blocks["test"]),
+        data_collator=default_data_collator,
+    )
+    offloader = make_offloader(mode, options.offload, trainer.accelerator.device)
+    attach(trainer, offloader=offloader)
+    meter = report.Meter(mode, trainer.accelerator.device, offloader)
+    trainer.add_callback(MeterCallback(meter))
+    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    report.announce(mode, num_parameters, options, trainer.accelerator)
+    trainer.train(resume_from_checkpoint=resumed)
+    cost = meter.cost()
+    if trainer.state.global_step % options.training.eval_every:
+        trainer.evaluate()
+    trainer.save_model()
+    return report.results(options, trainer.accelerator, history(trainer.state), cost)
+
+
+def training_arguments(training: TrainingOptions) -> TrainingArguments:
+    return TrainingArguments(
+        training.output_dir,
+        max_steps=training.max_steps,
+        per_device_train_batch_size=training.per_device_batch_size,
+        per_device_eval_batch_size=training.per_device_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        max_grad_norm=training.max_grad_norm,
+        logging_steps=training.log_every,
+        eval_strategy="steps",
+        eval_steps=training.eval_every,
+        save_strategy="steps" if training.checkpointing_steps else "no",
+        save_steps=training.checkpointing_steps or training.max_steps,
+        save_total_limit=training.checkpoints_total_limit,
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        seed=training.seed,
+        report_to=training.report_to,
+    )
+
+
+class MeterCallback(TrainerCallback):
+    """Measures each update of a Trainer."""
+
+    def __init__(self, meter: report.Meter) -> None:
+        self._meter = meter
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._meter.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._meter.end()
+
+
+def with_labels(blocks: Any) -> Any:
+    return blocks.map(lambda row: {"labels": row["input_ids"]})
+
+
+def history(state: TrainerState) -> list[dict[str, float]]:
+    """Trainer's log in the form of this recipe's own."""
+    entries: list[dict[str, float]] = []
+    for entry in state.log_history:
+        kept = {name: entry[name] for name in ("loss", "learning_rate", "eval_loss") if name in entry}
+        if "eval_loss" in kept:
+            kept["perplexity"] = math.exp(kept["eval_loss"])
+        if kept:
+            entries.append({"update": entry["step"], **kept})
+    return entries

@@ -1,0 +1,216 @@
+"""The images of `train_fluxflow.py`: drawn, in folders, or of any dataset, in batches of one shape each."""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from datasets.distributed import split_dataset_by_node
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_memopt.recipes.fluxflow.options import DataOptions
+
+Size = tuple[int, int]  # width and height, as PIL has them
+
+NUM_SHAPES = 4
+DRAWN_RATIOS = (3 / 4, 1.0, 4 / 3)
+
+
+class Source(NamedTuple):
+    """Images of a dataset, the column that they are in, and the shapes that they are brought to."""
+
+    samples: Any
+    column: str
+    buckets: list[Size]
+
+
+def load(options: DataOptions, stride: int, seed: int) -> Source:
+    """Open the dataset, or draw one.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no such column of images.
+    """
+    buckets = [bucket(options.resolution, ratio, stride) for ratio in options.aspect_ratios]
+    if options.image_folder is None and options.dataset is None:
+        return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets)
+    samples = _open(options)
+    columns = samples.column_names  # None where a stream does not say
+    if columns is not None and options.image_column not in columns:
+        raise ValueError(f"image_column={options.image_column!r}: the dataset has the columns {', '.join(columns)}")
+    samples = samples.select_columns(options.image_column)
+    return Source(samples.cast_column(options.image_column, datasets.Image(mode="RGB")), options.image_column, buckets)
+
+
+def _open(options: DataOptions) -> Any:
+    given, name, more = ("image_folder", "imagefolder", {"data_dir": options.image_folder})
+    if options.dataset is not None:
+        given, name, more = ("dataset", options.dataset, {"name": options.dataset_config})
+    try:
+        return datasets.load_dataset(
+            name, split=options.split, streaming=options.streaming, trust_remote_code=False, **more
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given}={getattr(options, given)!r} cannot be loaded: {error}") from error
+
+
+def describe(options: DataOptions) -> str:
+    """Where the images come from."""
+    if options.image_folder is not None:
+        return f"images in {options.image_folder}"
+    if options.dataset is not None:
+        return f"{options.dataset}, {options.split}" + (", streamed" if options.streaming else "")
+    return f"{options.num_drawn:,} drawn images"
+
+
+def bucket(resolution: int, ratio: float, stride: int) -> Size:
+    """About as many pixels as `resolution` squared, sides in that ratio, and multiples of the VAE's stride."""
+    width, height = (resolution * math.sqrt(ratio), resolution / math.sqrt(ratio))
+    return nearest_multiple(width, stride), nearest_multiple(height, stride)
+
+
+def nearest_multiple(length: float, stride: int) -> int:
+    """At least one stride."""
+    return max(1, round(length / stride)) * stride
+
+
+def rescaled(images: Tensor, scale: float, stride: int) -> Tensor:
+    """Images `(batch, 3, height, width)` at another resolution, their sides still multiples of the stride."""
+    size = [nearest_multiple(side * scale, stride) for side in images.shape[2:]]
+    if size == list(images.shape[2:]):
+        return images
+    return torch.nn.functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
+
+
+def fitted(image: Image.Image, size: Size) -> Tensor:
+    """Scaled to cover `size`, the rest cropped on both sides alike: `(3, height, width)` in [-1, 1]."""
+    pixels = np.asarray(ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS))
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float().div_(127.5).sub_(1)
+
+
+class BucketBatches(IterableDataset[Tensor]):
+    """Batches of images of one bucket each, `(batch_size, 3, height, width)`; what fills no batch is left out."""
+
+    def __init__(self, source: Source, batch_size: int) -> None:
+        self._source = source
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        waiting: defaultdict[Size, list[Tensor]] = defaultdict(list)
+        for sample in self._source.samples:
+            image = sample[self._source.column]
+            size = nearest_bucket(image, self._source.buckets)
+            waiting[size].append(fitted(image, size))
+            if len(waiting[size]) == self._batch_size:
+                yield torch.stack(waiting.pop(size))
+
+
+def nearest_bucket(image: Image.Image, buckets: list[Size]) -> Size:
+    """That of the nearest aspect ratio, compared as logarithms."""
+    width, height = ImageOps.exif_transpose(image).size
+    return min(buckets, key=lambda size: abs(math.log(width / height) - math.log(size[0] / size[1])))
+
+
+class EndlessBatches:
+    """One epoch after the other, shuffled anew for each; `position` says where it is and where to go on.
+
+    Args:
+        make_loader: the batches of an epoch, always the same ones in the same order.
+        position: epoch, and how many of its batches have been given out.
+
+    Going on in the middle of an epoch reads its first images once more.
+    """
+
+    def __init__(self, make_loader: Callable[[int], DataLoader[Tensor]], position: tuple[int, int] = (0, 0)) -> None:
+        self._make_loader = make_loader
+        self.position = position
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Endless.
+
+        Raises:
+            ValueError: an epoch has no batch.
+        """
+        while True:
+            epoch, num_taken = self.position
+            number = 0
+            for number, batch in enumerate(self._make_loader(epoch), start=1):
+                if number > num_taken:
+                    self.position = epoch, number
+                    yield batch
+            if not number:
+                raise ValueError(
+                    "batch_size: no bucket gets enough images for one batch; use smaller batches, fewer "
+                    "--aspect_ratios, fewer --num_workers or more images"
+                )
+            self.position = epoch + 1, 0
+
+
+def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int, rank: int, ranks: int) -> Any:
+    """What `EndlessBatches` makes the batches of one process from."""
+
+    def loader(epoch: int) -> DataLoader[Tensor]:
+        samples = split_dataset_by_node(_shuffled(source.samples, options, seed, epoch), rank, ranks)
+        if not options.streaming:
+            samples = samples.to_iterable_dataset(num_shards=min(len(samples), max(1, options.num_workers)))
+        return DataLoader(
+            BucketBatches(source._replace(samples=samples), batch_size),
+            batch_size=None,
+            num_workers=options.num_workers,
+            prefetch_factor=options.prefetch_factor,
+            pin_memory=torch.accelerator.is_available(),
+            generator=torch.Generator(),  # of its own: resuming must not shift the one that latents are drawn from
+        )
+
+    return loader
+
+
+def _shuffled(samples: Any, options: DataOptions, seed: int, epoch: int) -> Any:
+    if options.streaming:
+        return samples.shuffle(seed=seed + epoch, buffer_size=options.shuffle_buffer)
+    return samples.shuffle(seed=seed + epoch, keep_in_memory=True)
+
+
+def first_images(source: Source, count: int) -> list[Tensor]:
+    """The dataset's first ones, in the shape of the first bucket."""
+    size = source.buckets[0]
+    return [fitted(sample[source.column], size) for sample, _ in zip(source.samples, range(count), strict=False)]
+
+
+def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
+    """Discs, boxes and stripes on shaded ground, as PNG in a dataset; the seed decides them."""
+    numbers = random.Random(seed)
+    features = datasets.Features({"image": datasets.Image(mode="RGB")})
+    return datasets.Dataset.from_dict({"image": [_drawn(numbers, resolution) for _ in range(count)]}, features=features)
+
+
+def _drawn(numbers: random.Random, resolution: int) -> Image.Image:
+    ratio = numbers.choice(DRAWN_RATIOS)
+    size = round(resolution * math.sqrt(ratio)), round(resolution / math.sqrt(ratio))
+    ground = [Image.new("RGB", size, _colour(numbers)) for _ in range(2)]
+    shade = Image.linear_gradient("L").rotate(numbers.choice((0, 90, 180, 270))).resize(size)
+    image = Image.composite(*ground, shade)
+    draw = ImageDraw.Draw(image)
+    for _ in range(numbers.randint(1, NUM_SHAPES)):
+        _draw_shape(draw, numbers, size)
+    return image
+
+
+def _draw_shape(draw: ImageDraw.ImageDraw, numbers: random.Random, size: Size) -> None:
+    x, y = (numbers.uniform(0, side) for side in size)
+    radius = numbers.uniform(0.08, 0.3) * min(size)
+    shape = numbers.choice((draw.ellipse, draw.rectangle, draw.line))
+    corners = (x - radius, y - radius, x + radius, y + radius)
+    if shape == draw.line:
+        draw.line(corners, fill=_colour(numbers), width=max(2, round(radius / 4)))
+    else:
+        shape(corners, fill=_colour(numbers))
+
+
+def _colour(numbers: random.Random) -> tuple[int, int, int]:
+    return tuple(numbers.randrange(256) for _ in range(3))

@@ -1,0 +1,148 @@
+"""The networks of `train_fluxflow.py`: an AutoencoderKL, a patch discriminator and LPIPS."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from hf_memopt import apply_selective_checkpointing
+from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions
+
+VGG_FILE = "vgg16-397923af.pth"  # as torchvision names it
+FIRST_LOG_VARIANCE = -6.0
+CHECKPOINTED_BLOCKS = ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D")
+
+
+class Models(NamedTuple):
+    """What a step runs; LPIPS is None where it has no weight."""
+
+    vae: nn.Module
+    discriminator: nn.Module
+    perceptual: "PerceptualLoss | None"
+
+
+def build_models(model: ModelOptions, losses: LossOptions, levers: LeverOptions, seed: int = 0) -> Models:
+    """All in training mode, on the CPU. Torch's seed decides the VAE's and the discriminator's weights."""
+    vae = make_vae(model).train()
+    discriminator = PatchDiscriminator(
+        model.discriminator_channels, model.discriminator_layers, normalised=model.spectral_norm
+    )
+    if levers.checkpoint_vae:
+        apply_selective_checkpointing(vae, "all", modules=CHECKPOINTED_BLOCKS)
+    if levers.checkpoint_discriminator:
+        apply_selective_checkpointing(discriminator, "all", modules=["layers"])
+    return Models(vae, discriminator, make_perceptual(losses, seed) if losses.lpips_weight else None)
+
+
+def make_vae(options: ModelOptions) -> nn.Module:
+    """diffusers' AutoencoderKL: from a folder or the hub, or with random weights.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if options.vae is None:
+        return _new_vae(options)
+    try:
+        loaded: nn.Module = AutoencoderKL.from_pretrained(options.vae)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL: {error}"
+        ) from error
+    return loaded
+
+
+def _new_vae(options: ModelOptions) -> nn.Module:
+    depth = len(options.channels)
+    made: nn.Module = AutoencoderKL(
+        block_out_channels=tuple(options.channels),
+        down_block_types=("DownEncoderBlock2D",) * depth,
+        up_block_types=("UpDecoderBlock2D",) * depth,
+        layers_per_block=options.layers_per_block,
+        latent_channels=options.latent_channels,
+        # As many channels in each group as Stable Diffusion's has. With one it could not tell how bright an image is.
+        norm_num_groups=max(1, math.gcd(128, *options.channels) // 4),
+    )
+    # Latents begin with little noise. At diffusers' variance of 1 it drowns them for the first thousand steps.
+    with torch.no_grad():
+        made.quant_conv.bias[options.latent_channels :] = FIRST_LOG_VARIANCE
+    return made
+
+
+def stride(vae: nn.Module) -> int:
+    """Pixels per latent along a side; images are multiples of it."""
+    return int(2 ** (len(vae.config.block_out_channels) - 1))
+
+
+class PatchDiscriminator(nn.Module):
+    """Convolutions from an image to one logit per patch: `(batch, 3, height, width)` to `(batch, 1, h, w)`.
+
+    With spectral normalisation, a forward pass in training mode moves a power iteration on, which is kept in buffers.
+    """
+
+    def __init__(self, channels: int, num_halvings: int, *, normalised: bool) -> None:
+        super().__init__()
+        widths = [3, *(channels * 2**level for level in range(num_halvings + 1))]
+        strides = [1, *[2] * num_halvings]
+        layers: list[nn.Module] = []
+        for i, o, step in zip(widths, widths[1:], strides, strict=False):
+            layers += [nn.Conv2d(i, o, 3 if step == 1 else 4, step, 1), nn.LeakyReLU(0.2, inplace=True)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 3, 1, 1))
+        for layer in self.layers if normalised else ():
+            if isinstance(layer, nn.Conv2d):
+                spectral_norm(layer)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+class PerceptualLoss(nn.Module):
+    """LPIPS on VGG16, frozen: two batches `(batch, 3, height, width)` in [-1, 1] to `(batch, 1, 1, 1)`.
+
+    Args:
+        weights: "imagenet" from torch hub's cache, or "random": the same computation and memory, and no perception.
+        seed: of random weights, which leave torch's own random numbers alone.
+    """
+
+    def __init__(self, weights: str, seed: int = 0) -> None:
+        import lpips  # with torchvision it takes seconds
+
+        super().__init__()
+        random = weights == "random"
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore", UserWarning)  # of torchvision, about the arguments that lpips passes
+            torch.manual_seed(seed)
+            self.lpips = lpips.LPIPS(net="vgg", pnet_rand=random, verbose=False).eval().requires_grad_(False)
+        self.name = "lpips_load_only" if random else "lpips"
+        self.description = (
+            f"LOAD ONLY: VGG16 with random weights, seed {seed}. It costs what LPIPS costs and perceives nothing"
+            if random
+            else "LPIPS on VGG16 with ImageNet weights"
+        )
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        distances: Tensor = self.lpips(output, target)
+        return distances
+
+
+def make_perceptual(losses: LossOptions, seed: int = 0) -> PerceptualLoss:
+    """LPIPS with the weights that `lpips_weights` names.
+
+    Raises:
+        ValueError: ImageNet's are wanted, and torch hub's cache has none. Nothing is downloaded.
+    """
+    file = Path(torch.hub.get_dir()) / "checkpoints" / VGG_FILE
+    wanted = losses.lpips_weights
+    if wanted == "auto":
+        wanted = "imagenet" if file.is_file() else "random"
+    if wanted == "imagenet" and not file.is_file():
+        raise ValueError(
+            f"lpips_weights='imagenet': there is no {file}; torchvision.models.vgg16(weights='IMAGENET1K_V1') gets it "
+            "where there is a network, and --lpips_weights random does without, to measure load only"
+        )
+    return PerceptualLoss(wanted, seed)

@@ -1,0 +1,246 @@
+"""One update of the discriminator and one of the VAE, on any device and without a training loop around.
+
+    models = build_models(ModelOptions(), LossOptions(), LeverOptions())
+    gan = Gan(models, make_optimizers(models, TrainingOptions()), LossOptions(), LeverOptions())
+    step(gan, make_batch(4, 64, device), Weights(kl=1e-3, adversarial=0.5), with_r1=True)
+
+Nothing in here waits for the device or decides by what a tensor holds, unless `stop_on_non_finite` asks for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.recipes.fluxflow.losses import (
+    Figures,
+    Weights,
+    draw_latents,
+    generator_hinge_loss,
+    hinge_loss,
+    kl_divergence,
+    reconstruction_loss,
+    wide,
+)
+from hf_memopt.recipes.fluxflow.model import Models
+from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, TrainingOptions
+from hf_memopt.training.gradient_penalty import r1_penalty
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Optimizers(NamedTuple):
+    """Of the models of the same names."""
+
+    vae: Any
+    discriminator: Any
+
+
+@dataclass
+class Gan:
+    """What a step needs.
+
+    Attributes:
+        models: on one device.
+        optimizers: torch's, or as accelerate prepared them.
+        losses: weights of the losses.
+        levers: how memory is saved.
+        micro_batch_size: images per forward pass; 0: the whole batch.
+        max_grad_norm: gradients are clipped to it.
+        stop_on_non_finite: raise RuntimeError before an update whose gradient is not finite. Waits for the device.
+        autocast: around each forward pass.
+        offloader: of what forward passes save.
+        synchronize: called with the parameters before each update; averages their gradients over processes.
+        phase: around each update, with its name.
+    """
+
+    models: Models
+    optimizers: Optimizers
+    losses: LossOptions
+    levers: LeverOptions
+    micro_batch_size: int = 0
+    max_grad_norm: float = 1.0
+    stop_on_non_finite: bool = False
+    autocast: Context = nullcontext
+    offloader: ActivationOffloader | None = None
+    synchronize: Callable[[list[nn.Parameter]], None] = lambda parameters: None
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+
+    def saving(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around each forward pass that backward will follow."""
+        return nullcontext() if self.offloader is None else self.offloader.offload_context(model)
+
+
+def make_optimizers(models: Models, training: TrainingOptions) -> Optimizers:
+    """AdamW, with GANs' usual betas for the discriminator."""
+    return Optimizers(
+        torch.optim.AdamW(models.vae.parameters(), training.learning_rate),
+        torch.optim.AdamW(models.discriminator.parameters(), training.discriminator_learning_rate, betas=(0.5, 0.999)),
+    )
+
+
+def make_batch(batch_size: int, resolution: int, device: torch.device | str, seed: int = 0) -> Tensor:
+    """Noise in the shape and range of images, `(batch_size, 3, resolution, resolution)` in [-1, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(batch_size, 3, resolution, resolution, generator=generator) * 2 - 1).to(device)
+
+
+def step(gan: Gan, images: Tensor, weights: Weights, *, with_r1: bool) -> Figures:
+    """One update of the discriminator, then one of the VAE, on `images`, `(batch, 3, height, width)` in [-1, 1].
+
+    Returns the mean losses and the gradients' norms before clipping, `()` each, on the device.
+
+    Raises:
+        RuntimeError: with `stop_on_non_finite`, before the update whose gradient has an infinity or NaN in it.
+    """
+    parts = images.split(gan.micro_batch_size or len(images))
+    with gan.phase("discriminator"):
+        figures = update_discriminator(gan, parts, with_r1)
+    with gan.phase("generator"):
+        return figures | update_vae(gan, parts, weights)
+
+
+def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Figures:
+    """Hinge loss on images and their reconstructions, with R1 where it is due."""
+    discriminator, optimizer = gan.models.discriminator, gan.optimizers.discriminator
+    parameters = list(discriminator.parameters())
+    optimizer.zero_grad()  # also of what an update of the VAE without --freeze_discriminator has left
+    figures = []
+    for part, share in _shares(parts):
+        fake = reconstruct(gan, part)
+        with gan.saving(discriminator):
+            with gan.autocast():
+                real = part.detach().requires_grad_(with_r1)
+                real_scores, fake_scores = wide(discriminator(real)), wide(discriminator(fake))
+            loss = hinge_loss(real_scores, fake_scores)
+            found = {"discriminator": loss.detach()}
+            if with_r1:
+                penalty = r1_penalty(real_scores, real)
+                found["r1"] = penalty.detach()
+                loss = loss + gan.losses.r1_gamma / 2 * penalty
+        torch.autograd.backward(loss * share, inputs=parameters)  # images would get a gradient too
+        figures.append((found, share))
+    norm = apply_gradients(gan, parameters, optimizer)
+    return {**_mean(figures), "discriminator_grad_norm": norm}
+
+
+@torch.no_grad()
+def reconstruct(gan: Gan, images: Tensor) -> Tensor:
+    """By the VAE as it is now, from drawn latents."""
+    with gan.autocast():  # one of its own: autocast keeps casts of weights, and without gradients they have no graph
+        vae = gan.models.vae
+        output: Tensor = vae.decode(draw_latents(vae.encode(images).latent_dist)).sample
+    return wide(output)
+
+
+def update_vae(gan: Gan, parts: Sequence[Tensor], weights: Weights) -> Figures:
+    """Reconstruction and KL losses for the whole VAE, and the adversarial loss for its decoder."""
+    vae, optimizer = gan.models.vae, gan.optimizers.vae
+    backward = backward_decoding_once if gan.levers.decode == "once" else backward_decoding_twice
+    optimizer.zero_grad()
+    with frozen(gan.models.discriminator) if gan.levers.freeze_discriminator else nullcontext():
+        figures = [(backward(gan, part, weights, share), share) for part, share in _shares(parts)]
+    norm = apply_gradients(gan, list(vae.parameters()), optimizer)
+    return {**_mean(figures), "grad_norm": norm}
+
+
+def backward_decoding_twice(gan: Gan, images: Tensor, weights: Weights, share: float) -> Figures:
+    """One backward through two decodings: the adversarial one begins at detached latents."""
+    vae = gan.models.vae
+    with gan.saving(vae):
+        latents, kl = _encode(gan, images)
+        loss, figures = _reconstruction(gan, _decode(gan, latents), images)
+        adversarial = _adversarial(gan, _decode(gan, latents.detach()))
+        loss = loss + weights.kl * kl + weights.adversarial * adversarial
+    (loss * share).backward()
+    return {**figures, "kl": kl.detach(), "adversarial": adversarial.detach()}
+
+
+def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: float) -> Figures:
+    """Two vector-Jacobian products of one decoding: to the latents without the adversarial gradient, to weights with.
+
+    Both losses are differentiated by the decoder's output first, one after the other, so that LPIPS' graph and the
+    discriminator's are gone when the decoder's backward begins.
+    """
+    vae = gan.models.vae
+    decoder = [each for name, each in vae.named_parameters() if name.startswith(("decoder.", "post_quant_conv."))]
+    with gan.saving(vae):
+        latents, kl = _encode(gan, images)
+        entry = latents.detach().requires_grad_()
+        output = _decode(gan, entry)
+    seen = output.detach().requires_grad_()
+    loss, figures = _reconstruction(gan, seen, images)
+    (gradient,) = torch.autograd.grad(loss * share, seen)
+    adversarial = _adversarial(gan, seen)
+    discriminator = [] if gan.levers.freeze_discriminator else list(gan.models.discriminator.parameters())
+    torch.autograd.backward(weights.adversarial * adversarial * share, inputs=[seen, *discriminator])
+    assert seen.grad is not None
+    (latents_gradient,) = torch.autograd.grad(output, entry, gradient, retain_graph=True)
+    torch.autograd.backward(output, gradient + seen.grad, inputs=decoder)
+    torch.autograd.backward([latents, kl], [latents_gradient, torch.full_like(kl, weights.kl * share)])
+    return {**figures, "kl": kl.detach(), "adversarial": adversarial.detach()}
+
+
+def _encode(gan: Gan, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Drawn latents, and their KL divergence."""
+    with gan.autocast():
+        posterior = gan.models.vae.encode(images).latent_dist
+    return draw_latents(posterior), kl_divergence(posterior, gan.losses.free_bits)
+
+
+def _decode(gan: Gan, latents: Tensor) -> Tensor:
+    with gan.autocast():
+        output: Tensor = gan.models.vae.decode(latents).sample
+    return wide(output)
+
+
+def _reconstruction(gan: Gan, output: Tensor, images: Tensor) -> tuple[Tensor, Figures]:
+    with gan.autocast():
+        return reconstruction_loss(output, images, gan.losses, gan.levers, gan.models.perceptual)
+
+
+def _adversarial(gan: Gan, output: Tensor) -> Tensor:
+    with gan.autocast():
+        scores = gan.models.discriminator(output)
+    return generator_hinge_loss(wide(scores))
+
+
+def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) -> Tensor:
+    """Average over processes, clip, update; returns the norm before clipping."""
+    gan.synchronize(parameters)
+    norm = clip_grad_norm_(parameters, gan.max_grad_norm, error_if_nonfinite=gan.stop_on_non_finite)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.detach()
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """No gradients of its parameters inside."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _shares(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:
+    """Micro-batches with their shares of the batch."""
+    total = sum(map(len, parts))
+    return ((part, len(part) / total) for part in parts)
+
+
+def _mean(figures: Iterable[tuple[Figures, float]]) -> Figures:
+    """Of each figure, weighted by the shares."""
+    total: Figures = {}
+    for found, share in figures:
+        for name, value in found.items():
+            total[name] = total.get(name, torch.zeros_like(value)) + value * share
+    return total

@@ -1,0 +1,1 @@
+"""Parts of `train_lgt`: style transfer in a latent space through a 10-step ODE."""

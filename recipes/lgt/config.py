@@ -1,0 +1,154 @@
+"""The configuration of `train_lgt.py`, in sections."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+from hf_memopt.ranges import Range
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, Seed, Share, check_ranges, flag
+from hf_memopt.recipes.common.options import OffloadOptions, check_modes
+
+
+@dataclass
+class ModelConfig:
+    latent_channels: Count = flag(4, "channels of the latents")
+    base_channels: Annotated[int, Range(at_least=4, whole=True)] = flag(
+        128, "width at full resolution; twice and four times as wide below"
+    )
+    style_dim: Count = flag(256, "width of style embeddings")
+    time_dim: Annotated[int, Range(at_least=2, whole=True)] = flag(256, "width of time embeddings")
+    num_styles: Annotated[int, Range(at_least=2, whole=True)] = flag(2, "styles that there are embeddings for")
+    num_encoder_blocks: Count = flag(2, "residual blocks per resolution on the way down")
+    num_decoder_blocks: Count = flag(3, "style-dependent blocks per resolution on the way up")
+    style_noise: NotNegative = flag(0.05, "standard deviation of the noise on style embeddings in training")
+
+
+@dataclass
+class LossConfig:
+    w_style: NotNegative = flag(40.0, "weight of the sliced Wasserstein distance to the target style's patches")
+    w_content: NotNegative = flag(0.8, "weight of the difference in self-similarity to the content")
+    patch_size: Count = flag(3, "side of a patch, odd")
+    num_projections: Count = flag(64, "random directions of the sliced Wasserstein distance")
+    max_samples: Count = flag(8192, "patches compared at most, drawn at random")
+    max_spatial_samples: Count | None = flag(None, "positions whose similarities are compared, drawn at random; all")
+    style_weights: list[NotNegative] | None = field(
+        default=None, metadata={"help": "a weight of the style loss for each target style; 1 each"}
+    )
+    use_velocity_reg: bool = flag(False, "add the mean square of the velocity that integration starts with")
+    vel_reg_weight: NotNegative = flag(0.01, "weight of that")
+
+
+@dataclass
+class TrainingConfig:
+    batch_size: Count = flag(32, "latents per forward pass and process")
+    accumulation_steps: Count = flag(2, "forward passes per update")
+    gradient_cache: bool = flag(False, "the exact gradient of all forward passes as one batch, for one pass more")
+    learning_rate: NotNegative = flag(1e-4, "of AdamW, at the start; then a cosine over the epochs")
+    min_learning_rate: NotNegative = flag(1e-6, "at the end")
+    weight_decay: NotNegative = flag(1e-5, "of AdamW, on all weights")
+    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm")
+    num_epochs: Count = flag(100, "passes over the data; what does not fill a batch is left out of each")
+    label_drop_prob: Share = flag(0.1, "share of the updates that train without a target style")
+    use_avg_style_for_uncond: bool = flag(True, "without a target style: a learned embedding; otherwise zeros")
+    target_styles: Literal["one_per_batch", "permuted"] = flag(
+        "one_per_batch", "of a batch: all the same, or the batch's own in another order"
+    )
+    epsilon: Share = flag(0.01, "earliest time that integration starts at")
+    epsilon_warmup_epochs: CountOrZero = flag(10, "epochs in which the earliest time rises from 0 to epsilon")
+    ode_integration_steps: Count = flag(10, "Euler steps, with gradients through all of them")
+    legacy_dt: bool = flag(False, "divide the time that is left anew in each step, which never arrives at 1")
+    use_amp: bool = flag(False, "mixed precision")
+    amp_dtype: Literal["bfloat16", "float16"] = flag("bfloat16", "of mixed precision")
+    use_compile: bool = flag(False, "compile the network")
+    compile_mode: str = flag("default", "of torch.compile")
+    recompile_limit: Count = flag(8, "variants of the network that are compiled at most")
+    cudnn_benchmark: bool = flag(False, "let cuDNN try which convolutions are fastest; may take more memory")
+    use_gradient_checkpointing: bool = flag(False, "keep only the state between Euler steps and compute the rest again")
+    ema_decay: Share | None = flag(None, "of an average of the weights that evaluation then uses, such as 0.999")
+    save_interval: CountOrZero = flag(0, "epochs between checkpoints; 0 saves none, the model at the end excepted")
+    eval_interval: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
+    log_every: Count = flag(10, "updates between entries of memory.jsonl")
+    seed: Seed = flag(0, "of weights, noise and the order of the data")
+    report_to: str = flag("none", "tracker, such as tensorboard or wandb")
+
+
+@dataclass
+class DataConfig:
+    data_root: str | None = flag(None, "folder with a folder of .pt or .safetensors latents for each style")
+    style_subdirs: list[str] | None = field(
+        default=None, metadata={"help": "those folders, in the order of style ids; style0, style1, ..."}
+    )
+    dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load, used instead")
+    split: str = flag("train", "split of the dataset")
+    latent_column: str = flag("latent", "column of the dataset with latents")
+    style_column: str = flag("style", "column of the dataset with style ids")
+    num_generated: Annotated[int, Range(at_least=8, whole=True)] = flag(
+        256, "latents of each style that are generated where neither is given; two styles"
+    )
+    latent_size: Count = flag(32, "side of generated latents, a multiple of 4")
+    held_out: Annotated[float, Range(above=0, below=1, why=", for example 0.125")] = flag(
+        0.125, "share of each style's latents that evaluation uses"
+    )
+    data_seed: Seed = flag(0, "of generated latents and of the held-out part")
+
+
+@dataclass
+class CheckpointConfig:
+    save_dir: str = flag("outputs/lgt", "folder for model, checkpoints, results.json, memory.jsonl and panels")
+    keep_last: Count = flag(2, "checkpoints to keep")
+    resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in save_dir")
+
+
+@dataclass
+class InferenceConfig:
+    num_steps: Count = flag(10, "Euler steps")
+    start_time: Share = flag(0.5, "where integration starts: 0 from noise, near 1 from the content")
+    cfg_scale: Annotated[float, Range()] = flag(1.0, "classifier-free guidance towards the target style; 1 has none")
+    num_panels: Count = flag(6, "held-out latents in panels.png")
+    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL that decodes panels to images")
+
+
+@dataclass
+class OffloadConfig(OffloadOptions):
+    offload: Literal["off", "auto", "all", "inputs"] = flag("off", "which saved activations go to host memory")
+
+
+class Config(NamedTuple):
+    """All sections."""
+
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    inference: InferenceConfig = InferenceConfig()
+    offload: OffloadConfig = OffloadConfig()
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """What a JSON file of this configuration holds."""
+        return {name: asdict(section) for name, section in self._asdict().items()}
+
+    def check(self) -> None:
+        """Raises ValueError, naming field, value and remedy, for what cannot be trained."""
+        _check_ranges(self)
+        _check_offloading(self)
+
+
+def _check_ranges(config: Config) -> None:
+    for name, section in config._asdict().items():
+        check_ranges(section, f"{name}.")
+    model, loss = config.model, config.loss
+    if loss.patch_size % 2 == 0:
+        raise ValueError(f"loss.patch_size={loss.patch_size} must be odd, so that every position has a patch around it")
+    if loss.style_weights is not None and len(loss.style_weights) != model.num_styles:
+        raise ValueError(
+            f"loss.style_weights={loss.style_weights} must have model.num_styles={model.num_styles} values"
+        )
+
+
+def _check_offloading(config: Config) -> None:
+    check_modes(config.offload)
+    if "inputs" in config.offload.used_modes and not config.training.use_gradient_checkpointing:
+        raise ValueError(
+            "offload.offload='inputs' moves the states between checkpointed steps; "
+            "add --training.use_gradient_checkpointing"
+        )

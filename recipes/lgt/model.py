@@ -1,0 +1,214 @@
+"""The network of `train_lgt.py`: a U-Net that gives velocities, integrated to the end of time with gradients."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt.recipes.lgt.config import ModelConfig
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def euler(velocity: Velocity, latents: Tensor, time: Tensor, num_steps: int, *, legacy_dt: bool = False) -> Tensor:
+    """Latents at time 1, `(batch, channels, height, width)`, from those at `time`, `(batch,)`.
+
+    Args:
+        velocity: called `num_steps` times as `velocity(latents, time)`.
+        latents: where to start.
+        time: when, each sample's own.
+        num_steps: equal steps of (1 - time) / num_steps.
+        legacy_dt: take that share of the time that is then left in each step, as the original does. Starting from 0 it
+            ends at 1 - (1 - 1 / num_steps) ** num_steps, about 0.65.
+    """
+    step = (1 - time) / num_steps
+    for _ in range(num_steps):
+        if legacy_dt:
+            step = (1 - time) / num_steps
+        latents = latents + step.view(-1, 1, 1, 1) * velocity(latents, time)
+        time = time + step
+    return latents
+
+
+class LatentTransfer(nn.Module):
+    """Moves latents to a target style: the U-Net's velocities, integrated.
+
+    Args:
+        config: of the U-Net.
+        legacy_dt: see `euler`.
+        average_style: what stands for no style: a learned embedding, or zeros.
+
+    Attributes:
+        checkpointing: keep only the latents between steps for backward, and compute each step again. Bitwise the same
+            gradients; one more forward pass; memory of one step instead of all.
+    """
+
+    def __init__(self, config: ModelConfig, *, legacy_dt: bool = False, average_style: bool = True) -> None:
+        super().__init__()
+        self.unet = StyleUNet(config, average_style=average_style)
+        self.checkpointing = False
+        self._legacy_dt = legacy_dt
+
+    def forward(
+        self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor, num_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Latents at time 1, and the mean square of the velocity that each sample started with.
+
+        Args:
+            latents: at `time`, `(batch, channels, height, width)`.
+            time: `(batch,)`, from 0 to 1.
+            styles: target style ids, `(batch,)`.
+            dropped: samples that get no style, `(batch,)` of bool.
+            num_steps: Euler steps.
+
+        Returns:
+            `(batch, channels, height, width)` and `(batch,)`.
+        """
+        first: list[Tensor] = []
+
+        def velocity(latents: Tensor, time: Tensor) -> Tensor:
+            found = self._velocity(latents, time, styles, dropped)
+            if not first:
+                first.append(found)
+            return found
+
+        moved = euler(velocity, latents, time, num_steps, legacy_dt=self._legacy_dt)
+        start = first[0].to(torch.promote_types(first[0].dtype, torch.float32))
+        return moved, start.square().mean(dim=(1, 2, 3))
+
+    def _velocity(self, *inputs: Tensor) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled():
+            found: Tensor = checkpoint(self.unet, *inputs, use_reentrant=False)
+            return found
+        velocity: Tensor = self.unet(*inputs)
+        return velocity
+
+
+class StyleUNet(nn.Module):
+    """Velocity of latents at a time, towards a style.
+
+    Three resolutions: full, half and a quarter. The style acts on the way up alone, where it decides the weights of
+    depthwise convolutions. About 20 million parameters at the default widths. The last layer and those that make
+    weights from styles are zero at first, so that a new network is the identity map.
+    """
+
+    def __init__(self, config: ModelConfig, *, average_style: bool = True) -> None:
+        super().__init__()
+        width, embedding = config.base_channels, config.style_dim
+        self.condition = Condition(config, average_style=average_style)
+        self.first = nn.Conv2d(config.latent_channels, width, 3, padding=1)
+        self.down = nn.ModuleList(
+            nn.Sequential(*(ResBlock(channels) for _ in range(config.num_encoder_blocks)))
+            for channels in (width, 2 * width)
+        )
+        self.shrink = nn.ModuleList(nn.Conv2d(width * n, 2 * width * n, 3, stride=2, padding=1) for n in (1, 2))
+        self.middle = nn.Sequential(ResBlock(4 * width), ResBlock(4 * width))
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * width * n, width * n, 4, stride=2, padding=1) for n in (2, 1))
+        self.up = nn.ModuleList(
+            nn.ModuleList(StyleBlock(channels, embedding) for _ in range(config.num_decoder_blocks))
+            for channels in (2 * width, width)
+        )
+        self.last = nn.Sequential(
+            _norm(width), nn.SiLU(), zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
+        )
+
+    def forward(self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
+        """Velocity, `(batch, channels, height, width)` as `latents`; the others `(batch,)`."""
+        condition = self.condition(time, styles, dropped)
+        x = self.first(latents)
+        skipped = []
+        for blocks, shrink in zip(self.down, self.shrink, strict=True):
+            x = blocks(x)
+            skipped.append(x)
+            x = shrink(x)
+        x = self.middle(x)
+        for grow, style_blocks in zip(self.grow, self.up, strict=True):
+            x = grow(x) + skipped.pop()
+            for block in style_blocks:
+                x = block(x, condition)
+        velocity: Tensor = self.last(x)
+        return velocity
+
+
+class Condition(nn.Module):
+    """Time and style as one vector per sample, `(batch, style_dim)`."""
+
+    def __init__(self, config: ModelConfig, *, average_style: bool) -> None:
+        super().__init__()
+        self._num_frequencies = config.time_dim // 2
+        self._noise = config.style_noise
+        self.time = nn.Sequential(
+            nn.Linear(2 * self._num_frequencies, 4 * config.time_dim),
+            nn.SiLU(),
+            nn.Linear(4 * config.time_dim, config.time_dim),
+        )
+        self.styles = nn.Embedding(config.num_styles, config.style_dim)
+        no_style = torch.zeros(config.style_dim)
+        if average_style:
+            self.no_style = nn.Parameter(no_style)
+        else:
+            self.register_buffer("no_style", no_style, persistent=False)
+        self.fuse = nn.Sequential(
+            nn.Linear(config.time_dim + config.style_dim, 2 * config.style_dim),
+            nn.SiLU(),
+            nn.Linear(2 * config.style_dim, config.style_dim),
+        )
+
+    def forward(self, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
+        style = torch.where(dropped[:, None], self.no_style, self.styles(styles))
+        if self.training and self._noise:
+            style = style + self._noise * torch.randn_like(style)
+        fused: Tensor = self.fuse(torch.cat([self.time(self._waves(time)), style], dim=1))
+        return fused
+
+    def _waves(self, time: Tensor) -> Tensor:
+        """Cosines and sines of frequencies from 1 down to nearly 1 / 10,000."""
+        numbers = torch.arange(self._num_frequencies, device=time.device, dtype=time.dtype)
+        angles = time[:, None] * torch.exp(-math.log(10_000) / self._num_frequencies * numbers)
+        return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+class ResBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            _norm(channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            _norm(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.layers(x) + x)
+
+
+class StyleBlock(nn.Module):
+    """A depthwise 3 x 3 convolution with weights of each sample's own, made from its condition."""
+
+    def __init__(self, channels: int, style_dim: int) -> None:
+        super().__init__()
+        self.weights = zero_initialised(nn.Linear(style_dim, 9 * channels))
+        self.norm = _norm(channels)
+        self.mix = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        weights = self.weights(condition).view(batch * channels, 1, 3, 3)
+        # One grouped convolution for the whole batch, a group for each channel of each sample.
+        filtered = F.conv2d(x.reshape(1, -1, height, width), weights, padding=1, groups=batch * channels)
+        return F.silu(self.mix(F.silu(self.norm(filtered.view_as(x)))) + x)
+
+
+def zero_initialised[T: (nn.Linear, nn.Conv2d)](layer: T) -> T:
+    """The layer with all its parameters zero."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(math.gcd(32, channels), channels)

@@ -1,0 +1,128 @@
+"""Plans for `train_lgt.py`: its own update, run on fake tensors."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch.optim.swa_utils import AveragedModel
+
+from hf_memopt.memory import MemoryTracker
+from hf_memopt.recipes.causal_lm.model import make_offloader
+from hf_memopt.recipes.common.auto_plan import PRECISION, Changes, RecipeWorkload, changed
+from hf_memopt.recipes.lgt import run as recipe
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.parsing import read_config
+from hf_memopt.recipes.lgt.step import Batch, Objective, build_model, build_optimizer, make_batch
+from hf_memopt.tuning.workload import Settings, divisors
+
+_MOST_PASSES = 8
+
+
+def workload(
+    config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
+) -> "LatentTransferWorkload":
+    """The workload of a configuration file, as for `train_lgt.py --config_path FILE`.
+
+    Args:
+        config_path: a JSON file.
+        precision: "no", "bf16", or "auto" to try both; None, what the file says.
+        effective_batch: latents per update; None, what the file makes it.
+    """
+    return LatentTransferWorkload(
+        read_config("", ["--config_path", str(config_path)]), precision=precision, effective_batch=effective_batch
+    )
+
+
+class LatentTransferWorkload(RecipeWorkload):
+    """LGT style transfer with the fields of its configuration."""
+
+    MODULE = "hf_memopt.recipes.train_lgt"
+    LEVERS: ClassVar = {
+        "activations": {
+            "kept": {"training.use_gradient_checkpointing": False, "offload.offload": "off"},
+            "offloaded where free": {"training.use_gradient_checkpointing": False, "offload.offload": "auto"},
+            "checkpointed": {"training.use_gradient_checkpointing": True, "offload.offload": "off"},
+        }
+    }
+
+    def __init__(self, config: Config, *, precision: str | None = None, effective_batch: int | None = None) -> None:
+        training = config.training
+        given = training.batch_size * training.accumulation_steps
+        precision = ("bf16" if training.use_amp else "no") if precision is None else precision
+        name = f"LGT with {training.ode_integration_steps} Euler steps"
+        super().__init__(name, config, given if effective_batch is None else effective_batch, precision)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Accumulated batches have another SWD than one, so that a batch is divided with a gradient cache alone.
+
+        And into no more forward passes than are quickly simulated.
+
+        Raises:
+            ValueError: without one, an update is not made of whole batches.
+        """
+        training = self.options.training
+        if training.gradient_cache:
+            return [size for size in divisors(self.effective_batch) if self.effective_batch // size <= _MOST_PASSES]
+        if self.effective_batch % training.batch_size:
+            raise ValueError(
+                f"effective_batch={self.effective_batch} is no multiple of training.batch_size={training.batch_size}, "
+                "and another batch has another loss; use a multiple, or training.gradient_cache"
+            )
+        return [training.batch_size]
+
+    def with_settings(self, settings: Settings, micro_batch: int) -> Config:
+        """With the precision, which this recipe's configuration holds."""
+        return changed(super().with_settings(settings, micro_batch), {"training.use_amp": settings[PRECISION] != "no"})
+
+    def batching(self, micro_batch: int) -> Changes:
+        return {
+            "training.batch_size": micro_batch,
+            "training.accumulation_steps": self.effective_batch // micro_batch,
+        }
+
+    def num_simulated(self, options: Config, accumulation: int) -> int:
+        """With a gradient cache all of them, since the loss is of their outputs together."""
+        return accumulation if options.training.gradient_cache else min(2, accumulation)
+
+    def setup(self, options: Config, precision: str) -> tuple["recipe.Run", list[Batch]]:
+        training = options.training
+        accelerator = Accelerator(mixed_precision=precision, step_scheduler_with_optimizer=False)
+        with accelerator.device:
+            model = build_model(options)
+        average = AveragedModel(model) if training.ema_decay is not None else None
+        model, optimizer = accelerator.prepare(model, build_optimizer(options, model))
+        run = recipe.Run(
+            accelerator=accelerator,
+            model=model,
+            optimizer=optimizer,
+            scheduler=None,
+            batches=None,
+            offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
+            mode=options.offload.offload,
+            config=options,
+            bank=None,
+            average=average,
+            memory=MemoryTracker("cpu"),
+            objective=Objective(options),
+        )
+        count = self.num_simulated(options, training.accumulation_steps)
+        return run, [make_batch(options, accelerator.device) for _ in range(count)]
+
+    def step(self, state: Any) -> dict[str, torch.Tensor]:
+        run, window = state
+        (recipe.exact_step if run.config.training.gradient_cache else recipe.accumulating_step)(run, window)
+        if run.average is not None:
+            run.average.update_parameters(run.model)
+        return run.objective.take_means()
+
+    def write_options(self, options: Config, folder: Path) -> Path:
+        path = folder / "lgt.json"
+        path.write_text(json.dumps(options.as_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def command(self, written: list[Path]) -> str:
+        options, config = written
+        return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"

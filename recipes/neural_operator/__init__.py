@@ -1,0 +1,1 @@
+"""Parts of `train_neural_operator`."""

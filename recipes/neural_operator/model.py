@@ -1,0 +1,70 @@
+"""neuralop's models as the flags of `train_neural_operator.py` describe them."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from neuralop.layers.spectral_convolution import SpectralConv
+from neuralop.models import FNO, TFNO, UNO
+from neuralop.models.base_model import BaseModel
+from torch import Tensor, nn
+
+from hf_memopt import apply_selective_checkpointing
+from hf_memopt.recipes.neural_operator.options import ModelOptions
+
+
+def make_model(options: ModelOptions) -> nn.Module:
+    """From one input channel to one output channel, on a square. Torch's seed decides the weights."""
+    channels = {"in_channels": 1, "out_channels": 1, "hidden_channels": options.hidden_channels}
+    shape = {"n_modes": (options.modes, options.modes), "n_layers": options.num_layers}
+    if options.model == "fno":
+        model = FNO(**channels, **shape)
+    elif options.model == "tfno":
+        model = TFNO(**channels, **shape, factorization="tucker", rank=options.rank)
+    else:
+        model = _make_uno(options, channels)
+    keep_spectral_float32(model)
+    if options.checkpointed_modules:
+        apply_selective_checkpointing(model, "all", modules=options.checkpointed_modules)
+    return model
+
+
+def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
+    """Half the resolution and twice the width between the second layer and the last but one."""
+    width, modes, num_inner = options.hidden_channels, options.modes, options.num_layers - 2
+    half = modes // 2
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it was called with
+        return UNO(
+            **channels,
+            n_layers=options.num_layers,
+            lifting_channels=2 * width,
+            projection_channels=2 * width,
+            uno_out_channels=[width, *[2 * width] * num_inner, width],
+            uno_n_modes=[[modes, modes], *[[half, half]] * num_inner, [modes, modes]],
+            uno_scalings=[[1, 1], [0.5, 0.5], *[[1, 1]] * (num_inner - 2), [2, 2], [1, 1]],
+            channel_mlp_skip="linear",  # the default, a gate per channel, cannot change the width
+        )
+
+
+def save_model(model: nn.Module, folder: str) -> None:
+    """`model_state_dict.pt`, and for what has it `model_metadata.pkl`, which `from_checkpoint` builds the model from.
+
+    A UNO has no such method: make it by `make_model` and let it load the state dict.
+    """
+    if isinstance(model, BaseModel):
+        model.save_checkpoint(folder, "model")
+    else:
+        torch.save(model.state_dict(), Path(folder) / "model_state_dict.pt")
+
+
+def keep_spectral_float32(model: nn.Module) -> None:
+    """Let spectral convolutions compute in float32 also under autocast: CUDA has no bfloat16 Fourier transform."""
+    for module in model.modules():
+        if isinstance(module, SpectralConv):
+            module.register_forward_pre_hook(_to_float32)
+
+
+def _to_float32(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.float() if isinstance(value, Tensor) else value for value in inputs)

@@ -1,0 +1,85 @@
+"""The training of `train_neural_operator.py` by neuralop's own Trainer instead of a loop of its own."""
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from neuralop import Trainer
+from neuralop.training import AdamW
+from torch import nn
+from transformers import get_scheduler
+
+from hf_memopt.recipes.causal_lm.model import make_offloader
+from hf_memopt.recipes.common.cost import Cost, Meter, announce
+from hf_memopt.recipes.neural_operator.data import Data
+from hf_memopt.recipes.neural_operator.evaluation import LOSSES
+from hf_memopt.recipes.neural_operator.model import make_model
+from hf_memopt.recipes.neural_operator.options import Options
+from hf_memopt.recipes.neural_operator.report import num_parameters
+
+
+def train_with_trainer(
+    options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
+) -> tuple[nn.Module, list[dict[str, float]], Cost]:
+    """Train and evaluate; returns the model, what is logged and what an update cost.
+
+    Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
+
+    Raises:
+        ValueError: several processes, or mixed precision, which Trainer runs in float16 without scaling the loss.
+    """
+    _check_launch(accelerator)
+    training, offload = options.training, options.offload
+    set_seed(training.seed)
+    model = make_model(options.model).to(accelerator.device)
+    optimizer = AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+    offloader = make_offloader(offload.offload, offload, accelerator.device)
+    if offloader is not None:
+        offloader.wrap(model)  # all that Trainer needs
+    announce(offload.offload, num_parameters(model), options, accelerator)
+    meter = Meter(offload.offload, accelerator.device, offloader)
+    model.register_forward_pre_hook(lambda *_: meter.begin())
+    optimizer.register_step_post_hook(lambda *_: meter.end())
+    scheduler = get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=training.warmup_steps // len(loaders[0]),
+        num_training_steps=training.epochs,
+    )
+    trainer = Trainer(
+        model=model,
+        n_epochs=training.epochs,
+        device=accelerator.device,
+        data_processor=samples.processor,
+        eval_interval=training.eval_every,
+    )
+    tests = dict(zip(samples.tests, loaders[1:], strict=True))
+    with warnings.catch_warnings():
+        # It passes whole samples to models and losses, which warn of the parts that they do not use.
+        warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
+        trained = trainer.train(
+            loaders[0], tests, optimizer, scheduler, training_loss=LOSSES[training.train_loss], eval_losses=LOSSES
+        )
+        cost = meter.cost()
+        errors = trainer.evaluate_all(training.epochs, LOSSES, tests, eval_modes={})
+    return model, [_entry(training.epochs, trained["avg_loss"], errors)], cost
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"loop='neuralop' is for one process, and there are {accelerator.num_processes}; use --loop accelerate"
+        )
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"loop='neuralop' cannot take mixed_precision={accelerator.mixed_precision!r}: Trainer would run in "
+            "float16 without scaling the loss; use --loop accelerate"
+        )
+
+
+def _entry(epoch: int, loss: float, errors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Trainer's `<resolution>_<norm>` in the form of this recipe's own log."""
+    named = {"_".join(reversed(name.split("_"))): float(error) for name, error in errors.items()}
+    return {"epoch": epoch, "loss": float(loss), **named}

@@ -1,0 +1,1 @@
+"""Parts of `reflow_smolvla`, its toy model and the demo."""

@@ -1,0 +1,181 @@
+"""What the demo measures on its trained policies."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from lerobot.datasets import LeRobotDatasetMetadata
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from torch import Tensor, nn
+
+from hf_memopt.integrations.lerobot.evaluate.measure import (
+    ReflowEvaluation,
+    evaluate_reflow,
+    held_out_batches,
+    sample_trajectory,
+)
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.reflow.prefix import SharedPrefix, observe
+from hf_memopt.memory import SavedBytes
+from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+NUM_SCENES = 3
+NUM_DRAWS = 24
+FRAMES_PER_EPISODE = 12
+# The frame before the paths part, where nothing seen yet tells which side it will be.
+DECISIVE_FRAME = 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One observation and what three samplers make of it; paths are `(draws, chunk, 2)` in the dataset's units."""
+
+    agent: Tensor
+    obstacle: Tensor
+    goal: Tensor
+    paths: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The trained policies of one demo and observations that none of them was trained on."""
+
+    folder: Path
+    teacher: SmolVLAPolicy
+    exported: SmolVLAPolicy
+    batches: list[dict[str, Tensor]]
+    demonstrations: list[toy.Demonstration]
+    decisive: dict[str, Tensor]  # one observation per demonstration
+
+    @classmethod
+    def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
+        """Read what the demo's earlier stages left in its folder."""
+        student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
+        frames = FRAMES_PER_EPISODE * len(held_out)
+        episodes = held_out_batches(student, toy.REPO_ID, dataset, held_out, FRAMES_PER_EPISODE, frames)
+        keys = [key for key, value in episodes[0].items() if isinstance(value, Tensor)]
+        return cls(
+            folder,
+            load_policy(resolve_checkpoint(folder / "teacher")),
+            load_policy(folder / "student_1step"),
+            held_out_batches(student, toy.REPO_ID, dataset, held_out, max_observations=120),
+            list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
+            {key: torch.stack([episode[key][DECISIVE_FRAME] for episode in episodes]) for key in keys},
+        )
+
+    def evaluation(self) -> ReflowEvaluation:
+        """The exported student against its teacher."""
+        return evaluate_reflow(self.exported, self.teacher, self.batches)
+
+    def memory(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes by design, phase and holder, in one training step of the first batch.
+
+        The target comes before the student's forward in every design, since the student trains on it; so a teacher
+        that is moved whole holds the same bytes whether it is copied back or dropped.
+        """
+        joint, shared = self._step_bytes("off"), self._step_bytes("on")
+        trained = sum(parameter.nbytes for parameter in self.exported.parameters() if parameter.requires_grad)
+        fixed = {"student weights": _num_bytes(self.exported), "optimizer state": 2 * trained}
+        teacher = {"teacher weights": joint["teacher weights"]}
+        own_teacher = {key: shared[key] for key in ("teacher weights", "shared prefix")}
+        return {
+            "teacher resident": _phases(fixed, teacher, trained, joint["saved activations"], resident=teacher),
+            "teacher swapped in": _phases(fixed, teacher, trained, joint["saved activations"], resident={}),
+            "swap + shared prefix": _phases(fixed, own_teacher, trained, shared["saved activations"], resident={}),
+        }
+
+    def sampled_paths(self) -> list[Scene]:
+        """Samples for the decisive frame of the first held-out episodes."""
+        return [self._scene(index) for index in range(NUM_SCENES)]
+
+    def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
+        """Share of action chunks that pass the obstacle without touching it, by policy and number of Euler steps.
+
+        From the decisive frame of every held-out episode.
+        """
+        policies = {"teacher": self.teacher, "student": self.exported}
+        return {
+            name: {steps: self._passing_rate(policy, steps) for steps in num_steps} for name, policy in policies.items()
+        }
+
+    def _step_bytes(self, share_prefix: str) -> dict[str, int]:
+        folder = resolve_checkpoint(self.folder / "student")
+        config = load_config(folder)
+        config.share_prefix = share_prefix
+        student = SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+        with SavedBytes(student.parameters()) as saved:
+            student(self.batches[0])
+        report = student.teacher_report()
+        assert report is not None
+        prefix = SharedPrefix(student.model, observe(student, self.batches[0]))
+        return {
+            "teacher weights": report.host_bytes,
+            "saved activations": saved.total_bytes,
+            "shared prefix": prefix.num_bytes,
+        }
+
+    def _scene(self, index: int) -> Scene:
+        demonstration = self.demonstrations[index]
+        samplers = {
+            "teacher, 10 steps": (self.teacher, 10),
+            "teacher, 1 step": (self.teacher, 1),
+            "student, 1 step": (self.exported, 1),
+        }
+        return Scene(
+            torch.from_numpy(demonstration.positions[DECISIVE_FRAME]),
+            torch.from_numpy(demonstration.scene.obstacle),
+            torch.from_numpy(demonstration.scene.goal),
+            {title: self._paths(policy, slice(index, index + 1), steps) for title, (policy, steps) in samplers.items()},
+        )
+
+    def _passing_rate(self, policy: SmolVLAPolicy, num_steps: int) -> float:
+        paths = self._paths(policy, slice(None), num_steps).unflatten(0, (-1, NUM_DRAWS))
+        passes = [
+            passes_obstacle(paths[index], demonstration) for index, demonstration in enumerate(self.demonstrations)
+        ]
+        return torch.stack(passes).float().mean().item()
+
+    def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
+        """`(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
+        batch = {key: value[chosen].repeat_interleave(NUM_DRAWS, dim=0) for key, value in self.decisive.items()}
+        shape = (len(batch["action"]), policy.config.chunk_size, policy.config.max_action_dim)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        actions = sample_trajectory(policy, observe(policy, batch), noise, num_steps)[-1, ..., :2]
+        stats = LeRobotDatasetMetadata(toy.REPO_ID, root=self.folder / "toy" / "dataset").stats["action"]
+        return actions * torch.as_tensor(stats["std"]).float() + torch.as_tensor(stats["mean"]).float()
+
+
+def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
+    """Which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle: `(draws,)` bool."""
+    start = torch.from_numpy(demonstration.positions[DECISIVE_FRAME]).expand(len(paths), 1, 2)
+    points = torch.cat([start, paths], dim=1)
+    along = torch.linspace(0, 1, 10)[:, None]
+    between = points[:, :-1, None] * (1 - along) + points[:, 1:, None] * along
+    distances = (between - torch.from_numpy(demonstration.scene.obstacle)).norm(dim=-1)
+    return distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
+
+
+def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
+    """(step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
+    losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
+    return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
+
+
+def _phases(
+    fixed: dict[str, int], teacher: dict[str, int], trained: int, saved: int, resident: dict[str, int]
+) -> dict[str, dict[str, int]]:
+    step = {**fixed, **resident, "gradients": trained}
+    return {
+        "teacher": {**fixed, **teacher},
+        "forward+backward": {**step, "saved activations": saved},
+        "optimizer": step,
+        "between steps": {**fixed, **resident},
+    }
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,224 @@
+"""Plans for `reflow_smolvla.py`: lerobot's own update of the policy, run on fake tensors."""
+
+import copy
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
+
+import torch
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.optim.optimizers import OptimizerConfig
+from lerobot.policies.smolvla import smolvlm_with_expert
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.scripts.lerobot_train import update_policy
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.recipes import reflow_smolvla as recipe
+from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload
+from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning.workload import Settings, SimulatedStep
+
+# Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
+STEPS_OF_STREAM = 3
+
+
+class Options(NamedTuple):
+    """What a candidate is run with: the student's configuration, where it is, and the batch."""
+
+    policy: SmolVLAReflowConfig
+    path: Path
+    batch_size: int
+    accumulation: int
+
+
+class Run(NamedTuple):
+    """What `step` needs; all but the optimizer and the accelerator's settings is on its device."""
+
+    accelerator: recipe.AccumulatingAccelerator
+    policy: SmolVLAReflowPolicy
+    teacher: SmolVLAPolicy
+    optimizer: Optimizer
+    batch: dict[str, Tensor]
+    settings: OptimizerConfig
+    num_micro_batches: int
+
+
+def workload(
+    config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
+) -> "SmolVLAReflow":
+    """The workload of a student, as for `reflow_smolvla.py --policy.path=FOLDER`.
+
+    Args:
+        config_path: a folder that `hf-memopt prepare-student` wrote, or its `config.json`. The teacher must be where
+            the student's configuration says.
+        precision: "no", "bf16", or "auto" to try both; None, what the configuration says.
+        effective_batch: frames per update; None, lerobot's batch.
+
+    Raises:
+        ValueError: no student is there, or it trains in a way that is not simulated: without a teacher of its own, on
+            couplings that belong to frames, or compiled.
+    """
+    path = Path(config_path)
+    folder = resolve_checkpoint(path.parent if path.is_file() else path)
+    config = load_config(folder)
+    if not isinstance(config, SmolVLAReflowConfig):
+        raise ValueError(f"{folder} holds a policy of type {config.type!r}; make a student with prepare-student")
+    return SmolVLAReflow(config, folder, precision=precision, effective_batch=effective_batch)
+
+
+class SmolVLAReflow(RecipeWorkload):
+    """A SmolVLA student and its teacher, whose weights are never read; `micro_batch` allows no other.
+
+    The VLMs are taken to be equal, as `prepare-student` makes them, so that they are shared wherever the student's
+    configuration allows it. Images are taken to have the size that the configuration says, and every instruction to
+    have `tokenizer_max_length` tokens, which is the most that it can have.
+    """
+
+    MODULE = "hf_memopt.recipes.reflow_smolvla"
+    LEVERS: ClassVar = {
+        "teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")},
+    }
+
+    def __init__(
+        self,
+        config: SmolVLAReflowConfig,
+        folder: Path,
+        *,
+        precision: str | None = None,
+        effective_batch: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        _check(config)
+        given = "bf16" if config.dtype == "bfloat16" else "no"
+        batch = TrainPipelineConfig.batch_size if effective_batch is None else effective_batch
+        options = Options(config, folder, batch, 1)
+        super().__init__(f"SmolVLA reflow of {folder.name}", options, batch, given if precision is None else precision)
+        self._micro_batch = micro_batch
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The one that is given, or all."""
+        return super().micro_batches if self._micro_batch is None else [self._micro_batch]
+
+    def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
+        options = self.with_settings(settings, micro_batch)
+        return SimulatedStep(
+            setup=lambda device: self.setup(options, settings[PRECISION]),
+            step=self.step,
+            num_steps=STEPS_OF_STREAM if options.policy.teacher_offload == "stream" else 2,
+            num_micro_batches=self.num_simulated(options, options.accumulation),
+        )
+
+    def with_settings(self, settings: Settings, micro_batch: int) -> Options:
+        policy = copy.deepcopy(self.options.policy)
+        policy.teacher_offload = settings["teacher_offload"]
+        policy.dtype = "bfloat16" if settings[PRECISION] == "bf16" else "float32"
+        return self.options._replace(policy=policy, **self.batching(micro_batch))
+
+    def batching(self, micro_batch: int) -> dict[str, int]:
+        return {"batch_size": micro_batch, "accumulation": self.effective_batch // micro_batch}
+
+    def setup(self, options: Options, precision: str) -> Run:
+        config = copy.deepcopy(options.policy)
+        config.device = None  # where accelerate is
+        num_micro_batches = self.num_simulated(options, options.accumulation)
+        accelerator = recipe.make_accelerator(SimpleNamespace(policy=config), num_micro_batches)
+        with _weights_from_config():
+            policy = SmolVLAReflowPolicy(config).to(accelerator.device)
+        with _equal_to(policy):
+            teacher = policy.load_teacher_model()
+        settings = config.get_optimizer_preset()
+        policy, optimizer = accelerator.prepare(policy, settings.build(policy.get_optim_params()))
+        batch = _batch(config, options.batch_size, accelerator.device)
+        return Run(accelerator, policy, teacher, optimizer, batch, settings, num_micro_batches)
+
+    def step(self, state: Run) -> MetricsTracker:
+        names = ("loss", "grad_norm", "lr", "update_s", "dataloading_s")
+        metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
+        for _ in range(state.num_micro_batches):
+            clip = state.settings.grad_clip_norm
+            update_policy(metrics, state.policy, state.batch, state.optimizer, clip, state.accelerator)
+        return metrics
+
+    def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        options = self.with_settings(settings, micro_batch)
+        flags = {
+            "policy.path": options.path,
+            "policy.teacher_offload": options.policy.teacher_offload,
+            "policy.dtype": options.policy.dtype,
+            "batch_size": options.batch_size,
+            recipe.ACCUMULATION_FLAG: options.accumulation,
+        }
+        written = folder / "reflow_smolvla.flags"
+        lines = [shlex.quote(f"--{name}={value}") for name, value in flags.items()]
+        written.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
+
+    def command(self, written: list[Path]) -> str:
+        """What runs the recipe with the files that `write` wrote, on data that the reader names."""
+        flags, config = (shlex.quote(str(path)) for path in written)
+        launch = f"accelerate launch --config_file {config} -m {self.MODULE}"
+        return f"xargs {launch} --dataset.repo_id=DATASET --output_dir=FOLDER < {flags}"
+
+
+def _check(config: SmolVLAReflowConfig) -> None:
+    reasons = {
+        "use_reflow": (not config.use_reflow, "it is plain SmolVLA"),
+        "couplings_path": (config.couplings_path is not None, "its pairs are read by the dataset's frames"),
+        "couplings_seed": (config.couplings_seed is not None, "its pairs are made frame by frame"),
+        "teacher_model_path": (config.teaches_itself, "there is no teacher to place"),
+        "compile_model": (config.compile_model, "compiled code is not seen"),
+    }
+    for field, (refused, reason) in reasons.items():
+        if refused:
+            raise ValueError(f"{field}={getattr(config, field)!r}: such a training is not simulated, since {reason}")
+
+
+def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict[str, Tensor]:
+    """As lerobot's loader and preprocessor make it."""
+    length = config.tokenizer_max_length
+    frames = {name: feature.shape for name, feature in config.input_features.items()}
+    batch = {name: torch.zeros(size, 1, *shape, device=device) for name, shape in frames.items()}
+    batch[ACTION] = torch.zeros(size, config.chunk_size, *config.action_feature.shape, device=device)
+    batch["action_is_pad"] = torch.zeros(size, config.chunk_size, dtype=torch.bool, device=device)
+    batch[OBS_LANGUAGE_TOKENS] = torch.zeros(size, length, dtype=torch.long, device=device)
+    batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.ones(size, length, dtype=torch.bool, device=device)
+    return batch
+
+
+@contextmanager
+def _weights_from_config() -> Iterator[None]:
+    """A pretrained VLM's shapes are in its configuration; nothing is loaded."""
+
+    def from_config(name: str, torch_dtype: str, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch_dtype, trust_remote_code=False)
+
+    pretrained = SimpleNamespace(from_pretrained=from_config)
+    with patch.object(smolvlm_with_expert, "AutoModelForImageTextToText", pretrained):
+        yield
+
+
+@contextmanager
+def _equal_to(student: SmolVLAPolicy) -> Iterator[None]:
+    """A teacher that is loaded inside has the student's weights, as the student had the teacher's at first."""
+
+    def from_pretrained(folder: Path, *, config: Any, strict: bool) -> SmolVLAPolicy:
+        teacher = SmolVLAPolicy(config)
+        teacher.load_state_dict(student.state_dict(), strict=strict)
+        return teacher.eval()
+
+    with patch.object(SmolVLAPolicy, "from_pretrained", from_pretrained):
+        yield

@@ -1,0 +1,343 @@
+"""A SmolVLA small enough to train on a laptop CPU, and a task whose answer is genuinely ambiguous.
+
+The agent of the toy task starts on the left, the goal lies on the right, and an obstacle stands between them. The
+demonstrator passes it on the left or on the right by the toss of a coin, so the distribution of action chunks given an
+observation has two modes. One Euler step of a flow trained on that lands near the average of both: in the obstacle.
+
+    python -m hf_memopt.recipes.reflow.smolvla_toy --output outputs/toy --episodes 60
+
+writes `outputs/toy/vlm` and `outputs/toy/dataset`. Nothing is downloaded.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import (
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors
+from hf_memopt.ranges import COUNT, SEED
+
+FloatArray = NDArray[np.float32]
+
+REPO_ID = "local/reach_past_obstacle"
+CAMERA = "observation.images.top"
+TASK = "reach the goal and avoid the obstacle"
+IMAGE_SIZE = 32
+FPS = 10
+
+# Everything of a SmolVLAConfig that belongs to the toy; the rest keeps lerobot's defaults.
+POLICY_SETTINGS: dict[str, int | bool | tuple[int, int]] = {
+    "load_vlm_weights": False,
+    "num_vlm_layers": 4,
+    "chunk_size": 8,
+    "n_action_steps": 8,
+    "max_state_dim": 4,
+    "max_action_dim": 4,
+    "resize_imgs_with_padding": (IMAGE_SIZE, IMAGE_SIZE),
+    "push_to_hub": False,
+}
+
+_APPROACH_STEPS = 4
+_PATH_STEPS = 12
+OBSTACLE_RADIUS = 0.15
+_CLEARANCE = 0.4
+_HAND_NOISE = 0.01
+_BACKGROUND = (128, 128, 128)
+_COLORS = {"obstacle": (0, 0, 255), "goal": (0, 255, 0), "agent": (255, 0, 0)}
+_RADII = {"obstacle": OBSTACLE_RADIUS, "goal": 0.2, "agent": 0.2}
+
+
+@dataclass(frozen=True)
+class VLMShape:
+    """Dimensions of a SmolVLM2; head counts follow its Llama text model and its SigLIP vision model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    vision_hidden_size: int
+    vision_intermediate_size: int
+    num_vision_layers: int
+    num_vision_heads: int
+    image_size: int
+    patch_size: int
+    scale_factor: int
+    initializer_range: float
+
+
+TOY = VLMShape(
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    vision_hidden_size=64,
+    vision_intermediate_size=128,
+    num_vision_layers=2,
+    num_vision_heads=2,
+    image_size=IMAGE_SIZE,
+    patch_size=4,
+    scale_factor=2,
+    initializer_range=0.125,
+)
+
+# SmolVLM2-500M-Video-Instruct, as its published config.json describes it.
+REAL = VLMShape(
+    hidden_size=960,
+    intermediate_size=2560,
+    num_layers=32,
+    num_heads=15,
+    num_key_value_heads=5,
+    head_dim=64,
+    vocab_size=49280,
+    vision_hidden_size=768,
+    vision_intermediate_size=3072,
+    num_vision_layers=12,
+    num_vision_heads=12,
+    image_size=512,
+    patch_size=16,
+    scale_factor=4,
+    initializer_range=0.02,
+)
+
+
+def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
+    """Write a SmolVLM2 folder that lerobot accepts as `vlm_model_name`: config, processor and tokenizer, no weights.
+
+    The tokenizer knows a few hundred tokens whatever the shape is; only the embedding has `shape.vocab_size` rows.
+    Takes about a second.
+
+    Returns:
+        `output`, which is created if needed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer = _train_tokenizer()
+    _write_processor(output, tokenizer, shape)
+    SmolVLMConfig(
+        vision_config={
+            "hidden_size": shape.vision_hidden_size,
+            "intermediate_size": shape.vision_intermediate_size,
+            "num_hidden_layers": shape.num_vision_layers,
+            "num_attention_heads": shape.num_vision_heads,
+            "image_size": shape.image_size,
+            "patch_size": shape.patch_size,
+            "initializer_range": shape.initializer_range,
+        },
+        text_config={
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "vocab_size": shape.vocab_size,
+            "initializer_range": shape.initializer_range,
+            "rope_theta": 100_000,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=shape.scale_factor,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    ).save_pretrained(output)
+    return output
+
+
+def _train_tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    named = {
+        "fake_image_token": "<fake_token_around_image>",
+        "image_token": "<image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
+    }
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOY.vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([f"{TASK}\n"] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<|im_start|>",
+        eos_token="<end_of_utterance>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        extra_special_tokens=named,
+    )
+
+
+def _write_processor(output: Path, tokenizer: PreTrainedTokenizerFast, shape: VLMShape) -> None:
+    edge = {"longest_edge": shape.image_size}
+    image_seq_len = (shape.image_size // shape.patch_size // shape.scale_factor) ** 2
+    SmolVLMProcessor(
+        SmolVLMImageProcessor(size=edge, max_image_size=edge),
+        tokenizer,
+        SmolVLMVideoProcessor(
+            size=edge, max_image_size=edge, video_sampling={"fps": 1, "max_frames": 8, "video_size": edge}
+        ),
+        image_seq_len=image_seq_len,
+    ).save_pretrained(output)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where things stand, in the square from -1 to 1. Each point is `(x, y)`."""
+
+    start: FloatArray
+    goal: FloatArray
+    obstacle: FloatArray
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One reach: the agent passes the obstacle on its left (`side` +1) or on its right (-1)."""
+
+    scene: Scene
+    side: int
+    positions: FloatArray  # (13, 2), from the start to the goal; the action of frame i is position i + 1
+
+
+def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
+    """The demonstrator's reaches. The same seed yields the same ones, and more episodes only add to them."""
+    rng = np.random.default_rng(seed)
+    for _ in range(num_episodes):
+        scene = _draw_scene(rng)
+        side = int(rng.choice((-1, 1)))
+        positions = _ideal_path(scene, side)
+        positions[1:] += rng.normal(scale=_HAND_NOISE, size=positions[1:].shape)
+        yield Demonstration(scene, side, positions.astype(np.float32))
+
+
+def _draw_scene(rng: np.random.Generator) -> Scene:
+    start = np.array([-0.8, rng.uniform(-0.35, 0.35)])
+    goal = np.array([0.8, rng.uniform(-0.35, 0.35)])
+    obstacle = start + 0.62 * (goal - start)
+    return Scene(*(point.astype(np.float32) for point in (start, goal, obstacle)))
+
+
+def _ideal_path(scene: Scene, side: int) -> FloatArray:
+    """Straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
+    progress = np.linspace(0, 1, _PATH_STEPS + 1)[:, None]
+    decided = np.clip(np.arange(_PATH_STEPS + 1) - _APPROACH_STEPS, 0, None) / (_PATH_STEPS - _APPROACH_STEPS)
+    direction = scene.goal - scene.start
+    normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
+    swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
+    return scene.start + progress * direction + side * swerve * normal
+
+
+def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
+    """What the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
+    ticks = (np.arange(IMAGE_SIZE) + 0.5) / IMAGE_SIZE * 2 - 1
+    x, y = np.meshgrid(ticks, -ticks)
+    image = np.broadcast_to(np.array(_BACKGROUND, dtype=np.float64), (IMAGE_SIZE, IMAGE_SIZE, 3))
+    for name, center in (("obstacle", scene.obstacle), ("goal", scene.goal), ("agent", agent)):
+        distance = np.hypot(x - center[0], y - center[1])
+        # One pixel of soft edge, so that a move of less than a pixel still shows.
+        cover = np.clip((_RADII[name] - distance) * IMAGE_SIZE / 2 + 0.5, 0, 1)[..., None]
+        image = image * (1 - cover) + cover * np.array(_COLORS[name])
+    return image.round().astype(np.uint8)
+
+
+def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
+    """Write the demonstrations as a LeRobotDataset with images, 12 frames per episode.
+
+    Args:
+        output: folder to create; it must not exist.
+        num_episodes: how many reaches.
+        seed: of the demonstrations.
+
+    Returns:
+        `output`, the dataset's root; its repo id is `REPO_ID`.
+
+    Raises:
+        ValueError: `output` exists.
+    """
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+    names = ["x", "y"]
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": names},
+        "action": {"dtype": "float32", "shape": (2,), "names": names},
+        CAMERA: {"dtype": "image", "shape": (IMAGE_SIZE, IMAGE_SIZE, 3), "names": ["height", "width", "channels"]},
+    }
+    dataset = LeRobotDataset.create(REPO_ID, fps=FPS, features=features, root=output, use_videos=False)
+    with _one_progress_bar():
+        for episode in tqdm(demonstrations(num_episodes, seed), total=num_episodes, desc="episodes", unit="ep"):
+            for position, target in zip(episode.positions[:-1], episode.positions[1:], strict=True):
+                image = draw_image(episode.scene, position)
+                dataset.add_frame({"observation.state": position, "action": target, CAMERA: image, "task": TASK})
+            dataset.save_episode()
+        dataset.finalize()
+    return output
+
+
+@contextmanager
+def _one_progress_bar() -> Iterator[None]:
+    """Without the bar that `datasets` shows for the few rows of every single episode."""
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def policy_flags(vlm: Path) -> list[str]:
+    """The toy's `lerobot-train` flags for a policy trained from scratch, which then works in any working directory."""
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in POLICY_SETTINGS.items()}
+    return [
+        "--policy.type=smolvla",
+        f"--policy.vlm_model_name={vlm.resolve()}",
+        *(f"--policy.{key}={str(value).lower()}" for key, value in settings.items()),
+    ]
+
+
+def dataset_flags(dataset: Path) -> list[str]:
+    """The toy's `lerobot-train` flags for the data."""
+    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for vlm/ and dataset/")
+    parser.add_argument(
+        "--episodes", type=number(COUNT), default=60, help="number of demonstrations (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=number(SEED), default=0, help="of the demonstrations (default: %(default)s)")
+    parsed = parser.parse_args(arguments)
+    check_output_folder("output", parsed.output)
+    write_vlm(parsed.output / "vlm")
+    write_dataset(parsed.output / "dataset", parsed.episodes, parsed.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors("smolvla_toy", main))

@@ -1,0 +1,157 @@
+"""Mode "auto" on a device whose time is made up: what recording slows down, stalls, a host that is ahead."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.activations import auto_mode
+from hf_memopt.activations import offloader as offloader_module
+from hf_memopt.activations.planner.offload_plan import Plan, make_plan
+from hf_memopt.activations.planner.profile import Profile
+from hf_memopt.activations.planner.simulator import Link
+
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
+LAYER_S = 1e-3
+NUM_LAYERS = 6
+NUM_RECORDED = 2
+
+
+class Mark(NamedTuple):
+    moment_s: float
+    step: int
+
+
+class Device:
+    """A clock and a copier of one device; `lag` is how many steps the host is ahead of it."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self.now_s = self.stalled_s = 0.0
+        self.step = 0
+        self.layer_s = LAYER_S
+        self.lag = lag
+        self.copier = AdversarialCopier("late")
+        self.copier.stall_ms = lambda: 1e3 * self.stalled_s
+
+    def mark(self) -> Mark:
+        return Mark(self.now_s, self.step)
+
+    def reached(self, mark: Mark) -> bool:
+        return self.step - mark.step > self.lag
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return end.moment_s - start.moment_s
+
+    def compute(self) -> None:
+        self.now_s += self.layer_s
+
+    def stall(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.stalled_s += seconds
+
+
+class Layers(nn.Module):
+    """Each takes the device's time, in forward and in backward."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(NUM_LAYERS))
+        self._device = device
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self._device.compute()
+            x.register_hook(lambda _: self._device.compute())
+        return x
+
+
+class Run:
+    """Training on such a device, and what the planner was asked."""
+
+    def __init__(self, device: Device, patch: pytest.MonkeyPatch) -> None:
+        self.device = device
+        self.links: list[float] = []
+        self.steps_s: list[float] = []
+        self.model = Layers(device)
+        patch.setattr(auto_mode, "measure_link", lambda copier, clock: (1e9, 1e9))
+        patch.setattr(auto_mode, "make_plan", self._plan)
+        patch.setattr(offloader_module, "clock_for", lambda _: device)
+        self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
+
+    def _plan(self, profile: Profile, link: Link, **limits: Any) -> Plan:
+        self.links.append(link.to_host_bytes_per_s)
+        self.steps_s.append(profile.step_s)
+        return make_plan(profile, link, **limits)
+
+    def go(self, num_steps: int, stall_s: float = 0.0, stall_between_s: float = 0.0) -> None:
+        for _ in range(num_steps):
+            with self.offloader.offload_context(self.model):
+                loss = self.model(torch.ones(4, 8)).sum()
+            self.device.stall(stall_s)
+            loss.backward()
+            self.device.stall(stall_between_s)
+            self.device.step += 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_times_that_recording_has_inflated_are_scaled_down_once(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lag)
+    run = Run(device, monkeypatch)
+    device.layer_s = 3 * LAYER_S
+    run.go(NUM_RECORDED)
+    device.layer_s = LAYER_S
+    run.go(6)
+    recorded_s = run.steps_s[0]
+    assert run.steps_s == pytest.approx([recorded_s, recorded_s, recorded_s / 3], rel=0.1)
+    (plans,) = run.offloader._plans.values()
+    (mode,) = plans.values()
+    assert mode.plan.predicted_step_s == pytest.approx(run.offloader.stats.measured_step_ms / 1e3, rel=0.02)
+
+
+def test_times_that_were_right_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Device(), monkeypatch)
+    run.go(8)
+    assert len(run.steps_s) == NUM_RECORDED
+
+
+def test_stalls_are_not_taken_for_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    run = Run(device, monkeypatch)
+    device.layer_s = 3 * LAYER_S
+    run.go(NUM_RECORDED)
+    device.layer_s = LAYER_S
+    run.go(2, stall_s=5 * LAYER_S)
+    assert run.steps_s[-1] == pytest.approx(run.steps_s[0] / 3, rel=0.1)
+
+
+def test_stalls_between_passes_belong_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    run = Run(device, monkeypatch)
+    device.layer_s = 3 * LAYER_S
+    run.go(NUM_RECORDED, stall_between_s=99 * LAYER_S)
+    device.layer_s = LAYER_S
+    run.go(4, stall_between_s=99 * LAYER_S)
+    assert run.steps_s[-1] == pytest.approx(run.steps_s[0] / 3, rel=0.1)
+    assert set(run.links) == {1e9}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_stalls_beyond_the_prediction_make_the_link_slower(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Device(lag), monkeypatch)
+    run.go(NUM_RECORDED)
+    run.go(20, stall_s=5 * LAYER_S)
+    assert run.links == pytest.approx([1e9, 1e9, 0.8e9, 0.64e9, 0.512e9])
+
+
+def test_a_pass_that_took_longer_without_stalling_says_nothing_about_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lag=1)
+    run = Run(device, monkeypatch)
+    run.go(NUM_RECORDED + 1)
+    device.layer_s = 2 * LAYER_S
+    run.go(6)
+    assert set(run.links) == {1e9}

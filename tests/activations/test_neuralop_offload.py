@@ -1,0 +1,340 @@
+"""Offloading and checkpointing of neuralop's models: gradients of the plain run, and nothing but activations moves."""
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+from neuralop import H1Loss, LpLoss, Trainer
+from neuralop.data.datasets.pt_dataset import PTDataset
+from neuralop.models import FNO, TFNO, UNO
+from neuralop.training import AdamW
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import DataLoader
+
+from hf_memopt import (
+    ActivationOffloader,
+    SyncCopier,
+    apply_selective_checkpointing,
+    wrap_forward_with_offload,
+)
+from hf_memopt.memory import SavedBytes
+from hf_memopt.recipes.neural_operator.darcy import Darcy, cached_folder
+from hf_memopt.recipes.neural_operator.model import make_model
+from hf_memopt.recipes.neural_operator.options import ModelOptions
+
+CPU = torch.device("cpu")
+CLASSES = {"fno": FNO, "tfno": TFNO, "uno": UNO}
+KINDS = list(CLASSES)
+
+Saving = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+def build(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers = 5 if kind == "uno" else 4
+    return make_model(ModelOptions(model=kind, modes=8, hidden_channels=8, num_layers=layers, **options))
+
+
+@cache
+def batch_of(nodes: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(nodes)
+    x = torch.randint(0, 2, (2, 1, nodes, nodes), generator=generator).float()
+    return x, torch.randn(2, 1, nodes, nodes, generator=generator)
+
+
+def gradients(model: nn.Module, nodes: int = 32, saving: AbstractContextManager[Any] | None = None) -> list[Tensor]:
+    x, y = batch_of(nodes)
+    model.zero_grad()
+    with saving or nullcontext():
+        loss = LpLoss(d=2)(model(x), y)
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@cache
+def plain_gradients(kind: str, nodes: int) -> list[Tensor]:
+    found = gradients(build(kind), nodes)
+    assert all(gradient.abs().max() > 0 for gradient in found)
+    return found
+
+
+def offloader(mode: str = "all", copier: Any = None, **options: Any) -> ActivationOffloader:
+    return ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=copier or SyncCopier(), **options)
+
+
+BLOCKS, MLPS = {"checkpoint_blocks": True}, {"checkpoint_mlps": True}
+LEVERS: dict[str, tuple[dict[str, bool], Callable[[], ActivationOffloader] | None]] = {
+    "all": ({}, offloader),
+    "all, late copies": ({}, lambda: offloader(copier=AdversarialCopier("late"))),
+    "all, random copies": ({}, lambda: offloader(copier=AdversarialCopier("random"), prefetch_ahead=4)),
+    "blocks": (BLOCKS, None),
+    "mlps": (MLPS, None),
+    "blocks and mlps": (BLOCKS | MLPS, None),
+    "blocks and mlps, inputs": (BLOCKS | MLPS, lambda: offloader("inputs")),
+    "blocks, all": (BLOCKS, offloader),
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_lever_gives_the_gradients_of_the_plain_run(kind: str, lever: str) -> None:
+    options, make = LEVERS[lever]
+    model, used = build(kind, **options), make() if make else None
+    for _ in range(2):  # the second pass prefetches
+        saving = used.offload_context(model) if used else None
+        assert equal(gradients(model, saving=saving), plain_gradients(kind, 32))
+    if used:
+        assert used.stats.bytes_moved > 0
+        assert used.stats.host_bytes_live == 0
+
+
+@pytest.mark.parametrize("lever", ["all, late copies", "blocks and mlps, inputs"])
+def test_at_another_resolution(lever: str) -> None:
+    options, make = LEVERS[lever]
+    model, used = build("fno", **options), make()
+    assert equal(gradients(model, 64, used.offload_context(model)), plain_gradients("fno", 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_is_kept_with_the_gradients_of_the_plain_run(kind: str) -> None:
+    model = build(kind)
+    budget_gib = 0.5 * saved_bytes(model, 32) / 2**30
+    used = offloader("auto", budget_gib=budget_gib)
+    for _ in range(4):
+        assert equal(gradients(model, saving=used.offload_context(model)), plain_gradients(kind, 32))
+    assert used.stats.predicted_peak_gib <= budget_gib
+    assert used.stats.measured_peak_gib <= budget_gib
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_autocast(kind: str) -> None:
+    plain, checkpointed, used = build(kind), build(kind, **BLOCKS, **MLPS), offloader()
+    without = plain_gradients(kind, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = gradients(plain)
+        assert not equal(want, without)
+        assert equal(gradients(checkpointed), want)
+        assert equal(gradients(plain, saving=used.offload_context(plain)), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fourier_transforms_stay_in_float32(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    transform = torch.fft.rfftn
+    monkeypatch.setattr(torch.fft, "rfftn", lambda x, **options: (seen.append(x.dtype), transform(x, **options))[1])
+    model = build(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.lifting(torch.ones(1, 3, 16, 16)).dtype == torch.bfloat16
+        model(batch_of(32)[0])
+    assert len(seen) == (5 if kind == "uno" else 4)
+    assert set(seen) == {torch.float32}
+
+
+def test_selective_checkpointing_of_the_blocks() -> None:
+    model, want = build("fno"), plain_gradients("fno", 32)
+    handle = apply_selective_checkpointing(model, "heavy_ops", modules=["FNOBlocks"])
+    with SavedBytes(exclude=model.parameters()) as selective:
+        assert equal(gradients(model), want)
+    handle.remove()
+    checkpointed = saved_bytes(build("fno", **BLOCKS), 32)
+    assert checkpointed < selective.total_bytes < saved_bytes(model, 32)
+
+
+# ------------------------------------------------------------------------------------------------------ what moves
+
+
+def saved_bytes(model: nn.Module, nodes: int) -> int:
+    with SavedBytes(exclude=model.parameters()) as saved:
+        model(batch_of(nodes)[0])
+    return saved.total_bytes
+
+
+@pytest.mark.parametrize(("nodes", "mib_per_sample"), [(64, 13.7), (128, 54.3), (256, 216.9)])
+def test_bytes_per_sample_of_a_published_size(nodes: int, mib_per_sample: float) -> None:
+    """Tried out with neuralop 2.0.0 before this was written."""
+    model = FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
+    with SavedBytes(exclude=model.parameters()) as saved:
+        model(torch.randn(1, 1, nodes, nodes))
+    assert saved.total_bytes / 2**20 == pytest.approx(mib_per_sample, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_checkpointing_flag_saves_its_own_share(kind: str) -> None:
+    none, blocks, mlps, both = (saved_bytes(build(kind, **flags), 32) for flags in ({}, BLOCKS, MLPS, BLOCKS | MLPS))
+    assert both < min(blocks, mlps) < max(blocks, mlps) < none
+    by_blocks, by_mlps = none - blocks, none - mlps
+    assert both == none - by_blocks - by_mlps
+
+
+class Watch(saved_tensors_hooks):
+    """Every tensor that autograd hands to hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.tensors: list[Tensor] = []
+        super().__init__(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor.detach())
+        return tensor.detach()
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._weights
+
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in filter(self.is_weight, self.tensors))
+
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_storage_moves_once_and_no_weight_does(kind: str) -> None:
+    model, used = build(kind), offloader()
+    x, _ = batch_of(32)
+    with used.offload_context(model):
+        output = model(x)
+    assert used.stats.bytes_moved == saved_bytes(model, 32)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_are_given_weights_and_some_storages_twice(kind: str) -> None:
+    """So that moving each storage once, and no weight, is something that the offloader does."""
+    model = build(kind)
+    watch = Watch(model)
+    with watch:
+        model(batch_of(32)[0])
+    assert watch.weight_bytes() > 0
+    assert watch.bytes() - watch.weight_bytes() > saved_bytes(model, 32)
+
+
+@pytest.mark.parametrize(("kind", "has_strided"), [("fno", False), ("tfno", True), ("uno", False)])
+def test_complex_and_strided_tensors_are_among_those_that_move(kind: str, has_strided: bool) -> None:
+    """So that the equality of gradients says something about them."""
+    model = build(kind)
+    watch = Watch(model)
+    with watch:
+        model(batch_of(32)[0])
+    moved = [tensor for tensor in watch.tensors if not watch.is_weight(tensor)]
+    assert any(tensor.is_complex() for tensor in moved)
+    assert any(not tensor.is_contiguous() for tensor in moved) == has_strided
+
+
+# ---------------------------------------------------------------------------------------------- copies and files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_of_a_wrapped_model(kind: str, remake: Callable[[nn.Module], nn.Module]) -> None:
+    model, used = build(kind, **BLOCKS), offloader()
+    used.wrap(model)
+    copied = remake(model)
+    moved = used.stats.bytes_moved
+    assert equal(gradients(copied), plain_gradients(kind, 32))
+    assert used.stats.bytes_moved == moved  # the copy has an offloader of its own
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert copied(batch_of(32)[0]).abs().max() == 0  # and weights of its own
+    assert equal(gradients(model), plain_gradients(kind, 32))
+    assert used.stats.bytes_moved > moved
+
+
+@pytest.mark.parametrize("kind", ["fno", "tfno"])  # a UNO has no such methods
+def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> None:
+    model = build(kind, **BLOCKS)
+    offloader().wrap(model)
+    model.save_checkpoint(tmp_path, "model")
+    torch.manual_seed(1)
+    loaded = CLASSES[kind].from_checkpoint(tmp_path, "model")
+    assert equal(gradients(loaded), plain_gradients(kind, 32))
+
+
+# ------------------------------------------------------------------------------------------------- training loops
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> PTDataset:
+    tests = [Darcy("test", resolution, 4) for resolution in (16, 32)]
+    folder = cached_folder(tmp_path_factory.mktemp("darcy"), Darcy("train", 16, 16), tests, CPU)
+    return PTDataset(folder, "darcy", 16, [4, 4], 8, [4, 4], 16, [16, 32])
+
+
+def small_fno() -> nn.Module:
+    torch.manual_seed(0)
+    return FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=8, projection_channel_ratio=2)
+
+
+def train_in_a_loop(samples: PTDataset, model: nn.Module) -> list[Tensor]:
+    """Steps 1, 2 and 4 of neuralop's guide to CPU offloading, with the two lines that the documentation changes."""
+    train_loader = DataLoader(samples.train_db, 8)
+    data_processor = samples.data_processor.to(CPU)
+    data_processor.train()
+    optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
+    l2loss = LpLoss(d=2, p=2)
+    for _batch_idx, sample in enumerate(train_loader):
+        input_data, target_data = map(data_processor.preprocess(sample).get, ("x", "y"))
+        output = model(input_data)
+        loss = l2loss(output, target_data)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_the_guides_four_steps_with_our_wrapper(samples: PTDataset) -> None:
+    model, start = small_fno(), [parameter.detach().clone() for parameter in small_fno().parameters()]
+    moved = AdversarialCopier("late")
+    model.forward = wrap_forward_with_offload(model.forward, mode="all", offload_threshold_mb=0, copier=moved)
+    trained = train_in_a_loop(samples, model)
+    assert equal(trained, train_in_a_loop(samples, small_fno()))
+    assert not any(torch.equal(a, b) for a, b in zip(trained, start, strict=True))
+    assert min(moved.bytes_to_host, moved.bytes_to_device) > 0
+
+
+def train_by_trainer(samples: PTDataset, model: nn.Module) -> tuple[list[Tensor], dict[str, float]]:
+    optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
+    trainer = Trainer(model=model, n_epochs=2, device="cpu", data_processor=samples.data_processor)
+    tests = {nodes: DataLoader(test, 4) for nodes, test in samples.test_dbs.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
+        found = trainer.train(
+            DataLoader(samples.train_db, 8),
+            tests,
+            optimizer,
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2),
+            training_loss=H1Loss(d=2),
+            eval_losses={"l2": LpLoss(d=2)},
+        )
+    return [parameter.detach().clone() for parameter in model.parameters()], found
+
+
+def test_neuralops_trainer_needs_nothing_but_a_wrapped_model(samples: PTDataset) -> None:
+    plain, errors = train_by_trainer(samples, small_fno())
+    model, used = small_fno(), offloader(copier=AdversarialCopier("random"))
+    handle = used.wrap(model)
+    offloaded, same_errors = train_by_trainer(samples, model)
+    assert equal(offloaded, plain)
+    assert {name: same_errors[name] for name in ("16_l2", "32_l2")} == {n: errors[n] for n in ("16_l2", "32_l2")}
+    assert math.isfinite(errors["32_l2"])
+    moved = used.stats.bytes_moved
+    assert moved > 0
+    assert used.stats.host_bytes_live == 0
+    handle.remove()
+    gradients(model)
+    assert used.stats.bytes_moved == moved

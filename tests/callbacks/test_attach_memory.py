@@ -1,0 +1,75 @@
+"""What `attach` does beside offloading: memory in the logs, and a report when there is none left."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alone import hide_what_is_alive
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+import hf_memopt
+from hf_memopt.callbacks import MemoryLoggingCallback
+
+
+class Regression(nn.Module):
+    """Runs out of memory when told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_what_is_alive(monkeypatch)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(8)]
+    settings: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "use_cpu": True, "report_to": []}
+    settings |= {"save_strategy": "no", "dataloader_pin_memory": False, "remove_unused_columns": False}
+    return Trainer(Regression(), TrainingArguments(str(tmp_path), **settings), train_dataset=data)
+
+
+def test_memory_is_logged_until_removed(trainer: Trainer) -> None:
+    handle = hf_memopt.attach(trainer)
+    trainer.train()
+    assert all("memory/host_rss_gib" in entry for entry in trainer.state.log_history if "loss" in entry)
+    handle.remove()
+    assert "train" not in vars(trainer)
+    assert not any(isinstance(found, MemoryLoggingCallback) for found in trainer.callback_handler.callbacks)
+
+
+def test_a_callback_that_is_there_is_used_and_left_there(trainer: Trainer) -> None:
+    mine = MemoryLoggingCallback(warn_at=0.5)
+    trainer.add_callback(mine)
+    hf_memopt.attach(trainer).remove()
+    found = [each for each in trainer.callback_handler.callbacks if isinstance(each, MemoryLoggingCallback)]
+    assert found == [mine]
+
+
+def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: Trainer, tmp_path: Path) -> None:
+    hf_memopt.attach(trainer)
+    trainer.model.fails = True
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error:
+        trainer.train()
+    assert "layer.weight" in error.value.__notes__[0]
+    assert (tmp_path / "out_of_memory_rank0.txt").exists()
+
+
+def test_without_memory_nothing_is_attached(trainer: Trainer) -> None:
+    before = list(trainer.callback_handler.callbacks)
+    hf_memopt.attach(trainer, memory=False)
+    assert "train" not in vars(trainer)
+    assert trainer.callback_handler.callbacks == before

@@ -1,0 +1,149 @@
+"""Activation offloading in TRL's SFTTrainer: the plain run's weights, and no stacking on TRL's own offloading."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.callbacks import ActivationOffloadCallback, attach
+
+WORDS = ["<pad>", "<eos>", "the", "robot", "moves", "left", "right", "past", "obstacle", "and", "stops", "."]
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": len(WORDS),
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="."))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def texts() -> Dataset:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 16, (32,), generator=generator).tolist()
+    rows = [torch.randint(2, len(WORDS), (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_dict({"text": [" ".join(WORDS[word] for word in row) for row in rows]})
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, texts: Dataset) -> Callable[..., SFTTrainer]:
+    def make(peft_config: LoraConfig | None = None, **options: Any) -> SFTTrainer:
+        torch.manual_seed(0)
+        settings = {
+            "max_steps": 6,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "bf16": False,
+            "gradient_checkpointing": False,
+        }
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "output_dir": str(tmp_path / "out")}
+        return SFTTrainer(
+            model=Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+            args=SFTConfig(**{**settings, **quiet, **options}),
+            train_dataset=texts,
+            eval_dataset=texts.select(range(4)),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+
+    return make
+
+
+def trained(trainer: SFTTrainer) -> list[Tensor]:
+    trainer.train()
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def everything(copier: Any = None) -> ActivationOffloader:
+    return ActivationOffloader(mode="all", offload_threshold_mb=0, copier=copier or SyncCopier())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16_checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "lora": {"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str) -> None:
+    want = trained(make(**SETTINGS[settings]))
+    for copier in (SyncCopier(), AdversarialCopier("late")):
+        offloader = everything(copier)
+        trainer = make(**SETTINGS[settings])
+        attach(trainer, offloader=offloader)
+        assert equal(trained(trainer), want)
+        assert offloader.stats.bytes_moved > 0
+        assert offloader.stats.host_bytes_live == 0
+    trainer = make(**SETTINGS[settings])
+    callback = ActivationOffloadCallback(everything())
+    trainer.add_callback(callback)
+    assert equal(trained(trainer), want)
+    assert callback.offloader.stats.bytes_moved > 0
+
+
+def test_the_adapters_of_a_frozen_model_learn_and_its_weights_never_move(make: Any) -> None:
+    trainer = make(**SETTINGS["lora"])
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    offloader = everything()
+    storages = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    moved = record_moved(offloader)
+    attach(trainer, offloader=offloader)
+    after = trained(trainer)
+    assert moved
+    assert not moved & storages
+    changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert changed == [parameter.requires_grad for parameter in trainer.model.parameters()]
+
+
+def record_moved(offloader: ActivationOffloader) -> set[int]:
+    """Addresses of all storages that the offloader's copier copies to the host."""
+    moved: set[int] = set()
+    copier = offloader._given_copier
+    to_host = copier.to_host
+
+    def recording(source: Tensor, destination: Tensor) -> Any:
+        moved.add(source.untyped_storage().data_ptr())
+        return to_host(source, destination)
+
+    copier.to_host = recording
+    return moved
+
+
+def test_trls_own_offloading_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: None)  # wants a GPU
+    trainer = make(activation_offloading=True)
+    with pytest.raises(ValueError, match=r"activation_offloading=True.*switch it off"):
+        attach(trainer, offloader=everything())
+    callback = ActivationOffloadCallback(everything())
+    with pytest.raises(ValueError, match=r"activation_offloading=True.*switch it off"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)

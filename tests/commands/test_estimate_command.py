@@ -1,0 +1,128 @@
+"""`hf-memopt estimate`: what it prints, writes, draws and refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from estimate_runs import mlp_setup, step
+from transformers import Qwen3Config
+
+from hf_memopt.cli import main
+from hf_memopt.estimate import estimate_report, memory_page
+from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate.gpus import find_card
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ["--seq-len", "32", "--batch-size", "2", "--precision", "bf16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=512).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def estimated() -> MemoryEstimate:
+    return estimate_peak_memory(mlp_setup, step)
+
+
+def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, tmp_path: Path, capsys: Capture) -> None:
+    files = ["--json", str(tmp_path / "estimate.json"), "--timeline", str(tmp_path / "timeline.html")]
+    assert main(["estimate", model, *SMALL, "--gpu", "rtx4070-laptop", *files]) == 0
+    printed = capsys.readouterr().out
+    assert re.match(rf"{re.escape(model)}\n\nThe peak is in .+, in step \d: \d\.\d\d GiB of tensors", printed)
+    assert "assumed and not measured: device context 512 MiB" in printed
+    assert "It fits on rtx4070-laptop (8.00 GiB)." in printed
+    assert "Time of a step" in printed
+    found = json.loads((tmp_path / "estimate.json").read_text())
+    assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 8 * 2**30, "fits": True}
+    assert found["peak_bytes"] == sum(found["breakdown"].values())
+    html = (tmp_path / "timeline.html").read_text()
+    assert "Estimated memory of" in html
+    assert "Largest tensors at the peak" in html
+    assert not re.search(r'(?:src|href)="(?!data:)', html)
+
+
+def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -> None:
+    assert main(["estimate", model, *SMALL, "--offload", "all", "--accumulation", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "fit" not in printed
+    assert "Time of a step" not in printed
+
+
+@pytest.mark.slow
+def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "text.txt").write_text("Das Wasser fliesst, und der Stein bleibt liegen. " * 400)
+    flags = [f"--text_file={tmp_path / 'text.txt'}", "--vocab_size=300", "--block_size=32"]
+    (tmp_path / "lm.args").write_text("\n".join(flags) + "\n")
+    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.args"), "--batch-size", "4"]
+    assert main(recipe) == 0
+    assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
+    assert main([*recipe, "--set", "activations=nowhere"]) == 2
+    assert "set='activations=nowhere' is no value of a lever; there are activations=kept|" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a MODEL"),
+        (["/nowhere"], "model='/nowhere'"),
+        (["MODEL", "--gpu", "rtx"], "gpu='rtx' is neither a size such as 8GiB nor a known card"),
+        (["MODEL", "--offload", "auto"], "offload='auto' weighs copies against compute, so it needs --gpu"),
+        (["MODEL", "--precision", "int3"], "precision='int3' is unknown"),
+        (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
+        (["--recipe", "train_causal_lm"], "needs --config FILE"),
+        (
+            ["--recipe", "train_nothing", "--config", "x"],
+            "choose from causal_lm, fluxflow, lgt, neural_operator, reflow_smolvla",
+        ),
+    ],
+)
+def test_what_it_refuses(arguments: list[str], message: str, model: str, capsys: Capture) -> None:
+    assert main(["estimate", *(model if each == "MODEL" else each for each in arguments), "--seq-len", "32"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:
+    assert estimated.phase == "optimizer"
+    text = estimate_report.text(estimated)
+    assert text.startswith("The peak is in the optimizer's update, in step 1: 0.00 GiB of tensors")
+    assert "checkpointing and offloading cannot lower it" in text.splitlines()[1]
+
+
+def test_a_card_that_is_too_small(estimated: MemoryEstimate) -> None:
+    needed = estimate_report.needed_bytes(estimated)
+    assert needed == estimated.reserved_bytes + 640 * 2**20
+    fits, tight = (find_card(f"{num_bytes}B") for num_bytes in (needed, needed - 1))
+    assert "It fits on" in estimate_report.text(estimated, fits)
+    assert "It does not fit on" in estimate_report.text(estimated, tight)
+
+
+def test_the_timeline_adds_up_and_holds_the_peak(estimated: MemoryEstimate) -> None:
+    shown = memory_page.timeline(estimated)
+    totals = [sum(column) for column in zip(*shown.bytes_by_kind.values(), strict=True)]
+    held = estimated.trace.held()
+    assert totals == [held[position] for position in shown.positions]
+    assert max(totals) == estimated.peak_bytes
+    assert shown.positions[0] == shown.spans[0].start == estimated.trace.first_step
+    assert [span.phase for span in shown.spans][:4] == ["forward", "backward", "optimizer", "outside"]
+    assert shown.spans[-1].end == len(held)
+    assert max(shown.bytes_by_kind["parameters"]) == estimated.breakdown["parameters"]
+
+
+def test_a_shortened_timeline_holds_the_peak_too(estimated: MemoryEstimate) -> None:
+    shown = memory_page.timeline(estimated, max_points=5)
+    assert len(shown.positions) <= 5
+    totals = [sum(column) for column in zip(*shown.bytes_by_kind.values(), strict=True)]
+    assert max(totals) == estimated.peak_bytes
+
+
+def test_a_timeline_needs_a_folder(estimated: MemoryEstimate, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        memory_page.write_timeline(estimated, "toy", tmp_path / "missing" / "page.html")

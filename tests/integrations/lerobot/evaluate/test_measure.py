@@ -1,0 +1,117 @@
+"""The comparison of a student with its teacher: right on cases whose answer is known, and without side effects."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches, sample_trajectory
+from hf_memopt.integrations.lerobot.policy_files import load_policy
+from hf_memopt.integrations.lerobot.reflow.prefix import observe
+from hf_memopt.integrations.lerobot.student.model_card import Observations, measure, write_card
+from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+pytestmark = pytest.mark.usefixtures("quick_evaluation")
+
+
+@pytest.fixture
+def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
+    return held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [3], batch_size=8, max_observations=10)
+
+
+@pytest.fixture
+def noise(batches: list[dict[str, Any]]) -> Tensor:
+    return torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_held_out_batches_are_preprocessed_and_spread_over_the_episode(batches: list[dict[str, Any]]) -> None:
+    assert [len(batch["action"]) for batch in batches] == [8, 2]
+    assert batches[0]["action"].shape == (8, 8, 2)
+    assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {3}
+    frames = [int(frame) for batch in batches for frame in batch["index"]]
+    assert (frames[0], frames[-1]) == (36, 47)  # episode 3 of 12 frames each
+    assert batches[0]["observation.language.tokens"].ndim == 2
+
+
+def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:
+    teacher = load_policy(toy_teacher)
+    found = evaluate_reflow(load_policy(toy_teacher), teacher, batches, num_steps=(1, 10))
+    assert found.student.error[10] == found.teacher.error[10] == 0
+    assert found.student.error == found.teacher.error
+    assert found.student.error[1] > 0
+    assert found.student.straightness == found.teacher.straightness > 0
+    assert found.student.spread == found.teacher.spread
+    assert (found.num_observations, found.teacher_num_steps) == (10, 10)
+    assert all(latency > 0 for latency in found.student.latency_ms.values())
+    assert json.loads(json.dumps(found.to_dict()))["student"]["error"]["10"] == 0
+
+
+def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:
+    policy = load_policy(toy_teacher)
+    velocity = torch.tensor([1.0, -2.0, 0.0, 0.0])
+    policy.model.denoise_step = lambda **arguments: velocity.expand_as(arguments["x_t"])
+    found = evaluate_reflow(policy, policy, batches, num_steps=(1, 4))
+    assert found.student.error[1] < 1e-5
+    assert found.student.straightness < 1e-10
+    assert found.student.spread[1] == pytest.approx(found.student.spread[10], rel=1e-5)
+
+
+def test_trajectory_is_lerobots_own_sampling(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
+    policy = load_policy(toy_teacher)
+    path = sample_trajectory(policy, observe(policy, batches[0]), noise, 10)
+    assert path.shape == (11, 8, 8, 4)
+    assert torch.equal(path[0], noise)
+    with torch.no_grad():
+        want = policy.model.sample_actions(*observe(policy, batches[0]).arguments(), noise=noise)
+    assert torch.equal(path[-1], want)
+
+
+def test_nothing_is_left_changed(toy_teacher: Path, batches: list[dict[str, Any]], monkeypatch: Any) -> None:
+    student, teacher = load_policy(toy_teacher), load_policy(toy_teacher)
+    student.train()
+    state = torch.get_rng_state()
+    evaluate_reflow(student, teacher, batches, num_steps=(1,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (student.training, teacher.training) == (True, False)
+    for policy in (student, teacher):
+        assert policy.config.num_steps == 10
+        assert policy.model.rtc_processor is None
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(student.model, "sample_actions", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        evaluate_reflow(student, teacher, batches, num_steps=(1,))
+    assert student.training
+    assert student.config.num_steps == 10
+
+
+def test_the_card_holds_what_was_measured(toy_student: Path, toy_dataset: Path) -> None:
+    measured = measure(str(toy_student), Observations(toy.REPO_ID, toy_dataset, [3], held_out=True))
+    card = write_card(str(toy_student), 1, measured)
+    for steps in (1, 2, 4, 10):
+        error = measured[0].student.error[steps]
+        assert f"| {steps} | {error:.4f} | {error:.4f} |" in card  # untrained: still its teacher
+    assert "1 episode of `local/reach_past_obstacle`, held out from training" in card
+    assert "one Euler step" in card
+    assert "library_name: lerobot" in card
+    assert str(toy_student.parent) not in card
+
+
+def test_a_card_without_measurement_says_so(toy_student: Path) -> None:
+    assert "Not measured." in write_card(str(toy_student), 2, None)
+    assert "2 Euler steps" in write_card(str(toy_student), 2, None)
+
+
+def test_an_untrained_student_has_no_training_data_to_measure_on(toy_student: Path) -> None:
+    with pytest.raises(ValueError, match=r"no train_config.json.*--dataset-repo-id"):
+        measure(str(toy_student))
+
+
+def test_a_policy_without_a_teacher_cannot_be_compared(toy_teacher: Path) -> None:
+    with pytest.raises(ValueError, match="--no-evaluation"):
+        measure(str(toy_teacher))

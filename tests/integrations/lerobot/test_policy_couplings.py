@@ -1,0 +1,267 @@
+"""Training from precomputed couplings is training online, and needs no teacher."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lerobot.datasets import LeRobotDatasetMetadata
+from lerobot_runs import logged, run, train_flags, weights
+from safetensors.torch import load_file, save_file
+
+from hf_memopt.cli import main
+from hf_memopt.couplings.source import CouplingCache
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
+from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.policy_files import load_config
+from hf_memopt.integrations.lerobot.reflow.pair_source import CachedPairs, coupling_inputs, frame_noise
+from hf_memopt.integrations.lerobot.reflow.prefix import observe
+from hf_memopt.recipes.reflow import smolvla_toy as toy
+from hf_memopt.recipes.reflow_smolvla import main as recipe
+
+FEW_STEPS = "--policy.teacher_num_steps=3"
+SEEDED = ("--policy.couplings_seed=3", "--policy.couplings_per_frame=2", FEW_STEPS)
+EPISODES = ("--dataset.episodes=[0,1]",)
+AUGMENTED = ("--dataset.image_transforms.enable=true",)
+
+
+def precompute(student: Path, dataset: Path, output: Path, *options: str, flags: tuple[str, ...] = SEEDED) -> int:
+    training = [f"--policy.path={student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
+    return main(["precompute", "--output", str(output), *options, "--", *training, *toy.dataset_flags(dataset), *flags])
+
+
+@pytest.fixture(scope="module")
+def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Couplings of the toy teacher for the 24 frames of two episodes. Read only."""
+    folder = tmp_path_factory.mktemp("couplings") / "cache"
+    assert precompute(toy_student, toy_dataset, folder, "--shard-size", "20", flags=(*SEEDED, *EPISODES)) == 0
+    return folder
+
+
+@pytest.fixture
+def student(toy_student: Path, couplings: Path) -> SmolVLAReflowPolicy:
+    """A student that reads them."""
+    return load_student(toy_student, couplings_path=str(couplings))
+
+
+def load_student(folder: Path, **changes: Any) -> SmolVLAReflowPolicy:
+    config = dataclasses.replace(load_config(folder), device="cpu", teacher_num_steps=3, **changes)
+    return SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+
+
+def orphan(student: Path, tmp_path: Path) -> Path:
+    """A student whose teacher does not exist."""
+    folder = Path(shutil.copytree(student, tmp_path / "orphan"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "teacher_model_path": str(tmp_path / "gone")}))
+    return folder
+
+
+def check(config: SmolVLAReflowConfig, dataset: Path) -> None:
+    CachedPairs(config).check(LeRobotDatasetMetadata(toy.REPO_ID, root=dataset).stats, dataset)
+
+
+# ------------------------------------------------------------------------------------------------ the same training
+
+
+def test_the_folder_says_what_it_holds(couplings: Path) -> None:
+    cache = CouplingCache(couplings)
+    assert sorted(cache.plan.indices) == list(range(24))
+    described = cache.description
+    assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
+    assert (described["num_draws"], described["num_shards"], described["shared_prefix"]) == (2, 3, True)
+    assert described["shape"] == [8, 4]
+
+
+def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
+    couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    logs = {}
+    for name, start, flags in (
+        ("online", toy_student, SEEDED),
+        ("cached", orphan(toy_student, tmp_path), (f"--policy.couplings_path={couplings}",)),
+    ):
+        short = train_flags(start, toy_dataset, tmp_path / name, steps=3, batch_size=4)
+        logs[name] = run(recipe, *short, *EPISODES, *flags)
+    assert logged(logs["online"], "loss") == logged(logs["cached"], "loss")
+    online, cached = weights(tmp_path / "online"), weights(tmp_path / "cached")
+    assert all(torch.equal(online[name], cached[name]) for name in online)
+    assert not torch.equal(online["model.action_out_proj.weight"], weights(toy_student)["model.action_out_proj.weight"])
+    assert "weights were not compared" in logs["cached"]
+
+
+@pytest.mark.parametrize("share_prefix", ["auto", "off"])
+def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset: Path, share_prefix: str) -> None:
+    """In any company, under autocast, and with padding behind its instruction."""
+    policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
+    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
+    together = policy._known_pairs(batch, None)
+    policy(batch)
+    assert policy.teacher_report().device_bytes == 0  # asked before the student's forward, and not fetched again
+    reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for key in ("observation.language.tokens", "observation.language.attention_mask"):
+        reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
+    inputs = coupling_inputs(policy.config, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reversed_pairs = policy._known_pairs(reverse, None)
+        solved = policy.solve(inputs, together.noise)
+    assert torch.equal(solved, policy.solve(inputs, together.noise))
+    assert torch.equal(reversed_pairs.noise.flip(0), together.noise)
+    assert torch.equal(reversed_pairs.target.flip(0), together.target)
+    solved = policy.generate_reflow_target(*_arguments(policy, batch), together.noise)
+    torch.testing.assert_close(together.target, solved, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_larger_batch_gives_the_same_couplings_up_to_rounding(
+    couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    precompute(toy_student, toy_dataset, tmp_path / "cache", "--batch-size", "16", flags=(*SEEDED, *EPISODES))
+    single, batched = CouplingCache(couplings), CouplingCache(tmp_path / "cache")
+    for number in range(batched.plan.num_batches):
+        indices, draw = batched.plan.batch(number)
+        targets = [rows(cache, indices, draw) for cache in (single, batched)]
+        torch.testing.assert_close(*targets, rtol=1e-5, atol=1e-5)
+
+
+def test_each_frame_gets_its_own_draws(toy_student: Path, toy_dataset: Path) -> None:
+    config = load_student(toy_student, couplings_seed=3, couplings_per_frame=2).config
+    batch = {"index": torch.tensor([4, 4, 4, 4, 4, 4, 4, 9])}
+    torch.manual_seed(0)
+    noise = frame_noise(config, batch, torch.device("cpu"))
+    assert len({tuple(row.flatten().tolist()) for row in noise}) == 3
+
+
+def test_copies_and_pickles_open_the_folder_anew(
+    student: SmolVLAReflowPolicy, toy_student: Path, toy_dataset: Path
+) -> None:
+    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=3)
+    losses = []
+    for twin in (student, copy.deepcopy(student), pickle.loads(pickle.dumps(student))):
+        torch.manual_seed(0)
+        losses.append(twin(batch)[0])
+        assert twin.teacher_report() is None
+    assert losses[0] == losses[1] == losses[2]
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher_num_steps": 4}, "num_steps is 3 there and 4 here"),
+        ({"teacher_num_steps": None}, "num_steps is 3 there and 10 here"),
+        ({"teacher_dtype": "bfloat16"}, "dtype is 'as saved' there and 'bfloat16' here"),
+        ({"couplings_seed": 4}, "seed is 3 there and 4 here"),
+        ({"couplings_per_frame": 1}, "num_draws is 2 there and 1 here"),
+        ({"tokenizer_max_length": 40}, "preprocessing is"),
+        ({"resize_imgs_with_padding": (64, 64)}, "preprocessing is"),
+    ],
+)
+def test_stale_couplings_are_refused_by_field(
+    student: SmolVLAReflowPolicy, toy_dataset: Path, changes: dict[str, Any], message: str
+) -> None:
+    check(student.config, toy_dataset)
+    with pytest.raises(ValueError, match=message):
+        check(dataclasses.replace(student.config, **changes), toy_dataset)
+
+
+def test_another_teacher_is_refused(
+    student: SmolVLAReflowPolicy, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
+    file = teacher / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.action_out_proj.bias"][0] += 1e-6
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"weights is '.*…' there and '.*…' here"):
+        check(dataclasses.replace(student.config, teacher_model_path=str(teacher)), toy_dataset)
+
+
+def test_other_data_is_refused(student: SmolVLAReflowPolicy, toy_dataset: Path, tmp_path: Path) -> None:
+    dataset = Path(shutil.copytree(toy_dataset, tmp_path / "dataset"))
+    table = next((dataset / "data").rglob("*.parquet"))
+    table.write_bytes(table.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ValueError, match="dataset is"):
+        check(student.config, dataset)
+    stats = copy.deepcopy(LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset).stats)
+    stats["action"]["mean"][0] += 1e-3
+    with pytest.raises(ValueError, match="preprocessing is"):
+        CachedPairs(student.config).check(stats, toy_dataset)
+
+
+def test_training_refuses_them_before_the_first_step(
+    couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
+    with pytest.raises(ValueError, match="seed is 3 there and 4 here"):
+        run(recipe, *flags, f"--policy.couplings_path={couplings}", "--policy.couplings_seed=4")
+
+
+def test_noise_cannot_be_given_as_well(student: SmolVLAReflowPolicy, toy_dataset: Path) -> None:
+    with pytest.raises(ValueError, match="noise was given"):
+        student({}, noise=torch.zeros(1))
+    with pytest.raises(ValueError, match="there is no teacher to ask"):
+        student.generate_reflow_target([], [], *(torch.zeros(1) for _ in range(4)))
+    with pytest.raises(ValueError, match="no 'index'"):
+        student({"observation.state": torch.zeros(1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--policy.teacher_model_path=self",), "precompute needs a teacher with weights of its own"),
+        (("--policy.couplings_path=somewhere",), "and no couplings to read"),
+        (("--policy.use_reflow=false",), "name no student"),
+    ],
+)
+def test_precompute_refuses_flags_without_a_teacher(
+    flags: tuple[str, ...], message: str, toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert precompute(toy_student, toy_dataset, tmp_path / "cache", flags=flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+# ------------------------------------------------------------------------------------------------ augmentation
+
+
+def test_random_augmentation_is_refused_by_precompute_and_by_training(
+    couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert precompute(toy_student, toy_dataset, tmp_path / "cache", flags=AUGMENTED) == 2
+    assert "augmented at random" in capsys.readouterr().err
+    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
+    with pytest.raises(ValueError, match=r"observation of sample \d+ is not the one .*random augmentation"):
+        run(recipe, *flags, *AUGMENTED, *EPISODES, FEW_STEPS, f"--policy.couplings_path={couplings}")
+
+
+def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    flags = (*AUGMENTED, "--dataset.episodes=[0]", FEW_STEPS)
+    assert precompute(toy_student, toy_dataset, folder, "--store-observations", flags=flags) == 0
+    student = load_student(toy_student, couplings_path=str(folder))
+    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
+    seen, noise, target = student._cached.look_up(batch)
+    assert not torch.equal(seen[toy.CAMERA], batch[toy.CAMERA])
+    teacher = load_student(toy_student, couplings_seed=0)
+    torch.testing.assert_close(teacher.solve(seen, noise), target, rtol=1e-5, atol=1e-5)
+    assert (teacher.solve(batch, noise) - target).abs().max() > 1e-4
+    assert student(batch)[0].isfinite()
+
+
+def rows(cache: CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
+    """Targets, whatever the student sees."""
+    cache._check_observations = lambda *_: None
+    return cache.of(indices, [draw] * len(indices), {}).target
+
+
+def _arguments(policy: SmolVLAReflowPolicy, batch: Any) -> Any:
+    return observe(policy, batch).arguments()

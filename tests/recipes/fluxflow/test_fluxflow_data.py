@@ -1,0 +1,139 @@
+"""FluxFlow's images: buckets, order, and going on where a run has stopped."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hf_memopt.recipes.fluxflow.data import (
+    EndlessBatches,
+    Source,
+    bucket,
+    drawn_images,
+    first_images,
+    fitted,
+    load,
+    make_loader,
+    nearest_bucket,
+    rescaled,
+)
+from hf_memopt.recipes.fluxflow.options import DataOptions
+
+STRIDE = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve wide images and nine high ones; the red of each is its number."""
+    path = tmp_path_factory.mktemp("images")
+    for number in range(21):
+        size = (48, 36) if number < 12 else (30, 45)
+        Image.new("RGB", size, (number * 10, 0, 0)).save(path / f"{number:02}.png")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def options_of(folder: Path, **more: Any) -> DataOptions:
+    return DataOptions(image_folder=str(folder), resolution=16, aspect_ratios=[0.75, 1.33], **more)
+
+
+def endless(options: DataOptions, *, position: tuple[int, int] = (0, 0), rank: int = 0, ranks: int = 1) -> Any:
+    source = load(options, STRIDE, seed=0)
+    return EndlessBatches(make_loader(source, options, 3, 0, rank, ranks), position)
+
+
+def numbers(batch: Tensor) -> list[int]:
+    return [round((image[0].mean().item() + 1) * 12.75) for image in batch]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_batch_has_one_shape_and_each_epoch_every_image_once(folder: Path, streaming: bool) -> None:
+    batches = endless(options_of(folder, streaming=streaming))
+    epochs = [list(islice(batches, 7)) for _ in range(2)]
+    orders = []
+    for epoch in epochs:
+        assert {tuple(batch.shape) for batch in epoch} == {(3, 3, 12, 20), (3, 3, 20, 12)}
+        orders.append([number for batch in epoch for number in numbers(batch)])
+        assert sorted(orders[-1]) == list(range(21))
+    assert orders[0] != orders[1]
+    assert batches.position == (1, 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}, {"num_workers": 2, "prefetch_factor": 1}])
+def test_a_position_is_gone_on_from(folder: Path, options: dict[str, Any]) -> None:
+    whole = endless(options_of(folder, **options))
+    taken: list[tuple[tuple[int, int], list[int]]] = []
+    for batch in islice(whole, 10):
+        taken.append((whole.position, numbers(batch)))
+    for number in (2, 6, 8):
+        again = endless(options_of(folder, **options), position=taken[number][0])
+        assert numbers(next(iter(again))) == taken[number + 1][1]
+
+
+def test_processes_share_an_epoch(folder: Path) -> None:
+    of_ranks = [endless(options_of(folder), rank=rank, ranks=2) for rank in range(2)]
+    found = [[n for batch in islice(batches, 2) for n in numbers(batch)] for batches in of_ranks]
+    assert all(batches.position[0] == 0 for batches in of_ranks)
+    assert len({*found[0], *found[1]}) == len(found[0]) + len(found[1])
+
+
+def test_reading_draws_nothing_from_the_global_generator(folder: Path) -> None:
+    before = torch.random.get_rng_state()
+    list(islice(endless(options_of(folder, num_workers=1)), 8))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_images_go_to_the_bucket_of_the_nearest_ratio() -> None:
+    buckets = [bucket(64, ratio, 8) for ratio in (0.5, 1.0, 2.0)]
+    assert buckets == [(48, 88), (64, 64), (88, 48)]
+    for size, expected in (((10, 10), 1), ((130, 100), 1), ((145, 100), 2), ((100, 145), 0)):
+        assert nearest_bucket(Image.new("RGB", size), buckets) == buckets[expected]
+    turned = Image.new("RGB", (200, 100))
+    turned.getexif()[0x0112] = 6  # taken with the camera on its side
+    assert nearest_bucket(turned, buckets) == buckets[0]
+
+
+def test_images_cover_their_bucket_and_lose_both_sides_alike() -> None:
+    image = Image.new("RGB", (40, 10), (255, 255, 255))
+    image.paste((0, 0, 0), (15, 0, 25, 10))
+    found = fitted(image, (10, 10))
+    assert found.shape == (3, 10, 10)
+    assert found[:, :, 1:-1].max() == -1
+
+
+def test_other_resolutions_are_multiples_of_the_stride() -> None:
+    images = torch.rand(2, 3, 88, 48)
+    assert rescaled(images, 1.0, 8) is images
+    assert rescaled(images, 0.5, 8).shape == (2, 3, 48, 24)
+    assert rescaled(images, 0.01, 8).shape == (2, 3, 8, 8)
+
+
+def test_drawn_images_are_decided_by_the_seed() -> None:
+    def pixels(seed: int) -> list[Tensor]:
+        return first_images(Source(drawn_images(3, 32, seed), "image", [(32, 32)]), 3)
+
+    assert all(map(torch.equal, pixels(0), pixels(0)))
+    assert not any(map(torch.equal, pixels(0), pixels(1)))
+    assert len({tuple(image.flatten().tolist()) for image in pixels(0)}) == 3
+
+
+def test_an_epoch_without_a_batch_is_an_error(folder: Path) -> None:
+    source = load(options_of(folder), STRIDE, seed=0)
+    batches = EndlessBatches(make_loader(source, options_of(folder), 13, 0, 0, 1))
+    with pytest.raises(ValueError, match="batch_size: no bucket gets enough images for one batch; use smaller"):
+        next(iter(batches))
+
+
+def test_a_dataset_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="image_column='picture': the dataset has the columns image"):
+        load(options_of(folder, image_column="picture"), STRIDE, seed=0)
+    with pytest.raises(ValueError, match=r"image_folder='.*nowhere' cannot be loaded"):
+        load(options_of(tmp_path / "nowhere"), STRIDE, seed=0)

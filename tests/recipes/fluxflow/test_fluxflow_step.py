@@ -1,0 +1,338 @@
+"""One FluxFlow step: its levers change no gradient, and nothing of one network's update reaches the other."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.memory import SavedBytes
+from hf_memopt.recipes.fluxflow import model as fluxflow_model
+from hf_memopt.recipes.fluxflow import step as fluxflow_step
+from hf_memopt.recipes.fluxflow.losses import Weights, detail_weighted_l1, hinge_loss, kl_divergence, weights_at
+from hf_memopt.recipes.fluxflow.model import Models, PerceptualLoss, build_models, make_perceptual
+from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions, TrainingOptions
+from hf_memopt.recipes.fluxflow.step import Gan, frozen, make_batch, make_optimizers, step
+
+TINY = ModelOptions(channels=[8, 16], discriminator_channels=8, discriminator_layers=2)
+# The order of the levers is that of memory: the first is the seed of all.
+PLAIN = LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
+LOSSES = LossOptions()
+WEIGHTS = Weights(kl=1e-3, adversarial=0.5)
+
+
+class TinyPerceptual(nn.Module):
+    """Stands in for LPIPS, whose VGG takes seconds."""
+
+    name = "lpips_load_only"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 12, 3, 1, 1), nn.ReLU(), nn.Conv2d(12, 12, 3, 1, 1), nn.ReLU())
+        self.requires_grad_(False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.features(output) - self.features(target)).square().mean((1, 2, 3), keepdim=True)
+
+
+def make_gan(levers: LeverOptions, dtype: torch.dtype = torch.float32, **more: Any) -> Gan:
+    torch.manual_seed(0)
+    made = build_models(more.pop("model", TINY), replace(LOSSES, lpips_weight=0.0), levers)
+    models = Models(*(each.to(dtype) for each in (made.vae, made.discriminator, TinyPerceptual())))
+    return Gan(models, make_optimizers(models, TrainingOptions()), LOSSES, levers, **more)
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def gradients_of(levers: LeverOptions, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
+    """Of the VAE's update and of the discriminator's, taken where the optimizers would."""
+    gan = make_gan(levers, dtype, **more)
+    found: list[Gradients] = []
+
+    def take(parameters: list[nn.Parameter]) -> None:
+        named = gan.models.discriminator if not found else gan.models.vae
+        found.append({name: p.grad.clone() for name, p in named.named_parameters() if p.grad is not None})
+
+    gan.synchronize = take
+    torch.manual_seed(1)
+    step(gan, make_batch(3, 32, "cpu").to(dtype), WEIGHTS, with_r1=True)
+    discriminator, vae = found
+    assert len(vae) == len(list(gan.models.vae.parameters()))
+    assert len(discriminator) == len(list(gan.models.discriminator.parameters()))
+    return vae, discriminator
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Gradients, Gradients]:
+    return gradients_of(PLAIN)
+
+
+def relative_error(ours: Gradients, theirs: Gradients) -> float:
+    """Largest difference by the norm of the whole gradient: some entries, such as biases before norms, are zero."""
+    norm = torch.stack([each.norm() for each in theirs.values()]).norm()
+    return max(((ours[name] - theirs[name]).norm() / norm).item() for name in theirs)
+
+
+def equal(ours: Gradients, theirs: Gradients) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+BITWISE = {
+    "lpips_checkpoint": {"lpips_gradient": "checkpoint"},
+    "freeze_discriminator": {"freeze_discriminator": True},
+    "checkpoint_vae": {"checkpoint_vae": True},
+}
+
+
+@pytest.mark.parametrize("lever", BITWISE)
+def test_these_levers_change_no_bit(lever: str, plain: tuple[Gradients, Gradients]) -> None:
+    found = gradients_of(replace(PLAIN, **BITWISE[lever]))
+    assert all(map(equal, found, plain))
+
+
+@pytest.mark.parametrize("mode", ["all", "inputs"])
+@pytest.mark.parametrize("decode", ["once", "twice"])
+def test_offloading_changes_no_bit(decode: str, mode: str) -> None:
+    levers = replace(PLAIN, decode=decode, checkpoint_vae=mode == "inputs")
+    offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=SyncCopier())
+    found = gradients_of(levers, offloader=offloader)
+    assert offloader.stats.bytes_moved > 0
+    assert offloader.stats.host_bytes_live == 0
+    assert all(map(equal, found, gradients_of(levers)))
+
+
+ROUNDED = {
+    "lpips_early": {"lpips_gradient": "early"},
+    "decode_once": {"decode": "once"},
+    "all": {"lpips_gradient": "early", "decode": "once", "freeze_discriminator": True, "checkpoint_vae": True},
+}
+
+
+@pytest.mark.parametrize("lever", ROUNDED)
+def test_these_levers_change_gradients_by_rounding_alone(lever: str, plain: tuple[Gradients, Gradients]) -> None:
+    """1e-5 of the gradient in float32, 2^29 times less in float64: they sum the same terms in another order."""
+    levers = replace(PLAIN, **ROUNDED[lever])
+    vae, discriminator = gradients_of(levers)
+    assert equal(discriminator, plain[1])
+    assert relative_error(vae, plain[0]) < 1e-5
+    exact = gradients_of(PLAIN, torch.float64)[0]
+    assert relative_error(gradients_of(levers, torch.float64)[0], exact) < 1e-5 / 2**29
+
+
+def test_decoding_once_changes_no_bit_of_the_encoders_gradient(plain: tuple[Gradients, Gradients]) -> None:
+    found, _ = gradients_of(replace(PLAIN, decode="once"))
+    encoder = [name for name in found if name.startswith(("encoder.", "quant_conv."))]
+    assert len(encoder) > 10
+    assert all(torch.equal(found[name], plain[0][name]) for name in encoder)
+
+
+def test_micro_batches_change_gradients_by_rounding_alone() -> None:
+    """Without latents' noise, which is drawn for the whole batch or for its parts."""
+
+    def quiet(levers: LeverOptions, size: int) -> tuple[Gradients, Gradients]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_memopt.recipes.fluxflow.losses.torch.randn_like", torch.zeros_like)
+            return gradients_of(levers, torch.float64, micro_batch_size=size, model=replace(TINY, spectral_norm=False))
+
+    for levers in (PLAIN, LeverOptions()):
+        for ours, theirs in zip(quiet(levers, 2), quiet(levers, 0), strict=True):
+            assert relative_error(ours, theirs) < 1e-13
+
+
+def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
+    """With the other losses off, and one decoding as with two."""
+    losses = replace(LOSSES, detail_weight=0.0, mse_weight=0.0, lpips_weight=0.0)
+    for decode in ("once", "twice"):
+        gan = make_gan(replace(PLAIN, decode=decode))
+        gan.losses = losses
+        backward = getattr(fluxflow_step, f"backward_decoding_{decode}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fluxflow_step, "reconstruction_loss", lambda output, *rest: (output.sum() * 0, {}))
+            backward(gan, make_batch(2, 32, "cpu"), Weights(0.0, 0.5), 1.0)
+        reached = {name.split(".")[0] for name, p in gan.models.vae.named_parameters() if p.grad.any()}
+        assert reached == {"decoder", "post_quant_conv"}
+
+
+@pytest.mark.parametrize(("freeze", "num_stray"), [(True, 0), (False, 8)])
+@pytest.mark.parametrize("decode", ["once", "twice"])
+def test_a_frozen_discriminator_gets_no_stray_gradients(decode: str, freeze: bool, num_stray: int) -> None:
+    gan = make_gan(replace(PLAIN, decode=decode, freeze_discriminator=freeze))
+    step(gan, make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+    stray = [p for p in gan.models.discriminator.parameters() if p.grad is not None]
+    assert len(stray) == num_stray
+    assert all(p.requires_grad for p in gan.models.discriminator.parameters())
+    assert not any(p.grad is not None for p in gan.models.vae.parameters())
+
+
+def test_freezing_ends_with_an_error_too() -> None:
+    discriminator = make_gan(PLAIN).models.discriminator
+    discriminator.layers[0].bias.requires_grad_(False)
+    before = [p.requires_grad for p in discriminator.parameters()]
+
+    def fail() -> None:
+        with frozen(discriminator):
+            assert not any(p.requires_grad for p in discriminator.parameters())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [p.requires_grad for p in discriminator.parameters()] == before
+
+
+def test_one_decoding_keeps_less() -> None:
+    """What is alive when backward begins: two decodings, LPIPS and the discriminator, or one decoding."""
+
+    def saved(levers: LeverOptions) -> int:
+        gan = make_gan(levers)
+        counter = SavedBytes(exclude=gan.models.vae.parameters())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gan, "saving", lambda model: counter)
+            getattr(fluxflow_step, f"backward_decoding_{levers.decode}")(
+                gan, make_batch(2, 32, "cpu"), Weights(0.0, 0.5), 1.0
+            )
+        return counter.total_bytes
+
+    assert saved(replace(PLAIN, decode="once")) < 0.65 * saved(PLAIN)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
+    gan = make_gan(LeverOptions(), stop_on_non_finite=True)
+    before = [p.detach().clone() for p in gan.models.vae.parameters()]
+    gan.losses = replace(LOSSES, mse_weight=float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        step(gan, make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+    assert all(map(torch.equal, before, gan.models.vae.parameters()))
+
+
+@pytest.mark.parametrize("levers", [PLAIN, LeverOptions(checkpoint_vae=True)])
+def test_bfloat16_trains_every_weight(levers: LeverOptions) -> None:
+    """Autocast keeps casts of weights; those made without gradients must not serve the passes with them."""
+    vae, discriminator = gradients_of(levers, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    exact = gradients_of(levers)
+    assert 0 < relative_error(vae, exact[0]) < 0.1
+    assert 0 < relative_error(discriminator, exact[1]) < 0.1
+
+
+def test_a_step_needs_no_values_of_tensors() -> None:
+    """On the meta device there are none: whatever waited for the device or decided by them would fail."""
+    made = make_gan(LeverOptions()).models
+    models = Models(*(each.to("meta") for each in made))
+    gan = Gan(models, make_optimizers(models, TrainingOptions()), LOSSES, LeverOptions())
+    figures = step(gan, make_batch(2, 32, "meta"), WEIGHTS, with_r1=True)
+    assert all(value.device.type == "meta" and value.shape == () for value in figures.values())
+
+
+def test_spectral_normalisation_is_never_checkpointed() -> None:
+    levers = LeverOptions(checkpoint_discriminator=True)
+    with pytest.raises(ValueError, match="cannot be checkpointed: its forward writes the buffer '_u'"):
+        make_gan(levers)
+    free = replace(TINY, spectral_norm=False)
+    found, expected = gradients_of(levers, model=free), gradients_of(LeverOptions(), model=free)
+    assert all(map(equal, found, expected))
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+def test_blurred_and_detailed_errors_are_weighted() -> None:
+    target = torch.zeros(1, 1, 8, 8)
+    flat, board = torch.ones_like(target), torch.ones(8, 8)
+    board[::2, ::2] = board[1::2, 1::2] = -1
+    fine = board.expand_as(target)
+    assert detail_weighted_l1(flat, target, 100.0) == 1  # borders are no detail
+    coarse = detail_weighted_l1(fine, target, 0.0).item()
+    assert coarse < 0.2
+    assert detail_weighted_l1(fine, target, 1.0).item() == pytest.approx(coarse + 1, abs=0.2)
+
+
+def test_kl_divergence_is_torchs_and_free_bits_are_free() -> None:
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from torch.distributions import Normal, kl
+
+    posterior = DiagonalGaussianDistribution(torch.randn(2, 8, 4, 4))
+    expected = kl.kl_divergence(Normal(posterior.mean, posterior.std), Normal(0.0, 1.0))
+    torch.testing.assert_close(kl_divergence(posterior, 0.0), expected.mean())
+    assert kl_divergence(posterior, 100.0) == 100
+
+
+def test_weights_warm_up_along_a_cosine() -> None:
+    losses = LossOptions(kl_weight=2.0, kl_warmup_steps=100, adversarial_weight=0.5)
+    found = [weights_at(each, losses) for each in (0, 25, 50, 100, 1000)]
+    assert [each.kl for each in found] == pytest.approx([0, 2 * 0.14644660940672627, 1, 2, 2])
+    assert {each.adversarial for each in found} == {0.5}
+    assert weights_at(10, replace(losses, adversarial_warmup_steps=20)).adversarial == pytest.approx(0.25)
+
+
+def test_hinge_loss_is_nothing_beyond_the_margin() -> None:
+    assert hinge_loss(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -3.0])) == 0
+    assert hinge_loss(torch.tensor([0.0]), torch.tensor([0.5])) == 2.5
+
+
+# -------------------------------------------------------------------------------------------------------- LPIPS
+
+
+@pytest.fixture
+def empty_hub(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def vgg() -> PerceptualLoss:
+    before = torch.random.get_rng_state()
+    made = PerceptualLoss("random", seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    return made
+
+
+def test_imagenets_weights_are_not_downloaded(empty_hub: None) -> None:
+    with pytest.raises(ValueError, match=r"lpips_weights='imagenet': there is no .*vgg16-397923af.pth"):
+        make_perceptual(LossOptions(lpips_weights="imagenet"))
+
+
+def test_without_them_it_measures_load_and_says_so(empty_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(fluxflow_model, "PerceptualLoss", lambda weights, seed: asked.append(weights))
+    make_perceptual(LossOptions())
+    file = fluxflow_model.Path(torch.hub.get_dir()) / "checkpoints" / fluxflow_model.VGG_FILE
+    file.parent.mkdir(parents=True)
+    file.touch()
+    make_perceptual(LossOptions())
+    assert asked == ["random", "imagenet"]
+
+
+def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: PerceptualLoss) -> None:
+    assert vgg.name == "lpips_load_only"
+    assert "LOAD ONLY" in vgg.description
+    assert not any(p.requires_grad for p in vgg.parameters())
+    images = make_batch(2, 16, "cpu")
+    assert vgg(images, images).abs().max() == 0
+    assert vgg(images, -images).min() > 0
+
+
+@pytest.mark.parametrize(("resolution", "held_mib"), [(64, 10), (128, 38), (256, 152), (512, 610), (1024, 2439)])
+def test_lpips_holds_what_the_table_says(vgg: PerceptualLoss, resolution: int, held_mib: int) -> None:
+    """Of one image, for backward; counted without memory, to 3 % and the table's rounding."""
+    found = held_bytes(vgg, resolution) / 2**20
+    assert found == pytest.approx(held_mib, rel=0.03, abs=0.5)
+
+
+def held_bytes(perceptual: PerceptualLoss, resolution: int) -> int:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    storages: dict[int, torch.UntypedStorage] = {}
+    weights = {id(p.untyped_storage()) for p in perceptual.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in weights:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        image = torch.empty(1, 3, resolution, resolution, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            perceptual(image, torch.empty_like(image, requires_grad=False))
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,293 @@
+"""The LGT step: exact in micro-batches, bitwise under checkpointing, and flat in the number of Euler steps with it."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from counted_allocator import CountedAllocator
+from lgt_toys import gradient, random_batch, tiny, trained_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.recipes.lgt import model as lgt_model
+from hf_memopt.recipes.lgt.config import Config, ModelConfig
+from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
+from hf_memopt.recipes.lgt.model import LatentTransfer, euler
+from hf_memopt.recipes.lgt.step import Batch, Objective, build_model, build_optimizer, make_batch, training_step
+from hf_memopt.training import GradientCache, split_batch, train_step
+
+
+def cut(batch: Batch, lengths: list[int]) -> list[Batch]:
+    parts = zip(*(tensor.split(lengths) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def test_the_default_model_has_about_20_million_parameters() -> None:
+    with torch.device("meta"):
+        model = LatentTransfer(ModelConfig())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 20_337_924
+
+
+def test_a_new_model_is_the_identity_and_learns_in_its_last_layer() -> None:
+    config = tiny()
+    model, batch = build_model(config), random_batch(config)
+    moved, energy = model(batch["start"], batch["time"], batch["targets"], batch["dropped"], 3)
+    assert torch.equal(moved, batch["start"])
+    assert not energy.any()
+    Objective(config)(model, batch).backward()
+    moving = [name for name, parameter in model.named_parameters() if parameter.grad.any()]
+    assert moving == ["unet.last.2.weight", "unet.last.2.bias"]
+
+
+def test_euler_arrives_at_the_end_of_time_and_the_original_does_not() -> None:
+    latents, time = torch.zeros(3, 1, 1, 1, dtype=torch.float64), torch.tensor([0.0, 0.3, 0.9], dtype=torch.float64)
+
+    def one(latents: Tensor, time: Tensor) -> Tensor:
+        return torch.ones_like(latents)
+
+    for num_steps in (1, 5, 10):
+        assert torch.allclose(euler(one, latents, time, num_steps).flatten(), 1 - time, rtol=0, atol=1e-15)
+    arrived = [euler(one, latents, time, n, legacy_dt=True)[0].item() for n in (5, 10)]
+    assert arrived == pytest.approx([0.672, 0.651], abs=5e-4)
+
+
+def test_each_steps_velocity_is_that_of_its_own_time() -> None:
+    seen = []
+
+    def velocity(latents: Tensor, time: Tensor) -> Tensor:
+        seen.append(time.item())
+        return latents
+
+    moved = euler(velocity, torch.ones(1, 1, 1, 1), torch.tensor([0.5]), 2)
+    assert seen == [0.5, 0.75]
+    assert moved.item() == 1.25**2
+
+
+SPLITS = [[8], [4, 4], [2, 2, 2, 2], [1] * 8, [3, 3, 2], [5, 2, 1]]
+
+
+@pytest.mark.parametrize("lengths", SPLITS, ids=str)
+def test_any_split_of_an_additive_loss_gives_the_same_gradient(lengths: list[int]) -> None:
+    """fp64, 1e-12 for sums in another order. SSM and velocity are means over samples; without noise on the styles."""
+    config = tiny(model__style_noise=0.0, loss__w_style=0.0, loss__use_velocity_reg=True)
+    model, batch = trained_model(config, torch.float64), random_batch(config, torch.float64)
+    Objective(config)(model, batch).backward()
+    want = gradient(model)
+    accelerator, got = Accelerator(cpu=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *event: got.append(gradient(model)))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train_step(
+        accelerator, model, Objective(config), cut(batch, lengths), optimizer, weight_fn=lambda part: len(part["time"])
+    )
+    assert want.norm() > 0.01
+    assert (got[0] - want).abs().max() <= 1e-12
+
+
+def cached(model: nn.Module, config: Config, parts: list[Batch]) -> Tensor:
+    objective = Objective(config)
+    cache = GradientCache(Accelerator(cpu=True), partial(objective.outputs, model), objective.loss, models=[model])
+    torch.manual_seed(2)
+    cache.backward(parts)
+    return gradient(model)
+
+
+def relative(vector: Tensor, reference: Tensor) -> float:
+    return ((vector - reference).norm() / reference.norm()).item()
+
+
+def test_gradient_cache_is_the_full_batch_where_accumulation_is_not() -> None:
+    """fp64, 1e-12 for sums in another order."""
+    config = tiny(model__style_noise=0.0, training__batch_size=16)
+    model, batch = trained_model(config, torch.float64), random_batch(config, torch.float64)
+    objective = Objective(config)
+    torch.manual_seed(2)
+    objective(model, batch).backward()
+    want = gradient(model)
+    parts = list(split_batch(batch, 4))
+    assert relative(cached(model, config, parts), want) <= 1e-12
+    for part in parts:
+        torch.manual_seed(2)  # along the same directions
+        (objective(model, part) / len(parts)).backward()
+    naive = gradient(model)
+    assert torch.cosine_similarity(naive, want, dim=0) < 0.95
+    assert relative(naive, want) > 0.3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_gradient_cache_replays_the_noise_on_styles(checkpointing: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Against the same micro-batches as one graph; tolerances for sums in another order.
+
+    Against the full batch at once, fp32 can differ by more: kernels for other batch sizes round otherwise, and the
+    distance's gradient is a difference of nearly equal numbers.
+    """
+    config = tiny(model__style_noise=0.5, training__use_gradient_checkpointing=checkpointing)
+    model, batch = trained_model(config, dtype), random_batch(config, dtype)
+    objective, parts = Objective(config), list(split_batch(batch, 3))
+    torch.manual_seed(2)
+    outputs = [objective.outputs(model, part) for part in parts]
+    objective.loss(*map(torch.cat, zip(*outputs, strict=True))).backward()
+    want = gradient(model)
+    assert relative(cached(model, config, parts), want) <= tolerance
+
+
+def three_steps(config: Config, **offloading: Any) -> list[Tensor]:
+    """Weights after three steps of a model whose layers are not zero, in a copy."""
+    model = trained_model(config).train()
+    optimizer, batch = build_optimizer(config, model), random_batch(config)
+    handle = ActivationOffloader(copier=SyncCopier(), **offloading).wrap(model) if offloading else None
+    torch.manual_seed(3)
+    for _ in range(3):
+        training_step(config, model, optimizer, batch)
+    if handle is not None:
+        handle.remove()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_checkpointing_and_offloading_change_no_bit(use_amp: bool) -> None:
+    options = {"model__style_noise": 0.3, "training__use_amp": use_amp, "loss__use_velocity_reg": True}
+    want = three_steps(tiny(**options))
+    checkpointed = tiny(**options, training__use_gradient_checkpointing=True)
+    assert equal(three_steps(checkpointed), want)
+    assert equal(three_steps(tiny(**options), mode="all", offload_threshold_mb=0), want)
+    assert equal(three_steps(checkpointed, mode="inputs", offload_threshold_mb=0), want)
+
+
+def test_without_the_random_numbers_checkpointing_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"model__style_noise": 0.3}
+    want = three_steps(tiny(**options))
+    monkeypatch.setattr(lgt_model, "checkpoint", partial(lgt_model.checkpoint, preserve_rng_state=False))
+    assert not equal(three_steps(tiny(**options, training__use_gradient_checkpointing=True)), want)
+
+
+def peak_bytes(config: Config) -> int:
+    model, batch = trained_model(config), random_batch(config)
+    optimizer = build_optimizer(config, model)
+    training_step(config, model, optimizer, batch)  # makes the optimizer's state
+    with CountedAllocator(2**40) as allocator:
+        training_step(config, model, optimizer, batch)
+    return allocator.peak_bytes
+
+
+def test_memory_is_linear_in_euler_steps_and_flat_with_checkpointing() -> None:
+    """Checkpointing keeps one state per step, and what autograd needs to add it up."""
+    plain, checkpointed = (
+        [
+            peak_bytes(tiny(training__ode_integration_steps=n, training__use_gradient_checkpointing=each))
+            for n in (2, 4, 6)
+        ]
+        for each in (False, True)
+    )
+    first, second = plain[1] - plain[0], plain[2] - plain[1]
+    assert first == pytest.approx(second, rel=0.01)
+    assert first > 500_000
+    latents_bytes = random_batch(tiny())["latents"].nbytes
+    assert checkpointed[2] - checkpointed[0] <= 4 * 2 * latents_bytes
+    assert checkpointed[2] - checkpointed[0] < 0.05 * (plain[2] - plain[0])
+
+
+def test_losses_compute_in_float32_under_autocast() -> None:
+    config = tiny()
+    batch = random_batch(config)
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            pair = batch["start"], batch["target_latents"]
+            results.append(torch.stack([sliced_wasserstein(*pair), self_similarity_difference(*pair)]))
+    assert torch.equal(*results)
+    assert sliced_wasserstein(*(each.bfloat16() for each in pair)).dtype == torch.float32
+
+
+def test_sliced_wasserstein_compares_distributions() -> None:
+    torch.manual_seed(0)
+    latents = torch.randn(4, 4, 8, 8)
+    assert sliced_wasserstein(latents, latents.flip(0)) == pytest.approx(0, abs=1e-12)
+    assert sliced_wasserstein(latents, latents + 1) > 0.5
+    assert sliced_wasserstein(latents, latents + 1, max_samples=50) > 0.5
+    shifted = 3 * torch.ones(4, 4, 8, 8)
+    # Of a patch of 9 equal positions in 4 channels: the square of a sum of 36 parts of a random unit vector, times 9.
+    inner = sliced_wasserstein(0 * shifted, shifted, patch_size=1, num_projections=20_000)
+    assert inner == pytest.approx(9.0, rel=0.05)
+
+
+def test_self_similarity_sees_structure_and_not_its_scale() -> None:
+    torch.manual_seed(0)
+    latents = torch.randn(4, 4, 8, 8)
+    assert self_similarity_difference(3 * latents, latents) == pytest.approx(0, abs=1e-12)
+    others = torch.randn(4, 4, 8, 8)
+    full = self_similarity_difference(others, latents)
+    assert full == pytest.approx(0.5, rel=0.1)  # two independent squared cosines of 4 channels
+    assert self_similarity_difference(others, latents, 32) == pytest.approx(full.item(), rel=0.2)
+    assert self_similarity_difference(others, latents, 32) != full
+    halves = [self_similarity_difference(others[rows], latents[rows]) for rows in (slice(2), slice(2, 4))]
+    assert torch.stack(halves).mean() == pytest.approx(full.item(), rel=1e-6)
+
+
+def test_the_mean_over_halves_overestimates_the_sliced_wasserstein_distance() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(2, 16, 4, 8, 8).unbind()
+
+    def distance(rows: slice) -> Tensor:
+        torch.manual_seed(1)
+        return sliced_wasserstein(ours[rows], theirs[rows])
+
+    assert (distance(slice(8)) + distance(slice(8, 16))) / 2 > 1.3 * distance(slice(16))
+
+
+def test_components_are_averaged_over_micro_batches() -> None:
+    config = tiny(loss__use_velocity_reg=True, loss__w_style=2.0, loss__w_content=3.0, loss__vel_reg_weight=0.5)
+    model, objective = trained_model(config), Objective(config)
+    batch = random_batch(config)
+    batch["style_weights"] = torch.full((8,), 4.0)
+    losses = torch.stack([objective(model, part) for part in cut(batch, [4, 4])])
+    means = objective.take_means()
+    assert means["loss"] == losses.mean()
+    total = 2 * 4 * means["style_swd"] + 3 * means["content_ssm"] + 0.5 * means["velocity"]
+    assert total == pytest.approx(means["loss"].item(), rel=1e-6)
+    assert objective.take_means() == {}
+
+
+def test_the_velocity_term_is_that_of_the_first_step() -> None:
+    config = tiny(model__style_noise=0.0)
+    model, batch = trained_model(config), random_batch(config)
+    inputs = batch["start"], batch["time"], batch["targets"], batch["dropped"]
+    _, energy = model(*inputs, 3)
+    assert torch.equal(energy, model.unet(*inputs).square().mean(dim=(1, 2, 3)))
+
+
+def test_dropped_samples_have_no_style() -> None:
+    for learned in (True, False):
+        config = tiny(model__style_noise=0.0, training__use_avg_style_for_uncond=learned)
+        model, batch = trained_model(config), random_batch(config)
+        others = 1 - batch["targets"]
+        moved = [
+            model(batch["start"], batch["time"], each, batch["dropped"], 1)[0] for each in (batch["targets"], others)
+        ]
+        same = (moved[0] == moved[1]).flatten(1).all(dim=1)
+        assert torch.equal(same, batch["dropped"])
+        assert ("unet.condition.no_style" in dict(model.named_parameters())) == learned
+
+
+def test_a_step_runs_on_tensors_without_data() -> None:
+    """So that its memory can be estimated: nothing asks for a value."""
+    config = tiny(training__use_gradient_checkpointing=True, training__use_amp=True, loss__max_samples=100)
+    with FakeTensorMode():
+        model = build_model(config)
+        loss = training_step(config, model, build_optimizer(config, model), make_batch(config, "cpu"))
+    assert loss.shape == ()
+
+
+def test_float16_is_left_to_the_loop_with_a_scaler() -> None:
+    config = tiny(training__use_amp=True, training__amp_dtype="float16")
+    with pytest.raises(ValueError, match="float16' needs a loss scaler"):
+        training_step(config, nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), random_batch(config))

@@ -1,0 +1,63 @@
+"""Recipes look at their folders first: other runs' checkpoints and other processes are refused before any work."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from toy_run import ToyRun
+
+from hf_memopt.locks import WriterLock
+from hf_memopt.recipes.common import options as causal_lm_options
+from hf_memopt.recipes.common.loop import lock_output
+from hf_memopt.recipes.fluxflow import options as fluxflow_options
+from hf_memopt.recipes.lgt.config import CheckpointConfig
+from hf_memopt.recipes.lgt.report import check_folder
+from hf_memopt.recipes.neural_operator import options as neural_operator_options
+
+
+def by_flags(parse: Callable[..., Any], *more: str) -> Callable[[Path, str], Any]:
+    return lambda output, name: parse("", [f"--output_dir={output}", f"--resume_from_checkpoint={name}", *more])
+
+
+CHECKS: dict[str, Callable[[Path, str], Any]] = {
+    "causal_lm": by_flags(causal_lm_options.parse),
+    "fluxflow": by_flags(fluxflow_options.parse),
+    "neural_operator": by_flags(neural_operator_options.parse),
+    "lgt": lambda output, name: check_folder(CheckpointConfig(save_dir=str(output), resume_from_checkpoint=name)),
+}
+
+
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    ToyRun(tmp_path / "used" / "checkpoints").train(2, save=True)
+    return tmp_path / "used"
+
+
+@pytest.mark.parametrize("recipe", CHECKS)
+def test_what_cannot_be_resumed_is_refused_with_the_flags(recipe: str, used: Path, tmp_path: Path) -> None:
+    check, other = CHECKS[recipe], shutil.copytree(used, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"is none of those in .*, which holds step-000002, .* choose another folder"):
+        check(used, str(other / "checkpoints" / "step-000001"))
+    with pytest.raises(ValueError, match="step-000007': no such folder"):
+        check(used, "step-000007")
+    check(used, "latest")
+    check(tmp_path / "new", str(other / "checkpoints" / "step-000001"))
+
+
+def test_trainers_checkpoints_are_looked_for_with_the_flags(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resume_from_checkpoint='latest': no such folder"):
+        by_flags(causal_lm_options.parse, "--loop=trainer")(tmp_path, "latest")
+
+
+def test_a_second_process_is_told_first(tmp_path: Path) -> None:
+    with (
+        WriterLock(tmp_path / ".lock", "theirs", "leave"),
+        pytest.raises(ValueError, match=rf"{tmp_path}: process {os.getpid()} .* is writing there"),
+    ):
+        lock_output(Accelerator(cpu=True), str(tmp_path))

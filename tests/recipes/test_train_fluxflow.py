@@ -1,0 +1,363 @@
+"""The FluxFlow recipe through its own entry point: what it counts, what it leaves, and how it stops and goes on."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerators
+import pytest
+import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
+from alone import hide_what_is_alive
+from diffusers import AutoencoderKL
+from recipe_flags import FLUXFLOW as TINY
+from torch import Tensor, nn
+
+from hf_memopt import detect_leaks
+from hf_memopt.recipes import train_fluxflow
+from hf_memopt.recipes.fluxflow import levers as fluxflow_levers
+from hf_memopt.recipes.fluxflow import report as fluxflow_report
+from hf_memopt.recipes.fluxflow.levers import ALLOCATOR_SETTINGS, WeightAverage, use_expandable_segments
+from hf_memopt.recipes.fluxflow.options import parse
+from hf_memopt.recipes.train_fluxflow import Run, main, make_accelerator, prepare, train_batch
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also on a machine with a GPU, with nothing left over from other tests or for them, and without curves."""
+    monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
+    with accelerators.on_the_cpu():
+        yield
+
+
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    accelerators.forget_accelerator()
+    return main([*TINY, f"--output_dir={folder}", *flags])
+
+
+def prepared(folder: Path, *flags: str) -> Run:
+    accelerators.forget_accelerator()
+    options = parse("", [*TINY, f"--output_dir={folder}", *flags])
+    return prepare(make_accelerator(options), options)
+
+
+def weights(folder: Path, name: str = "vae") -> dict[str, Tensor]:
+    return AutoencoderKL.from_pretrained(folder / name).state_dict()
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps without an interruption, two epochs of three batches each."""
+    folder = tmp_path_factory.mktemp("whole")
+    with accelerators.on_the_cpu():
+        train(folder, "--max_steps=6", "--resolutions", "16", "8")
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------ counting
+
+
+@pytest.mark.parametrize("training_steps", [1, 2, 3])
+@pytest.mark.parametrize("resolutions", [(16,), (16, 8), (16, 12, 8)])
+def test_steps_warm_up_and_r1_are_counted(
+    training_steps: int, resolutions: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One global step per batch, whatever a batch does; R1 at every fourth update, whatever a step is."""
+    calls: list[tuple[bool, float, int]] = []
+
+    def step(gan: Any, images: Tensor, weights: Any, *, with_r1: bool) -> dict[str, Tensor]:
+        calls.append((with_r1, weights.kl, images.shape[-1]))
+        return {"l1": torch.zeros(())}
+
+    monkeypatch.setattr(train_fluxflow, "step", step)
+    flags = ("--r1_interval=4", "--kl_warmup_steps=10", "--kl_weight=1", f"--training_steps={training_steps}")
+    run = prepared(tmp_path, *flags, "--resolutions", *map(str, resolutions))
+    run.gan.optimizers.vae.step()  # schedules want it
+    run.gan.optimizers.discriminator.step()
+    rates = []
+    for _, images in zip(range(5), run.batches, strict=False):
+        train_batch(run, images)
+        rates.append(run.schedulers[0].last_epoch)
+    per_batch = training_steps * len(resolutions)
+    assert run.progress.num_steps == 5
+    assert rates == [1, 2, 3, 4, 5]
+    assert run.progress.num_discriminator_updates == len(calls) == 5 * per_batch
+    assert [number for number, (with_r1, *_) in enumerate(calls) if with_r1] == list(range(0, len(calls), 4))
+    assert [size for *_, size in calls] == [*resolutions] * (5 * training_steps)
+    expected = Counter({train_fluxflow.weights_at(number, run.options.losses).kl: per_batch for number in range(5)})
+    assert Counter(kl for _, kl, _ in calls) == expected
+
+
+def test_the_average_takes_every_update_in(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "--training_steps=3", "--resolutions", "16", "8")
+    train_batch(run, next(iter(run.batches)))
+    assert run.average is not None
+    assert run.average.state_dict()["optimization_step"] == 6
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def test_it_leaves_what_it_says(whole: Path) -> None:
+    results = json.loads((whole / "results.json").read_text())
+    assert [entry["step"] for entry in results["history"]] == [1, 2, 3, 4, 5, 6]
+    assert {"l1", "mse", "kl", "discriminator", "adversarial", "grad_norm"} <= results["history"][0].keys()
+    assert (whole / "panels.png").read_bytes().startswith(b"\x89PNG")
+    assert results["perceptual"] is None
+    assert not equal(weights(whole), weights(whole, "vae_ema"))
+    assert "memory/generator_" in (whole / "memory.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path: Path) -> None:
+    flags = ("--channels", "16", "16", "--num_drawn=16", "--learning_rate=0.005", "--mse_weight=1")
+    calm = ("--adversarial_weight=0.01", "--adversarial_warmup_steps=80", "--kl_weight=1e-5", "--log_every=5")
+    results = train(tmp_path, *flags, *calm, "--max_steps=80")
+    first, last = ([entry["mse"] for entry in results["history"]][part] for part in (slice(4), slice(-4, None)))
+    assert sum(last) < 0.6 * sum(first)
+
+
+def test_random_perceptual_weights_are_named_wherever_they_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stub(nn.Module):
+        name, description = "lpips_load_only", "LOAD ONLY: a stub"
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (output - target).abs().mean((1, 2, 3))
+
+    monkeypatch.setattr("hf_memopt.recipes.fluxflow.model.make_perceptual", lambda losses, seed: Stub())
+    results = train(tmp_path, "--lpips_weight=0.1", "--max_steps=1")
+    assert "lpips_load_only" in results["history"][0]
+    assert "lpips" not in results["history"][0]
+    assert "LOAD ONLY" in json.loads((tmp_path / "results.json").read_text())["perceptual"]
+    assert any("LOAD ONLY" in record.message and record.levelname == "WARNING" for record in caplog.records)
+
+
+# -------------------------------------------------------------------------------------------- stopping, going on
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(whole: Path, tmp_path: Path) -> None:
+    """Stopped by a signal in the second epoch."""
+    flags = ("--max_steps=6", "--resolutions", "16", "8", "--lr_scheduler_type=cosine")
+    with pytest.MonkeyPatch.context() as patch:
+        record = train_fluxflow.record
+
+        def interrupt(run: Run, figures: dict[str, Tensor]) -> None:
+            record(run, figures)
+            if run.progress.num_steps == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(train_fluxflow, "record", interrupt)
+        with pytest.raises(SystemExit) as left:
+            train(tmp_path, *flags)
+    assert left.value.code == 128 + signal.SIGTERM
+    resumed = train(tmp_path, *flags, "--resume_from_checkpoint=latest")
+    for name in ("vae", "vae_ema"):
+        assert equal(weights(tmp_path, name), weights(whole, name))
+    assert resumed["history"] == json.loads((whole / "results.json").read_text())["history"]
+
+
+@pytest.mark.parametrize("failure", ["in the step", "not finite"])
+def test_an_error_stops_the_run_and_what_was_trained_is_saved(
+    failure: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, flags = train_fluxflow.step, ("--max_steps=6", "--resolutions", "16", "8")
+
+    def failing(gan: Any, images: Tensor, *rest: Any, **options: Any) -> dict[str, Tensor]:
+        failing.calls += 1
+        if failing.calls == 7 and failure == "in the step":
+            raise torch.OutOfMemoryError("out of memory")
+        return step(gan, images * float("nan") if failing.calls == 7 else images, *rest, **options)
+
+    failing.calls = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train_fluxflow, "step", failing)
+        with pytest.raises(RuntimeError, match="out of memory" if failure == "in the step" else "non-finite"):
+            train(tmp_path, *flags)
+    assert not (tmp_path / "results.json").exists()
+    assert (tmp_path / "checkpoints" / "latest").read_text().startswith("step-000003\n")
+    resumed = train(tmp_path, *flags, "--resume_from_checkpoint=latest")
+    expected = json.loads((whole / "results.json").read_text())["history"]
+    assert [entry["step"] for entry in resumed["history"]] == [1, 2, 3, 4, 5, 6]
+    assert resumed["history"][:3] == expected[:3]
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
+    train(tmp_path, "--max_steps=1", "--checkpointing_steps=1")
+    with pytest.raises(ValueError, match="max_steps=1: latest has 1; use more"):
+        train(tmp_path, "--max_steps=1", "--resume_from_checkpoint=latest")
+
+
+def test_a_folder_in_use_is_refused(whole: Path) -> None:
+    with pytest.raises(ValueError, match=r"already holds results.json; go on with --resume_from_checkpoint latest"):
+        train(whole)
+
+
+# --------------------------------------------------------------------------------------------------------- leaks
+
+
+def steps_of(run: Run) -> Any:
+    """A function that makes one global step each time."""
+    batches = iter(run.batches)
+    return lambda: train_batch(run, next(batches))
+
+
+@pytest.fixture
+def little_alive(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_what_is_alive(monkeypatch)
+
+
+@pytest.mark.usefixtures("little_alive")
+def test_sixty_steps_leak_nothing(tmp_path: Path) -> None:
+    """With R1 in each: what it leaves behind at every 16th update only would look like nothing regular."""
+    run = prepared(tmp_path, "--num_drawn=16", "--r1_interval=1")
+    found = detect_leaks(steps_of(run), num_steps=60)
+    assert not found.leaking, str(found)
+    assert found.bytes_per_step == 0
+
+
+@pytest.mark.usefixtures("little_alive")
+def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The penalty, whose graph a backward with `retain_graph` leaves alive, is kept."""
+    kept: list[Tensor] = []
+    penalty, backward = train_fluxflow.step.__globals__["r1_penalty"], torch.autograd.backward
+
+    def keep(scores: Tensor, images: Tensor) -> Tensor:
+        kept.append(penalty(scores, images))
+        return kept[-1]
+
+    monkeypatch.setitem(train_fluxflow.step.__globals__, "r1_penalty", keep)
+    monkeypatch.setattr(torch.autograd, "backward", lambda *given, **how: backward(*given, retain_graph=True, **how))
+    run = prepared(tmp_path, "--r1_interval=1", "--num_drawn=16")
+    found = detect_leaks(steps_of(run), num_steps=24)
+    assert found.leaking
+    assert "kept" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_alive")
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_three_hundred_steps_leak_nothing(mode: str, tmp_path: Path) -> None:
+    flags = ("--cpu_copies", f"--offload={mode}", "--offload_threshold_mb=0.001", "--resolutions", "16", "8")
+    run = prepared(tmp_path, "--num_drawn=16", *flags)
+    found = detect_leaks(steps_of(run), num_steps=300)
+    assert run.progress.num_discriminator_updates == 600
+    assert not found.leaking, str(found)
+    assert found.bytes_per_step == 0
+
+
+def test_leak_detection_is_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Monitor:
+        def __init__(self, action: str) -> None:
+            made.append(action)
+
+        def step(self) -> None:
+            made.append("step")
+
+    monkeypatch.setattr(train_fluxflow, "LeakMonitor", Monitor)
+    train(tmp_path, "--max_steps=2", "--detect_leaks=raise")
+    assert made == ["raise", "step", "step"]
+
+
+# -------------------------------------------------------------------------------------------------------- levers
+
+
+def test_an_average_in_host_memory_is_the_same(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--max_steps=6", "--resolutions", "16", "8", "--ema_on_cpu")
+    assert equal(weights(tmp_path, "vae_ema"), weights(whole, "vae_ema"))
+
+
+def test_the_average_is_exponential_and_leaves_the_model_alone() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    average = WeightAverage(model, 0.5, torch.device("cpu"))
+    nn.init.constant_(model.weight, 1.0)
+    average.step()  # the first one starts anew
+    nn.init.constant_(model.weight, 3.0)
+    average.step()
+    with average.applied():
+        assert model.weight.tolist() == [[pytest.approx(3 - 2 * 2 / 11)] * 2]
+    assert model.weight.tolist() == [[3.0, 3.0]]
+
+
+def test_expandable_segments_are_asked_for_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(fluxflow_levers.torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match=r"CUDA has started already.*set PYTORCH_ALLOC_CONF=expandable_segments:True"):
+        use_expandable_segments()
+    monkeypatch.setattr(fluxflow_levers.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv(ALLOCATOR_SETTINGS[1], "max_split_size_mb:64")
+    with pytest.raises(ValueError, match="PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:64' is set already; add"):
+        use_expandable_segments()
+    monkeypatch.delenv(ALLOCATOR_SETTINGS[1])
+    monkeypatch.setenv(ALLOCATOR_SETTINGS[0], "")  # restored afterwards
+    monkeypatch.delenv(ALLOCATOR_SETTINGS[0])
+    use_expandable_segments()
+    assert os.environ.pop(ALLOCATOR_SETTINGS[0]) == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--checkpoint_discriminator"], "checkpoint_discriminator=True with spectral_norm=True: each forward pass"),
+        (["--offload=inputs"], "offload='inputs' moves the inputs of checkpointed blocks; add --checkpoint_vae"),
+        (["--compare=off,all"], "compare='off,all' is not for this recipe"),
+        (["--prefetch_factor=4"], "prefetch_factor=4 needs --num_workers"),
+        (["--streaming"], "streaming=True needs --dataset or --image_folder"),
+        (["--image_folder=a", "--dataset=b"], "give one of them"),
+        (["--aspect_ratios", "0"], r"aspect_ratios=0.0 must be above 0: width / height"),
+        (["--resolutions", "32"], "resolutions: 32 must lie between 1"),
+        (["--resolutions", "8", "--lpips_weight=1"], "resolutions: 8 must lie between 16, the smallest image"),
+        (["--r1_interval=0"], "r1_interval=0 must be at least 1"),
+        (["--ema_decay=1"], "ema_decay=1.0 must be less than 1; 0 makes no average"),
+    ],
+)
+def test_bad_input_is_refused_with_a_remedy(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, *flags)
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")  # of diffusers' making
+def test_a_vae_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vae='nowhere' cannot be loaded; pass a hub id or folder"):
+        prepared(tmp_path, "--vae=nowhere")
+
+
+def test_float16_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="mixed_precision='fp16' is not for this recipe; use bf16 or no"):
+        train(tmp_path)
+
+
+def test_a_trained_vae_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
+    run = prepared(tmp_path, f"--vae={whole / 'vae_ema'}")
+    assert equal(run.gan.models.vae.state_dict(), weights(whole, "vae_ema"))
+
+
+def test_the_demos_flags_are_known() -> None:
+    demo = Path(train_fluxflow.__file__).parent / "configs" / "fluxflow_demo.args"
+    assert parse("", [f"@{demo}"]).training.max_steps > 100
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_bfloat16(tmp_path: Path) -> None:
+    launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
+    script = ["-m", "hf_memopt.recipes.train_fluxflow", *TINY, f"--output_dir={tmp_path}", "--max_steps=2"]
+    more = ["--report_to=tensorboard", "--checkpoint_vae"]
+    # As the command does, but without a second interpreter for the launcher.
+    launch_command(launch_command_parser().parse_args([*launch, *script, *more]))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["mixed_precision"] == "bf16"
+    assert list(tmp_path.rglob("events.out.tfevents.*"))

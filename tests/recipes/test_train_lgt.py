@@ -1,0 +1,322 @@
+"""The LGT recipe: through its own entry point, the same training whatever lever is pulled, and resumed to the bit."""
+
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerators
+import pytest
+import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
+from lgt_toys import tiny
+from recipe_flags import LGT as FLAGS
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_memopt import detect_leaks
+from hf_memopt.memory.metrics_file import METRICS_FILE
+from hf_memopt.recipes import train_lgt
+from hf_memopt.recipes.lgt import data as lgt_data
+from hf_memopt.recipes.lgt import images as lgt_images
+from hf_memopt.recipes.lgt import run as lgt_run
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.report import Check, checklist, checklist_text
+from hf_memopt.recipes.lgt.run import Run, make_accelerator, prepare, update
+from hf_memopt.recipes.lgt.step import build_model
+from hf_memopt.recipes.train_lgt import main
+from hf_memopt.training.compile import compile_module
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also on a machine with a GPU, with nothing left over from other tests or for them, and without figures."""
+    monkeypatch.setattr(lgt_images, "draw_panels", lambda *arguments: None)
+    monkeypatch.setattr(lgt_images, "draw_curves", lambda *arguments: None)
+    with accelerators.on_the_cpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without any lever, with figures."""
+    folder = tmp_path_factory.mktemp("plain")
+    with accelerators.on_the_cpu():
+        train(folder)
+    return folder
+
+
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    return main([*FLAGS, f"--checkpoint.save_dir={folder}", *flags])
+
+
+def equal(first: Path, second: Path) -> bool:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_leaves_its_model_figures_and_memory(plain: Path) -> None:
+    results = json.loads((plain / "results.json").read_text())
+    assert [entry["epoch"] for entry in results["history"]] == [1, 2]
+    assert {"loss", "style_swd", "content_ssm", "grad_norm", "seconds", "learning_rate"} <= results["final"].keys()
+    assert {"swd", "swd_untranslated", "swd_floor", "ssm", "ssm_others"} <= results["final"].keys()
+    assert "swd" not in results["history"][0]
+    assert results["history"][0]["learning_rate"] == 0.003
+    steps = [json.loads(line)["step"] for line in (plain / METRICS_FILE).read_text().splitlines()]
+    assert steps == list(range(1, 11))
+    config = train_lgt.read_config("", [f"--config_path={plain / 'config.json'}"])
+    build_model(config).load_state_dict(load_file(plain / "model.safetensors"))
+
+
+def test_the_closing_report_has_a_verdict_and_a_figure_in_each_line(plain: Path) -> None:
+    checks = [Check(**check) for check in json.loads((plain / "results.json").read_text())["checklist"]]
+    assert len(checks) == 8
+    assert {check.verdict for check in checks} <= {"passed", "failed", "not applicable"}
+    assert all(any(letter.isdigit() for letter in check.measured) for check in checks[:-1])
+    assert len(checklist_text(checks).splitlines()) == 8
+
+
+LEVERS = {
+    "checkpointed": ("--training.use_gradient_checkpointing",),
+    "all": ("--offload.offload=all",),
+    "budget": ("--offload.offload=auto", "--offload.budget_gib=0.0008"),
+}
+
+
+@pytest.mark.usefixtures("quick_plans")
+@pytest.mark.parametrize("lever", LEVERS)
+def test_no_lever_changes_a_bit_of_the_weights(lever: str, plain: Path, tmp_path: Path) -> None:
+    results = train(tmp_path, *LEVERS[lever])
+    assert lever == "checkpointed" or results["training_cost"].moved_mib > 0
+    assert equal(tmp_path, plain)
+
+
+def test_gradient_cache_trains_on_whole_windows(plain: Path, tmp_path: Path) -> None:
+    results = train(tmp_path / "all", "--training.gradient_cache", "--training.use_gradient_checkpointing")
+    assert len(results["history"]) == 2
+    assert not equal(tmp_path / "all", plain)
+    assert results["checklist"][6].measured.endswith("of the 512 patches of 8 latents")
+
+
+def prepared(folder: Path, **values: Any) -> Run:
+    fields = {"training__batch_size": 4, "checkpoint__save_dir": str(folder), "training__log_every": 100, **values}
+    config = tiny(**fields)
+    run = prepare(make_accelerator(config), "off", config, lgt_data.load(config)[0])
+    run.model.train()
+    return run
+
+
+def gradients_of_update(run: Run, rows: list[Tensor]) -> Tensor:
+    found = []
+    run.optimizer.optimizer.register_step_pre_hook(
+        lambda *event: found.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]))
+    )
+    torch.manual_seed(5)
+    update(run, rows)
+    return found[0]
+
+
+def test_gradient_cache_takes_the_gradient_of_the_window_as_one_batch(tmp_path: Path) -> None:
+    values = {"training__max_grad_norm": 1e9, "model__style_noise": 0.0}
+    rows = torch.arange(8)
+    cached = gradients_of_update(prepared(tmp_path, training__gradient_cache=True, **values), list(rows.split(4)))
+    accelerators.forget_accelerator()
+    whole = prepared(tmp_path, training__gradient_cache=True, **{**values, "training__batch_size": 8})
+    one_batch = gradients_of_update(whole, [rows])
+    assert (cached - one_batch).norm() <= 1e-4 * one_batch.norm()  # see test_lgt_step.py
+    accelerators.forget_accelerator()
+    naive = gradients_of_update(prepared(tmp_path, **values), list(rows.split(4)))
+    assert (naive - one_batch).norm() > 0.1 * one_batch.norm()
+
+
+@pytest.mark.parametrize("at", [1, 5, 8])
+def test_a_run_that_was_told_to_stop_goes_on_to_the_same_weights(
+    at: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, num_updates = train_lgt.update, 0
+
+    def interrupted(run: Run, window: list[Tensor]) -> dict[str, float]:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == at:
+            signal.raise_signal(signal.SIGTERM)
+        return original(run, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lgt, "update", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            train(tmp_path)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert num_updates == at
+    accelerators.forget_accelerator()
+    results = train(tmp_path, "--checkpoint.resume_from_checkpoint=latest")
+    assert equal(tmp_path, plain)
+    wanted = json.loads((plain / "results.json").read_text())["history"]
+    for ours, theirs in zip(results["history"], wanted, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+def test_saved_epochs_are_resumed_with_the_averaged_weights(tmp_path: Path) -> None:
+    flags = ("--training.ema_decay=0.9", "--training.save_interval=1")
+    train(tmp_path / "whole", *flags)
+    train(tmp_path / "parts", *flags)
+    (tmp_path / "parts" / "results.json").unlink()
+    accelerators.forget_accelerator()
+    resumed = ("--checkpoint.resume_from_checkpoint=step-000005",)
+    results = train(tmp_path / "parts", *flags, *resumed)
+    assert len(results["history"]) == 2
+    assert equal(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_the_average_is_what_is_saved(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--training.ema_decay=0.9")
+    assert not equal(tmp_path, plain)
+
+
+def test_a_folder_in_use_is_refused(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"already holds results.json; go on with --checkpoint.resume_from"):
+        train(plain)
+    with pytest.raises(
+        ValueError, match=r"resume_from_checkpoint='latest': checkpoint 'latest': .* has no file of that name"
+    ):
+        train(tmp_path, "--checkpoint.resume_from_checkpoint=latest")
+
+
+def test_the_earliest_time_rises_over_the_first_epochs() -> None:
+    config = tiny(training__epsilon=0.4, training__epsilon_warmup_epochs=4)
+    assert [lgt_run.epsilon(config, epoch) for epoch in range(6)] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    assert lgt_run.epsilon(tiny(training__epsilon=0.4, training__epsilon_warmup_epochs=0), 0) == 0.4
+
+
+def test_too_few_latents_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"training.batch_size=64: a batch of all processes needs 64 latents"):
+        train(tmp_path, "--training.batch_size=64")
+
+
+def test_compared_modes_share_weights_and_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = ("--offload.compare=off,all", "--offload.compare_steps=4", "--training.num_epochs=1")
+    with caplog.at_level(logging.INFO, "hf_memopt"):
+        results = train(tmp_path, *flags)
+    off, offloaded = results["compared_costs"]
+    assert len(set(off.losses)) == 4
+    assert offloaded.losses == off.losses
+    assert offloaded.moved_mib > 0
+    assert offloaded.saved_mib < off.saved_mib
+    assert "bitwise equal" in caplog.text
+
+
+@pytest.mark.slow
+# Dynamo looks at the gradients of its inputs, of which all but the first step's are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compilation_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that needs no compiler."""
+    monkeypatch.setattr(lgt_run, "compile_module", partial(compile_module, backend="eager"))
+    results = train(tmp_path, "--training.use_compile", "--training.num_epochs=1", "--training.recompile_limit=16")
+    (check,) = (check for check in results["checklist"] if "compiled" in check.name)
+    assert check.verdict == "passed"
+    assert results["final"]["compile_seconds"] > 0
+    assert torch._dynamo.config.recompile_limit == 16
+    config = train_lgt.read_config("", [f"--config_path={tmp_path / 'config.json'}"])
+    build_model(config).load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+def history(**figures: list[float]) -> list[dict[str, float]]:
+    always = {"loss": 1.0, "style_swd": 1.0, "content_ssm": 1.0, "seconds": 10.0, "num_batches": 60.0}
+    return [{**always, **dict(zip(figures, each, strict=True))} for each in zip(*figures.values(), strict=True)]
+
+
+def verdicts(config: Config, entries: list[dict[str, float]], memory: list[int]) -> list[str]:
+    return [check.verdict for check in checklist(config, entries, memory, 1024, on_cpu=False)][1:]
+
+
+def test_what_the_checklist_passes_and_fails() -> None:
+    config = tiny(training__batch_size=32)
+    good = history(loss=[2.0, 1.5, 1.0], style_swd=[0.2, 0.3, 0.1], content_ssm=[0.2, 0.3, 0.21])
+    assert verdicts(config, good, [1000, 1000, 1005]) == ["passed"] * 6 + ["not applicable"]
+    bad = history(
+        loss=[1.0, 0.5, 1.5], style_swd=[0.2, 0.1, 0.3], content_ssm=[0.3, 0.2, 0.3], seconds=[1.0, 400.0, 400.0]
+    )
+    coverage = tiny(training__batch_size=32, training__accumulation_steps=2, training__gradient_cache=True)
+    assert verdicts(coverage, bad, [1000, 1020]) == ["failed"] * 6 + ["not applicable"]
+    assert verdicts(config, good[:1], [1000]) == ["not applicable"] * 4 + ["passed", "passed", "not applicable"]
+    few = history(loss=[2.0, 1.0], num_batches=[10.0, 10.0])
+    assert verdicts(config, few, [1000, 1000])[4] == "not applicable"
+    compiled = tiny(training__use_compile=True)
+    assert verdicts(compiled, history(compile_seconds=[3.0, 3.0]), [1, 1])[-1] == "passed"
+    assert verdicts(compiled, history(compile_seconds=[0.0, 0.0]), [1, 1])[-1] == "failed"
+
+
+def test_the_loss_has_to_fall_in_the_first_ten_epochs() -> None:
+    late = history(loss=[2.0] * 10 + [1.0])
+    assert verdicts(tiny(), late, [1000, 1000])[1] == "failed"
+
+
+@pytest.mark.slow
+def test_the_command_line_of_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By its path, in bfloat16."""
+    launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    flags = [*FLAGS, "--training.use_amp", "--training.num_epochs=1", "--offload.offload=all"]
+    script = [train_lgt.__file__, *flags, f"--checkpoint.save_dir={tmp_path}"]
+    # As the command does, but without a second interpreter for the launcher.
+    launch_command(launch_command_parser().parse_args([*launch, *script]))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["mixed_precision"] == "bf16"
+    assert results["training_cost"]["moved_mib"] > 0
+    assert "passed" in capfd.readouterr().err
+    for name in ("panels.png", "curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_panels_are_decoded_by_the_users_own_vae(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def decode(latents: Tensor, folder: str) -> Tensor:
+        seen[folder] = latents.shape
+        return torch.zeros(len(latents), 8, 8, 3)
+
+    config = tiny(inference__vae_path="vae", inference__num_panels=3)
+    train_data, held_out = lgt_data.load(config)
+    bank = lgt_data.LatentBank(train_data, config, torch.device("cpu"))
+    columns = lgt_images.panels(build_model(config), bank, held_out, config)
+    assert list(columns) == ["content", "to style 0", "style 0", "to style 1", "style 1"]
+    monkeypatch.setattr(lgt_images, "decode", decode)
+    decoded = lgt_images.images_of(columns, config)
+    assert seen == {"vae": (3, 4, 8, 8)}
+    assert decoded["content"].shape == (3, 8, 8, 3)
+
+
+@pytest.mark.slow
+def test_a_vae_decodes_latents(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    AutoencoderKL(
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    ).save_pretrained(tmp_path)
+    images = lgt_images.decode(torch.randn(2, 4, 8, 8), str(tmp_path))
+    assert images.shape == (2, 16, 16, 3)
+    assert 0 <= images.min() < images.max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient_cache", [False, True])
+def test_training_leaks_nothing(gradient_cache: bool, tmp_path: Path) -> None:
+    run = prepared(tmp_path, training__gradient_cache=gradient_cache, training__ema_decay=0.9)
+    rows = list(torch.arange(8).split(4))
+    leaks = detect_leaks(lambda: update(run, rows), num_steps=36)
+    assert not leaks.leaking, str(leaks)
+
+
+@pytest.mark.slow
+def test_style_is_transferred(tmp_path: Path) -> None:
+    """Contents come closer to the target style than half way, and stay nearer to themselves than to others."""
+    demo = Path(train_lgt.__file__).parent / "configs" / "lgt_demo.json"
+    results = main([f"--config_path={demo}", f"--checkpoint.save_dir={tmp_path}"])
+    final = results["final"]
+    assert final["swd"] - final["swd_floor"] < 0.5 * (final["swd_untranslated"] - final["swd_floor"])
+    assert final["ssm"] < 0.5 * final["ssm_others"]
+    assert [check.verdict for check in results["checklist"][1:5]] == ["passed"] * 4
