@@ -18,7 +18,7 @@ _CLOSURE_MARK = ".__closure__"
 _DICT_LOOKUP = re.compile(r"\.__dict__\['(\w+)'\]")
 _CLOSURE = re.compile(r"\.__closure__\[(\d+)\]")
 _PLAIN = (dict, list, tuple, deque, set, CellType, FrameType, TracebackType)
-_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("holders.py", "leak_report.py", "leaks.py", "ages.py")}
+_OWN_FILES = {str(path) for path in Path(__file__).parent.glob("*.py")}
 
 
 def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from hf_memopt.recipes.lgt import config as lgt_config
 from hf_memopt.recipes.lgt.parsing import SECTIONS, read_config
 
-CONFIGS = Path(lgt_config.__file__).parent / "configs"
+CONFIGS = Path(lgt_config.__file__).parents[1] / "configs"
 
 
 def write(folder: Path, **sections: object) -> str:
