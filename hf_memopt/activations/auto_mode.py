@@ -13,10 +13,12 @@ from typing import Any
 from torch import nn
 
 from hf_memopt.activations.device_room import DeviceRoom
+from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
 from hf_memopt.activations.planner.simulator import Action, Link
+from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
-from hf_memopt.activations.saved_tensors.device_context import Engine
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.transfer.clock import HostClock
 from hf_memopt.transfer.link import measure_link
@@ -47,8 +49,9 @@ class AutoMode:
     """The plan for one model's forward passes on one device.
 
     Args:
-        engine: of the device.
+        device: copies from and to it.
         limits: what the user asked for.
+        counters: of the offloader.
         model: names the owners of what is saved.
         on_end: called at the end of each backward.
         room: what the device has left, None where that is not known.
@@ -56,15 +59,17 @@ class AutoMode:
 
     def __init__(
         self,
-        engine: Engine,
+        device: DeviceContext,
         limits: Limits,
+        counters: OffloadCounters,
         model: nn.Module | None,
         on_end: Callable[[ForwardPass], None],
         room: DeviceRoom | None = None,
     ) -> None:
         self.plan: Plan | None = None
         self.recording: Recording | None = None
-        self._engine, self._limits, self._room = engine, limits, room
+        self._device, self._limits, self._room = device, limits, room
+        self._counters = counters
         # Weak: offloaders know plans by model, and must not keep the models.
         self._model = None if model is None else weakref.ref(model)
         self._on_end = on_end
@@ -98,19 +103,21 @@ class AutoMode:
         recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
         return set().union(*(makers.get(index, set()) for index in recomputed))
 
-    def begin_pass(self) -> ForwardPass:
-        """The next pass, planned as far as earlier ones allow."""
+    def begin_pass(self, op_recorder: OpRecorder | None) -> ForwardPass:
+        """Return the next pass, planned as far as earlier ones allow."""
         model = self._model() if self._model is not None else None
         recorder = None
         if self._room is not None:
             self._room.watch()
         if self.is_recording:
-            recorder = Recorder(self._engine.clock, model, self._engine.residency, self._room)
+            recorder = Recorder(self._device.clock, model, self._device.held, self._room)
         forward = ForwardPass(
-            self._engine,
+            self._device,
             self._limits.prefetch_ahead,
+            self._counters,
             plan=self.plan,
             recorder=recorder,
+            op_recorder=op_recorder,
             recording=self.recording,
             budget_bytes=self._limit_bytes,
             is_for_these_sizes=self._limits.budget_bytes is None and self._limit_bytes is not None,
@@ -118,7 +125,7 @@ class AutoMode:
         )
         self._begun = weakref.ref(forward)
         if self._is_to_be_timed(forward):
-            self._engine.clock.elapsed_s(forward.begun, forward.begun)
+            self._device.clock.elapsed_s(forward.begun, forward.begun)
             self._newly_stalled_s()
         return forward
 
@@ -146,7 +153,7 @@ class AutoMode:
             self._compare(forward, self.plan)
         if not self.is_recording and self._trims_left:
             self._trims_left -= 1
-            self._engine.arena.trim()
+            self._device.arena.trim()
 
     def out_of_memory(self) -> None:
         """The device ran out of memory while a pass was under way: give up what can be had again, and hold less."""
@@ -201,13 +208,13 @@ class AutoMode:
 
     def _is_to_be_timed(self, forward: ForwardPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
-        has_time_of_its_own = not isinstance(self._engine.clock, HostClock)  # whose copies never run beside compute
+        has_time_of_its_own = not isinstance(self._device.clock, HostClock)  # whose copies never run beside compute
         follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
         return has_time_of_its_own and follows_plan and not self._is_timed
 
     def _compare(self, forward: ForwardPass, plan: Plan) -> None:
         """Plan again where passes are not as they were predicted."""
-        if isinstance(self._engine.clock, HostClock):
+        if isinstance(self._device.clock, HostClock):
             return
         if not self._is_timed:
             self._is_timed = True
@@ -215,7 +222,7 @@ class AutoMode:
             return
         self._watched = self._watched or forward
         # A host that runs ahead asks again when the next pass begins.
-        if self._engine.clock.reached(self._watched.ended):
+        if self._device.clock.reached(self._watched.ended):
             watched, self._watched = self._watched, None
             self._correct(watched, plan)
 
@@ -246,12 +253,12 @@ class AutoMode:
 
     def _newly_stalled_s(self) -> float:
         """How long compute has waited for copies since the last call or plan."""
-        before, self._stalled_ms = self._stalled_ms, self._engine.copier.stall_ms()
+        before, self._stalled_ms = self._stalled_ms, self._device.copier.stall_ms()
         return 1e-3 * (self._stalled_ms - before)
 
     def _replan(self) -> None:
         if self._link is None:
-            self._link = Link(*measure_link(self._engine.copier, self._engine.clock))
+            self._link = Link(*measure_link(self._device.copier, self._device.clock))
         is_first = self.plan is None
         self._limit_bytes = self._limit()
         if self._limits.budget_bytes is None:

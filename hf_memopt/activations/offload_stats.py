@@ -1,6 +1,6 @@
 """What an offloader has done, in figures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,18 @@ class OffloadStats:
     measured_peak_gib: float | None
     predicted_step_ms: float | None
     measured_step_ms: float | None
+
+
+@dataclass
+class OffloadCounters:
+    """What all contexts of an offloader count, in bytes of saved tensors; see `OffloadStats`.
+
+    Attributes:
+        subclasses: names of the tensor types that stay on the device, each said once in the log.
+    """
+
+    bytes_kept: int = 0
+    bytes_weights: int = 0
+    bytes_recomputed: int = 0
+    bytes_deduplicated: int = 0
+    subclasses: set[str] = field(default_factory=set)

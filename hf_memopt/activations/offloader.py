@@ -8,21 +8,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.auto_mode import AutoMode, Limits
 from hf_memopt.activations.device_room import room_on
-from hf_memopt.activations.offload_stats import OffloadStats
+from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
 from hf_memopt.activations.planner.offload_table import plan_report
 from hf_memopt.activations.rank_agreement import raise_on_all_ranks
-from hf_memopt.activations.recompute.op_recorder import Producers
+from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.recording_scope import active_in
-from hf_memopt.activations.saved_tensors.device_context import Engine
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
-from hf_memopt.activations.saved_tensors.pack_hook import Counters, OffloadContext, storages_of
-from hf_memopt.activations.saved_tensors.packed import Payload, Restored, restore
+from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
@@ -120,13 +119,13 @@ class ActivationOffloader:
         self._pin_memory = pin_memory
         self._given_copier = copier
         self._limits = Limits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
-        self._engines: dict[torch.device, Engine | None] = {}
+        self._devices: dict[torch.device, DeviceContext | None] = {}
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Models whose ranks have found out together whether the budget can be met.
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._counters = Counters()
+        self._counters = OffloadCounters()
         self._ended: ForwardPass | None = None
 
     @contextmanager
@@ -144,23 +143,23 @@ class ActivationOffloader:
             return
         self._review(model)
         fixed = storages_of(model)
-        producers = self._producers(model, fixed)
+        op_recorder = self._op_recorder(model, fixed)
         context = OffloadContext(
             self._threshold_bytes,
             fixed,
-            lambda device: self._begin_pass(model, device),
+            lambda device: self._begin_pass(model, device, op_recorder),
             self._counters,
             inputs_only=self.mode == "inputs",
-            producers=producers,
+            leave_node=None if op_recorder is None else op_recorder.leave_node,
         )
         try:
-            with saved_tensors_hooks(context.pack, context.unpack), self._noting(producers, model):
+            with saved_tensors_hooks(context.pack, context.unpack), self._noting(op_recorder, model):
                 yield self
         except torch.OutOfMemoryError:
             for plan in self._plans_of(model).values():
                 plan.out_of_memory()
             raise
-        if producers is not None and not context.has_begun:
+        if op_recorder is not None and not context.has_begun:
             self._note_idle(model)
 
     def wrap(self, model: nn.Module) -> WrappedModule:
@@ -169,39 +168,24 @@ class ActivationOffloader:
         Works through forward hooks, so `model` keeps its class, its `forward` and its state, and copies and pickles of
         it are wrapped as well, each with an offloader of its own.
         """
-        return WrappedModule(self, model)
-
-    def offload_tensor(self, tensor: Tensor) -> Payload:
-        """Start copying one tensor to the host. Drop the tensor to free its memory; `fetch_tensor` brings it back.
-
-        Below the threshold, or where no host memory is left, the tensor itself is kept.
-        """
-        context = OffloadContext(self._threshold_bytes, frozenset(), self._new_pass, self._counters)
-        payload = context.pack(tensor)
-        if isinstance(payload, Restored):
-            payload.let_go()
-        return payload
-
-    def fetch_tensor(self, payload: Payload) -> Tensor:
-        """The tensor that `offload_tensor` took, on its device, without gradient history."""
-        return restore(payload)
+        return WrappedModule(model, self)
 
     @property
     def stats(self) -> OffloadStats:
         """What has been moved so far, and how the newest pass compares with its plan."""
-        engines = [engine for engine in self._engines.values() if engine is not None]
+        devices = [device for device in self._devices.values() if device is not None]
         ended = self._ended
         plan = ended.plan if ended else None
         return OffloadStats(
             bytes_kept=self._counters.bytes_kept,
-            bytes_moved=sum(engine.bytes_moved for engine in engines),
+            bytes_moved=sum(device.bytes_moved for device in devices),
             bytes_recomputed=self._counters.bytes_recomputed,
             bytes_weights=self._counters.bytes_weights,
             bytes_deduplicated=self._counters.bytes_deduplicated,
-            host_bytes_live=sum(engine.arena.bytes_live for engine in engines),
-            host_bytes_pinned=sum(engine.arena.bytes_held for engine in engines),
-            num_host_allocations=sum(engine.arena.num_allocations for engine in engines),
-            stall_ms=sum(engine.copier.stall_ms() for engine in engines),
+            host_bytes_live=sum(device.arena.bytes_live for device in devices),
+            host_bytes_pinned=sum(device.arena.bytes_held for device in devices),
+            num_host_allocations=sum(device.arena.num_allocations for device in devices),
+            stall_ms=sum(device.copier.stall_ms() for device in devices),
             predicted_peak_gib=plan.predicted_peak_bytes / _GIB if plan else None,
             measured_peak_gib=ended.peak_bytes / _GIB if ended else None,
             predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
@@ -216,7 +200,7 @@ class ActivationOffloader:
             for mode in modes
             if mode.plan and mode.recording
         ]
-        if self._engines and not any(self._engines.values()):
+        if self._devices and not any(self._devices.values()):
             return _NOTHING_TO_MOVE
         return "\n\n".join(tables) or f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
 
@@ -224,18 +208,22 @@ class ActivationOffloader:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
         return _recreate, (self._options,)
 
-    def _begin_pass(self, model: nn.Module | None, device: torch.device) -> ForwardPass | None:
-        engine = self._engine(device)
-        if engine is None or self.mode != "auto":
+    def _begin_pass(
+        self, model: nn.Module | None, device: torch.device, op_recorder: OpRecorder | None
+    ) -> ForwardPass | None:
+        context = self._context(device)
+        if context is None or self.mode != "auto":
             return self._new_pass(device)
         plans = self._plans_of(model)
         if device not in plans:
-            plans[device] = AutoMode(engine, self._limits, model, self._note_end, room_on(device))
-        return plans[device].begin_pass()
+            plans[device] = AutoMode(context, self._limits, self._counters, model, self._note_end, room_on(device))
+        return plans[device].begin_pass(op_recorder)
 
     def _new_pass(self, device: torch.device) -> ForwardPass | None:
-        engine = self._engine(device)
-        return None if engine is None else ForwardPass(engine, self._limits.prefetch_ahead, on_end=self._note_end)
+        context = self._context(device)
+        if context is None:
+            return None
+        return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
 
     def _note_end(self, forward: ForwardPass) -> None:
         self._ended = forward
@@ -261,26 +249,26 @@ class ActivationOffloader:
         elif error is not None:
             raise error
 
-    def _noting(self, producers: Producers | None, model: nn.Module | None) -> AbstractContextManager[object]:
+    def _noting(self, op_recorder: OpRecorder | None, model: nn.Module | None) -> AbstractContextManager[object]:
         """Where operations are noted: everywhere while recording, then in the modules whose results come again."""
         plans = self._plans_of(model).values()
-        if producers is None:
+        if op_recorder is None:
             return nullcontext()
-        if producers.is_timing:
-            return producers
+        if op_recorder.is_timing:
+            return op_recorder
         makers = set().union(*(plan.makers() for plan in plans))
         modules = [maker() if maker is not None else None for maker in makers]
         everywhere = any(module is None or module is model for module in modules)
-        return active_in(producers, [module for module in modules if module is not None], everywhere)
+        return active_in(op_recorder, [module for module in modules if module is not None], everywhere)
 
-    def _producers(self, model: nn.Module | None, fixed: frozenset[int]) -> Producers | None:
+    def _op_recorder(self, model: nn.Module | None, fixed: frozenset[int]) -> OpRecorder | None:
         device = _device_of(model, self._given_copier)
-        if self.mode != "auto" or self._engine(device) is None:
+        if self.mode != "auto" or self._context(device) is None:
             return None
         plans = self._plans_of(model).values()
         if any(plan.is_recording for plan in plans) or (not plans and self._key(model) not in self._idle):
-            return Producers(fixed, clock_for(device))
-        return Producers(fixed, None) if any(plan.makers() for plan in plans) else None
+            return OpRecorder(fixed, clock_for(device))
+        return OpRecorder(fixed, None) if any(plan.makers() for plan in plans) else None
 
     def _note_idle(self, model: nn.Module | None) -> None:
         """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
@@ -293,8 +281,8 @@ class ActivationOffloader:
         budget_bytes = self._limits.host_budget_bytes
         return round(_HOST_SHARE * available_bytes()) if budget_bytes is None else budget_bytes
 
-    def _engine(self, device: torch.device) -> Engine | None:
-        if device not in self._engines:
+    def _context(self, device: torch.device) -> DeviceContext | None:
+        if device not in self._devices:
             copier = self._given_copier
             if copier is None and device.type not in _HOST_MEMORY:
                 copier = copier_for(device, pin_memory=self._pin_memory)
@@ -302,8 +290,10 @@ class ActivationOffloader:
                 logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
             elif copier is None:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
-            self._engines[device] = None if copier is None else Engine(copier, clock_for(device), self._host_bytes())
-        return self._engines[device]
+            self._devices[device] = (
+                None if copier is None else DeviceContext(copier, clock_for(device), self._host_bytes())
+            )
+        return self._devices[device]
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

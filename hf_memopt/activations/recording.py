@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.activations.callers import calling_module
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.planner.profile import Profile, SavedStorage
-from hf_memopt.activations.recompute.replay import Computation, Source
-from hf_memopt.activations.saved_tensors.device_bytes import Residency, current_node
-from hf_memopt.activations.saved_tensors.tensor_views import StoragePin
+from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
+from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
+from hf_memopt.autograd_state import StoragePin, calling_module, current_node
 from hf_memopt.transfer.clock import Clock
 
 Makers = set[weakref.ref[nn.Module] | None]
@@ -79,15 +78,15 @@ class Recorder:
     Args:
         clock: of the compute stream.
         model: gives the storages' owners their names.
-        residency: what saved activations hold.
+        held: what saved activations hold.
         room: measures what everything else needs; None does not.
     """
 
     def __init__(
-        self, clock: Clock, model: nn.Module | None, residency: Residency, room: DeviceRoom | None = None
+        self, clock: Clock, model: nn.Module | None, held: DeviceBytes, room: DeviceRoom | None = None
     ) -> None:
         self._clock = clock
-        self._residency, self._room = residency, room
+        self._held, self._room = held, room
         if room is not None:
             room.begin()
         self._names = {id(module): name for name, module in (model.named_modules() if model else ())}
@@ -111,7 +110,7 @@ class Recorder:
         event = _Event(self._clock.mark())
         self._events.append(event)
         if self._room is not None:
-            self._room.sample(self._residency.now_bytes)
+            self._room.sample(self._held.now_bytes)
         try:
             yield
         finally:
@@ -139,15 +138,15 @@ class Recorder:
         if stays:
             self._staying.add(index)
 
-    def computable(self, index: int, computation: Computation) -> None:
+    def computable(self, index: int, computation: Recomputation) -> None:
         """Note how a storage could be computed again; keeps nothing of it but times and keys."""
         sources = [self._source(source, index) for source in computation.sources()]
-        marks = [step.recipe.marks for step in computation.steps()]
+        marks = [step.record.marks for step in computation.steps()]
         self._computable[index] = _Computable(
             marks, list(dict.fromkeys(sources)), computation.modules(), computation.checks()
         )
 
-    def _source(self, source: Source, dependent: int) -> "int | _Unsaved":
+    def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
         if source.live is not None and source.key in self._indices:
             return self._indices[source.key]
         if source.key not in self._unsaved:
@@ -171,7 +170,7 @@ class Recorder:
         self._events.append(_Event(mark, mark, ends_backward=True))
         self._unsaved.clear()  # who saves these from now on does so too late
         if self._room is not None:
-            self._room.end(self._residency.now_bytes)
+            self._room.end(self._held.now_bytes)
 
     def finish(self) -> Recording:
         """The profile; waits for the device."""

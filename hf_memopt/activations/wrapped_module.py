@@ -1,19 +1,23 @@
 """A module whose every forward is offloaded."""
 
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from hf_memopt.activations.offloader import ActivationOffloader
+
+class Offloads(Protocol):
+    """What makes the context of one forward of a module."""
+
+    def offload_context(self, model: nn.Module | None = None) -> AbstractContextManager[Any]: ...
 
 
 class WrappedModule:
-    """A module whose forwards run in an `offload_context`."""
+    """A module whose forwards run in an `offload_context` each."""
 
-    def __init__(self, offloader: "ActivationOffloader", model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, offloader: Offloads) -> None:
         self.offloader = offloader
-        self._contexts: list[Any] = []
+        self._entered: list[AbstractContextManager[Any]] = []
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True),
             # Also after an exception, or the hooks would go on packing whatever runs next.
@@ -28,10 +32,10 @@ class WrappedModule:
     def _enter(self, model: nn.Module, inputs: Any) -> None:
         context = self.offloader.offload_context(model)
         context.__enter__()
-        self._contexts.append(context)
+        self._entered.append(context)
 
     def _exit(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self._contexts.pop().__exit__(None, None, None)
+        self._entered.pop().__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_contexts": []}
+        return {**self.__dict__, "_entered": []}

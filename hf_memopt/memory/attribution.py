@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_memopt.autograd_state import RESHAPING
 from hf_memopt.memory.leaks.live_storages import Held, graph_nodes, live_storages, saved_values
 
 PARAMETER = "parameter"
@@ -20,7 +21,6 @@ SAVED = "saved activation"
 OTHER = "other"
 
 # What a weight passes through, without arithmetic, on its way into the operation that uses it.
-_RESHAPING = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _weight(node: Any, weights: dict[int, str]) -> str | None:
             return name
     for following, _ in node.next_functions:
         current = following
-        while current is not None and current.name() in _RESHAPING:
+        while current is not None and current.name() in RESHAPING:
             current = current.next_functions[0][0]
         variable = getattr(current, "variable", None)
         for tensor in plain_tensors(variable):

@@ -95,8 +95,8 @@ def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
     stats = offloader.stats
     assert stats.measured_peak_gib == stats.predicted_peak_gib
     assert stats.host_bytes_live == 0
-    (engine,) = offloader._engines.values()
-    assert engine.residency.now_bytes == 0
+    (engine,) = offloader._devices.values()
+    assert engine.held.now_bytes == 0
     (mode,) = offloader._plans[decoder].values()
     assert set(mode.plan.actions) == set(Action)
 
@@ -165,8 +165,8 @@ def test_a_plan_that_recomputes_survives_autograds_corners(
     del first, second
     gc.collect()
     assert offloader.stats.host_bytes_live == 0
-    (engine,) = offloader._engines.values()
-    assert engine.residency.now_bytes == 0
+    (engine,) = offloader._devices.values()
+    assert engine.held.now_bytes == 0
     assert equal(step(offloader, decoder, lambda: language_loss(decoder, tokens)), want)
 
 

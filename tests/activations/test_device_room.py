@@ -242,7 +242,7 @@ def test_a_reload_that_finds_no_memory_waits_for_what_is_leaving() -> None:
     with card:
         with offloader.offload_context(model):
             loss = model(x * 1).square().sum()
-        engine = next(iter(offloader._engines.values()))
+        engine = next(iter(offloader._devices.values()))
         leaving = engine._leaving_bytes
         assert leaving > 0
         card.total_bytes = card.allocated_bytes + x.nbytes // 2

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.activations import ActivationOffloader, wrap_forward_with_offload
 from hf_memopt.activations import offloader as offloader_module
-from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext
-from hf_memopt.activations.saved_tensors.packed import Restored
+from hf_memopt.activations.saved_tensors.pack_hook import MovedView, OffloadContext
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.host_arena import HostArena
 
@@ -119,9 +118,9 @@ def test_checkpointed_regions_offload_their_inputs(
 
 
 def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
-    """What the hook of a context returns, without giving up the tensor's memory."""
+    """A context, and what its hook returns, without giving up the tensor's memory."""
     context = OffloadContext(offloader._threshold_bytes, frozenset(), offloader._new_pass, offloader._counters)
-    return context.pack(tensor)
+    return context, context.pack(tensor)
 
 
 @st.composite
@@ -142,8 +141,10 @@ def views(draw: st.DrawFn) -> Tensor:
 def test_any_view_comes_back_as_it_was(view: Tensor, copier: str, leaves: bool) -> None:
     offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=COPIERS[copier]())
     want = view.clone(), view.stride(), view.is_conj(), view.is_neg()
-    payload = offloader.offload_tensor(view) if leaves else pack(offloader, view)
-    got = offloader.fetch_tensor(payload)
+    context, payload = pack(offloader, view)
+    if leaves and isinstance(payload, MovedView):
+        payload._storage.let_go()
+    got = context.unpack(payload)
     assert torch.equal(got, want[0])
     assert (got.stride(), got.is_conj(), got.is_neg()) == want[1:]
 
@@ -251,7 +252,7 @@ def test_weights_never_move(
     monkeypatch.setattr(OffloadContext, "pack", recording)
     with offloader.offload_context(decoder if known else None), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         language_loss(decoder, tokens)
-    moved = [tensor for tensor, payload in packed if isinstance(payload, Restored) and tensor.is_floating_point()]
+    moved = [tensor for tensor, payload in packed if isinstance(payload, MovedView) and tensor.is_floating_point()]
     assert moved
     sums = {p.to(torch.bfloat16 if autocast else p.dtype).sum().item() for p in decoder.parameters() if p.ndim == 2}
     assert not any(tensor.sum().item() in sums for tensor in moved if tensor.ndim == 2)

@@ -12,10 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.activations.callers import called_from_checkpoint, called_from_rrelu
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.activations.saved_tensors.device_bytes import current_node, graph_is_retained, in_backward
-from hf_memopt.activations.saved_tensors.tensor_views import StoragePin, VersionGuard, same_counter
+from hf_memopt.autograd_state import (
+    StoragePin,
+    VersionGuard,
+    called_from_checkpoint,
+    called_from_rrelu,
+    current_node,
+    graph_is_retained,
+    in_backward,
+    same_counter,
+)
 
 pytestmark = pytest.mark.canary
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.activations.saved_tensors.tensor_views import VersionGuard, is_plain
+from hf_memopt.autograd_state import VersionGuard, is_plain
 from hf_memopt.transfer.device_types import PLAIN_TYPES
 
 Policy = Callable[..., CheckpointPolicy | bool]

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
-from hf_memopt.activations.callers import calling_module
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.activations.saved_tensors.device_bytes import in_backward
-from hf_memopt.activations.saved_tensors.tensor_views import StoragePin, ViewMeta, is_plain
+from hf_memopt.autograd_state import StoragePin, ViewMeta, calling_module, in_backward, is_plain
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.device_types import PLAIN_TYPES
 
@@ -39,7 +37,7 @@ _LIGHT = {
     _aten.sum.dim_IntList,
     _aten.upsample_nearest2d.default,
 }
-# Worth doing again for a large result, but not on the way to another one.
+# Expensive operations: recomputed for a saved output itself, never on the way to another one.
 _HEAVY = {
     _aten._fft_c2c.default,
     _aten._fft_c2r.default,
@@ -52,7 +50,7 @@ _HEAVY = {
 }
 
 
-class Operand:
+class TensorRef:
     """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not."""
 
     __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
@@ -77,7 +75,7 @@ class Operand:
         return tensor if tensor is not None and tensor._version == self.version else None
 
 
-class Recipe:
+class OpRecord:
     """One operation that was performed and can be again: same function, same operands, same bits.
 
     Attributes:
@@ -96,7 +94,7 @@ class Recipe:
         self.storage: StoragePin | None = None
 
 
-class Producers(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Notes for each new storage the operation that made it.
 
     Only functional, deterministic operations count: what draws random numbers or writes into its operands cannot be
@@ -114,7 +112,7 @@ class Producers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._clock = clock
-        self._recipes: dict[int, Recipe] = {}
+        self._records: dict[int, OpRecord] = {}
         self._num_writes: dict[int, int] = {}
 
     @property
@@ -131,7 +129,7 @@ class Producers(TorchDispatchMode):
         if is_innermost(self):
             _pop_mode()
 
-    # Compiled regions run as they are; what they compute has no recipe.
+    # Compiled regions run as they are; what they compute has no record.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -151,16 +149,16 @@ class Producers(TorchDispatchMode):
         self._note(func, args, kwargs, result, marks)
         return result
 
-    def recipe(self, operand: Operand) -> Recipe | None:
+    def record_of(self, operand: TensorRef) -> OpRecord | None:
         """How the bytes of an operand came about, if they are still those that the operation left."""
-        recipe = self._recipes.get(operand.key)
-        if recipe is None or recipe.version != operand.version or recipe.num_writes != operand.num_writes:
+        record = self._records.get(operand.key)
+        if record is None or record.version != operand.version or record.num_writes != operand.num_writes:
             return None
-        return recipe
+        return record
 
-    def operand(self, tensor: Tensor) -> Operand:
+    def operand(self, tensor: Tensor) -> TensorRef:
         """A tensor as it is now."""
-        return Operand(tensor, self._weights, self.num_writes(tensor.untyped_storage()._cdata))
+        return TensorRef(tensor, self._weights, self.num_writes(tensor.untyped_storage()._cdata))
 
     def num_writes(self, key: int) -> int:
         """How many writes to a storage have been seen."""
@@ -189,13 +187,13 @@ class Producers(TorchDispatchMode):
             # An output that is a view of an operand (_unsafe_view) was not made here.
             if not isinstance(output, Tensor) or not is_plain(output) or output.untyped_storage()._cdata in read:
                 continue
-            recipe = Recipe(func, args, kwargs, marks)
-            recipe.module = None if module is None else weakref.ref(module)
-            recipe.output = None if outputs is not result else position
-            recipe.version = output._version
-            recipe.num_writes = self.num_writes(output.untyped_storage()._cdata)
-            recipe.storage = StoragePin.of(output.untyped_storage())
-            self._recipes[output.untyped_storage()._cdata] = recipe
+            record = OpRecord(func, args, kwargs, marks)
+            record.module = None if module is None else weakref.ref(module)
+            record.output = None if outputs is not result else position
+            record.version = output._version
+            record.num_writes = self.num_writes(output.untyped_storage()._cdata)
+            record.storage = StoragePin.of(output.untyped_storage())
+            self._records[output.untyped_storage()._cdata] = record
 
 
 class _Kind(NamedTuple):

@@ -10,24 +10,21 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.recompute.op_recorder import Operand, Producers, Recipe, map_tensors
-from hf_memopt.activations.saved_tensors.device_bytes import graph_is_retained
-from hf_memopt.activations.saved_tensors.storages import LiveStorage
-from hf_memopt.activations.saved_tensors.tensor_views import StoragePin, VersionGuard, ViewMeta, bytes_of
-
-if TYPE_CHECKING:
-    from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, TensorRef, map_tensors
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
+from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of, graph_is_retained
 
 # How many operations may lie between a storage and what it is computed from.
 _MAX_DEPTH = 12
 
 
-class Source:
+class StoredInput:
     """An operand that is read from another storage of the pass.
 
     `tensor` is the operand where nobody has saved its storage yet; whoever saves it sets `live` and drops `tensor`.
@@ -35,7 +32,7 @@ class Source:
 
     __slots__ = ("guard", "key", "live", "meta", "num_bytes", "tensor")
 
-    def __init__(self, operand: Operand, live: LiveStorage | None, tensor: Tensor | None) -> None:
+    def __init__(self, operand: TensorRef, live: LiveStorage | None, tensor: Tensor | None) -> None:
         self.key, self.meta = operand.key, operand.meta
         self.live, self.tensor = live, tensor
         if live is not None:
@@ -52,7 +49,7 @@ class Source:
         return StoragePin.of(self.tensor.untyped_storage())
 
 
-class Weight:
+class WeightInput:
     """An operand that stays where it is, or so it seems: sharding frees it between forward and backward."""
 
     __slots__ = ("_num_bytes", "guard", "tensor")
@@ -76,62 +73,62 @@ class Weight:
         return self.tensor
 
 
-class Intermediate:
+class ComputedInput:
     """An operand that nobody saved: computed on the way."""
 
     __slots__ = ("computation", "meta")
 
-    def __init__(self, computation: "Computation", meta: ViewMeta) -> None:
+    def __init__(self, computation: "Recomputation", meta: ViewMeta) -> None:
         self.computation, self.meta = computation, meta
 
 
-class Computation:
-    """A recipe whose operands have been found."""
+class Recomputation:
+    """A record whose operands have been found."""
 
-    def __init__(self, recipe: Recipe, args: Any, kwargs: Any) -> None:
-        self.recipe, self._args, self._kwargs = recipe, args, kwargs
-        self._operands: list[Source | Weight | Intermediate] = []
-        map_tensors(self._operands.append, [args, *kwargs.values()], _KINDS)
+    def __init__(self, record: OpRecord, args: Any, kwargs: Any) -> None:
+        self.record, self._args, self._kwargs = record, args, kwargs
+        self._operands: list[StoredInput | WeightInput | ComputedInput] = []
+        map_tensors(self._operands.append, [args, *kwargs.values()], _INPUTS)
 
-    def steps(self) -> "list[Computation]":
+    def steps(self) -> "list[Recomputation]":
         """This computation and those of its intermediates, each once."""
-        found: dict[Computation, None] = {self: None}
+        found: dict[Recomputation, None] = {self: None}
         for operand in self._operands:
-            if isinstance(operand, Intermediate):
+            if isinstance(operand, ComputedInput):
                 found.update(dict.fromkeys(operand.computation.steps()))
         return list(found)
 
     def modules(self) -> "set[weakref.ref[nn.Module] | None]":
         """The innermost modules that performed the operations, where that was noted; None stands for none."""
-        return {step.recipe.module for step in self.steps()}
+        return {step.record.module for step in self.steps()}
 
     def reads_weights_alone(self) -> bool:
         """Whether the result is as lasting as the weights that it is made of."""
         return bool(self.steps()) and not self.sources()
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[StoredInput]:
         """What the whole computation reads; a storage that is read through several views is there several times."""
-        return [operand for step in self.steps() for operand in step._operands if isinstance(operand, Source)]
+        return [operand for step in self.steps() for operand in step._operands if isinstance(operand, StoredInput)]
 
     def checks(self) -> list[Callable[[], bool]]:
         """One for each operand that has to stay as it is until the computation is over: whether it no longer is."""
         operands = [operand for step in self.steps() for operand in step._operands]
-        modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, Intermediate)]
-        return modified + [operand.was_freed for operand in operands if isinstance(operand, Weight)]
+        modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, ComputedInput)]
+        return modified + [operand.was_freed for operand in operands if isinstance(operand, WeightInput)]
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
         """The result's storage as bytes. `memory` has that of every source."""
         operands = [operand for step in self.steps() for operand in step._operands]
-        reads = Counter(operand.computation for operand in operands if isinstance(operand, Intermediate))
+        reads = Counter(operand.computation for operand in operands if isinstance(operand, ComputedInput))
         return self._run(memory, reads, {})
 
     def _run(
-        self, memory: dict[LiveStorage, Tensor], reads: "Counter[Computation]", done: "dict[Computation, Tensor]"
+        self, memory: dict[LiveStorage, Tensor], reads: "Counter[Recomputation]", done: "dict[Recomputation, Tensor]"
     ) -> Tensor:
-        def read(operand: Source | Weight | Intermediate) -> Tensor:
-            if isinstance(operand, Weight):
+        def read(operand: StoredInput | WeightInput | ComputedInput) -> Tensor:
+            if isinstance(operand, WeightInput):
                 return operand.read()
-            if isinstance(operand, Source):
+            if isinstance(operand, StoredInput):
                 assert operand.live is not None
                 return operand.meta.of(memory[operand.live])
             # Held only until its last reader has it.
@@ -143,14 +140,14 @@ class Computation:
                 done[operand.computation] = result
             return operand.meta.of(result)
 
-        args = map_tensors(read, self._args, _KINDS)
-        result = self.recipe.func(
-            *args, **{name: map_tensors(read, value, _KINDS) for name, value in self._kwargs.items()}
+        args = map_tensors(read, self._args, _INPUTS)
+        result = self.record.func(
+            *args, **{name: map_tensors(read, value, _INPUTS) for name, value in self._kwargs.items()}
         )
-        return bytes_of(result if self.recipe.output is None else result[self.recipe.output])
+        return bytes_of(result if self.record.output is None else result[self.record.output])
 
 
-_KINDS = (Source, Weight, Intermediate)
+_INPUTS = (StoredInput, WeightInput, ComputedInput)
 
 
 class Resolver:
@@ -160,56 +157,56 @@ class Resolver:
     or bytes that are alive for another reason and can be saved for this purpose.
 
     Args:
-        producers: the notes on the pass.
+        op_recorder: the notes on the pass.
         find_live: what was saved last of the storage of a key.
     """
 
-    def __init__(self, producers: Producers, find_live: Callable[[int], LiveStorage | None]) -> None:
-        self._producers, self._find_live = producers, find_live
-        self._computations: dict[Recipe, Computation] = {}
+    def __init__(self, op_recorder: OpRecorder, find_live: Callable[[int], LiveStorage | None]) -> None:
+        self._op_recorder, self._find_live = op_recorder, find_live
+        self._computations: dict[OpRecord, Recomputation] = {}
 
-    def resolve(self, operand: Operand) -> Computation | None:
+    def resolve(self, operand: TensorRef) -> Recomputation | None:
         """The computation of an operand's storage, None if there is none."""
-        recipe = self._producers.recipe(operand)
-        return None if recipe is None else self._compute(recipe, _MAX_DEPTH, pure=False)
+        record = self._op_recorder.record_of(operand)
+        return None if record is None else self._compute(record, _MAX_DEPTH, pure=False)
 
-    def _compute(self, recipe: Recipe, depth: int, pure: bool) -> Computation | None:
-        if recipe in self._computations:
-            return self._computations[recipe]
+    def _compute(self, record: OpRecord, depth: int, pure: bool) -> Recomputation | None:
+        if record in self._computations:
+            return self._computations[record]
         missing = False
 
-        def find(operand: Operand) -> Any:
+        def find(operand: TensorRef) -> Any:
             nonlocal missing
             found = None if missing else self._find(operand, depth, pure)
             missing = missing or found is None
             return found
 
-        args = map_tensors(find, recipe.args, Operand)
-        kwargs = {name: map_tensors(find, value, Operand) for name, value in recipe.kwargs.items()}
+        args = map_tensors(find, record.args, TensorRef)
+        kwargs = {name: map_tensors(find, value, TensorRef) for name, value in record.kwargs.items()}
         if missing:
             return None
-        self._computations[recipe] = Computation(recipe, args, kwargs)
-        return self._computations[recipe]
+        self._computations[record] = Recomputation(record, args, kwargs)
+        return self._computations[record]
 
-    def _find(self, operand: Operand, depth: int, pure: bool) -> Source | Weight | Intermediate | None:
+    def _find(self, operand: TensorRef, depth: int, pure: bool) -> StoredInput | WeightInput | ComputedInput | None:
         if operand.weight is not None:
-            return Weight(operand.weight) if operand.weight._version == operand.version else None
+            return WeightInput(operand.weight) if operand.weight._version == operand.version else None
         if operand.is_leaf:
             return None
         live = self._live(operand)
         if live is not None and live.saved_by is not None:
-            return Source(operand, live, None)
-        recipe = self._producers.recipe(operand) if depth else None
+            return StoredInput(operand, live, None)
+        record = self._op_recorder.record_of(operand) if depth else None
         # On the way only what needs nothing new to be saved; else the operand itself is the better thing to save.
-        light = self._compute(recipe, depth - 1, pure=True) if recipe is not None and recipe.light else None
+        light = self._compute(record, depth - 1, pure=True) if record is not None and record.light else None
         if light is not None:
-            return Intermediate(light, operand.meta)
+            return ComputedInput(light, operand.meta)
         if pure:
             return None
         tensor = operand.alive() if live is None else None
-        return Source(operand, live, tensor) if live is not None or tensor is not None else None
+        return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
-    def _live(self, operand: Operand) -> LiveStorage | None:
+    def _live(self, operand: TensorRef) -> LiveStorage | None:
         """The live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
         if live is None or live.version != operand.version or live.was_modified():
@@ -224,15 +221,19 @@ class RecomputedStorage(LiveStorage):
 
     Args:
         computation: with the live storage of every source in place; this object keeps them until it has been computed.
+        owner: the module that saved it, for a range in torch.profiler's trace; None where nothing is traced.
     """
 
-    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_sources")
+    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
 
-    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, computation: Computation) -> None:
+    def __init__(
+        self, tensor: Tensor, device: DeviceContext, index: int, computation: Recomputation, owner: str | None
+    ) -> None:
         self._counted_bytes = 0
         self._sources: list[LiveStorage] = []
-        super().__init__(tensor, forward, index)
-        self._computation: Computation | None = computation
+        super().__init__(tensor, device, index)
+        self._computation: Recomputation | None = computation
+        self._owner = owner
         self._device_type = tensor.device.type
         self._memory: Tensor | None = None
         self._computed_in = 0
@@ -243,26 +244,30 @@ class RecomputedStorage(LiveStorage):
 
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
-            with self.label("recompute") if self.forward.is_traced else nullcontext():
-                is_first = self._computed_in != backward
-                self._computed_in = backward
-                memory = {source: source.fetch(backward, is_first) for source in self._sources}
-                self._counted_bytes = self.num_bytes
-                self.forward.engine.residency.add(self.num_bytes)
-                assert self._computation is not None
-                # Operations were noted below autograd and autocast, with their casts made.
-                with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-                    self._memory = self._computation.run(memory)
+            traced = self._owner is not None
+            with traced_range("recompute", self.index, self.num_bytes, self._owner or "") if traced else nullcontext():
+                self._memory = self._compute(backward)
             assert self._memory.nbytes == self.num_bytes
             if not graph_is_retained():  # then the result stays for as long as anybody can ask for it
                 self._drop_sources()
         return self._memory
 
+    def _compute(self, backward: int) -> Tensor:
+        is_first = self._computed_in != backward
+        self._computed_in = backward
+        memory = {source: source.fetch(backward, is_first) for source in self._sources}
+        self._counted_bytes = self.num_bytes
+        self.device.held.add(self.num_bytes)
+        assert self._computation is not None
+        # Operations were noted below autograd and autocast, with their casts made.
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            return self._computation.run(memory)
+
     def _give_up(self) -> None:
         if self._computation is None:  # it could not be made a second time
             return
         self._memory = None
-        self.forward.engine.residency.remove_after_node(self._counted_bytes)
+        self.device.held.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 
     def _drop_sources(self) -> None:
@@ -274,5 +279,4 @@ class RecomputedStorage(LiveStorage):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._drop_sources()
-            self.forward.engine.forget(self.key)
-            self.forward.engine.residency.now_bytes -= self._counted_bytes
+            self._forget(self._counted_bytes)

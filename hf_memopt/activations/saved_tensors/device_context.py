@@ -1,23 +1,117 @@
-"""Copies from one device: its host memory, what is stored there, and what is on its way."""
+"""What all forward passes on one device share: its host memory, what is stored there, and what is on its way.
 
+Facts and queues only. A `DeviceContext` knows storages by a few attributes and never sees a forward pass.
+"""
+
+import itertools
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_bytes import Residency
-from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass, ReloadOrders
-from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage, OffloadedStorage, TracedStorage
+from hf_memopt.autograd_state import current_node
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.host_arena import HostArena
 
-# What so many passes have not needed is given back.
+# Host memory that this many passes have not needed is given back.
 _TRIM_EVERY = 1000
+# How many orders are remembered, each of as many numbers as a pass has storages.
+_NUM_ORDERS = 256
 
 
-class Engine:
+class DeviceBytes:
+    """Counts the device memory that saved activations hold, in the order in which the host gives it out and takes it.
+
+    A caching allocator counts in that order too, so the figure does not depend on how far the device has come. A
+    storage whose last use has begun stays counted until another autograd node takes its turn, since the node at work
+    still reads it. Whoever gives memory up at another moment takes it out of `now_bytes`.
+    """
+
+    def __init__(self) -> None:
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self._ending_bytes = 0
+        self._node: int | None = None
+
+    def add(self, num_bytes: int) -> None:
+        """Count memory that a storage has taken."""
+        if self._ending_bytes:
+            self.settle()
+        self.now_bytes += num_bytes
+        if self.now_bytes > self.peak_bytes:
+            self.peak_bytes = self.now_bytes
+
+    def remove_after_node(self, num_bytes: int) -> None:
+        """Take memory out of the count once the autograd node at work, its last reader, is done."""
+        self.settle()
+        self._node = current_node()
+        self._ending_bytes += num_bytes
+
+    def settle(self) -> None:
+        """Take out what ended with the last node, if another one is at work."""
+        if self._ending_bytes and (self._node is None or current_node() != self._node):
+            self.now_bytes -= self._ending_bytes
+            self._ending_bytes = 0
+
+
+class ReloadOrder:
+    """In which order storages are to be brought back.
+
+    Args:
+        indices: of the storages.
+        sizes: bytes by index; what is missing there has not been offloaded.
+
+    Attributes:
+        positions: in the order, by index.
+        bytes_before: what lies before each position, and last all of it.
+    """
+
+    def __init__(self, indices: Sequence[int], sizes: dict[int, int]) -> None:
+        self.indices = indices
+        self.positions = {index: position for position, index in enumerate(indices)}
+        self.bytes_before = list(itertools.accumulate([sizes.get(index, 0) for index in indices], initial=0))
+
+
+class ReloadOrders:
+    """Remembers in which order backward used the offloaded storages of a forward pass: learned, not assumed."""
+
+    def __init__(self) -> None:
+        # By index and size of what was offloaded: passes over other shapes do not disturb what was learned.
+        self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], ReloadOrder] = {}
+
+    def order(self, sizes: dict[int, int]) -> ReloadOrder:
+        """Return the order of use; the reverse of saving until backward has shown better."""
+        return self._orders.get(_key(sizes)) or ReloadOrder(list(sizes)[::-1], sizes)
+
+    def learn(self, sizes: dict[int, int], indices: Sequence[int]) -> None:
+        """Note the order in which a backward has used everything."""
+        key = _key(sizes)
+        known = self._orders.pop(key, None)
+        # The newest last: shapes that never come again are forgotten.
+        self._orders[key] = known if known and known.indices == indices else ReloadOrder(indices, sizes)
+        if len(self._orders) > _NUM_ORDERS:
+            del self._orders[next(iter(self._orders))]
+
+
+def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(sizes), tuple(sizes.values())
+
+
+class Outgoing(Protocol):
+    """A storage whose copy to the host has begun, as the queue of such copies sees it."""
+
+    num_bytes: int
+    is_leaving: bool
+
+    def let_go(self) -> None:
+        """Give up the device memory once the copy is over."""
+
+
+class DeviceContext:
     """The state that all forward passes on one device share.
 
     Args:
@@ -30,62 +124,21 @@ class Engine:
         self.copier = copier
         self.clock = clock
         self.arena = HostArena(copier, host_budget_bytes)
-        self.residency = Residency()
+        self.held = DeviceBytes()
         self.orders = ReloadOrders()
         self.bytes_moved = 0
+        # The live storages by key, as weak references. Each storage puts itself in and takes itself out when it dies.
+        self.storages: dict[int, weakref.ref[Any]] = {}
         self._num_passes = 0
-        # By key. Each storage takes itself out when it dies.
-        self._storages: dict[int, weakref.ref[LiveStorage]] = {}
         # Weak: a graph that is dropped takes its storages along, copies under way included.
-        self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
+        self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
 
-    def get(self, key: int) -> LiveStorage | None:
-        """What was saved last of the storage of this key, whatever has become of its bytes."""
-        entry = self._storages.get(key)
-        return None if entry is None else entry()
-
-    def find(self, tensor: Tensor, key: int) -> LiveStorage | None:
-        """What is there already for a tensor's storage, if it has the tensor's bytes."""
-        entry = self._storages.get(key)
-        if entry is None:
-            return None
-        found = entry()
-        return found if found is not None and found.covers(tensor) else None
-
-    def register(self, storage: LiveStorage) -> None:
-        """Have `find` find it."""
-        self._storages[storage.key] = weakref.ref(storage)
-
-    def forget(self, key: int) -> None:
-        """A storage dies; another one of its key may have been registered since."""
-        entry = self._storages.get(key)
-        if entry is not None and entry() is None:
-            del self._storages[key]
-
-    def keep(self, tensor: Tensor, forward: ForwardPass, index: int) -> KeptStorage:
-        """Leave a storage where it is."""
-        storage = KeptStorage(tensor, forward, index)
-        self.register(storage)
-        return storage
-
-    def offload(self, tensor: Tensor, forward: ForwardPass, index: int) -> LiveStorage:
-        """Start copying a storage to the host, or keep it where the host has no room."""
-        block = self.arena.acquire(tensor.untyped_storage().nbytes())
-        if block is None:
-            return self.keep(tensor, forward, index)
-        kind = TracedStorage if forward.is_traced else OffloadedStorage
-        storage = kind(tensor, forward, index, block)
-        self.bytes_moved += storage.num_bytes
-        self.register(storage)
-        forward.add(storage)
-        return storage
-
-    def leave(self, storage: OffloadedStorage, in_flight_bytes: int) -> None:
+    def leave(self, storage: Outgoing, in_flight_bytes: int) -> None:
         """Queue a storage whose copy to the host has begun; the oldest give up their memory where too many wait.
 
-        In this order and at this moment only, however far the device has come: then each step allocates and frees in
-        the same order as the last one.
+        They do so in this order and at this moment only, however far the device has come: then each step allocates and
+        frees in the same order as the last one.
         """
         storage.is_leaving = True
         self._leaving.append(weakref.ref(storage))
@@ -95,14 +148,14 @@ class Engine:
             if oldest is not None and oldest.is_leaving:
                 oldest.let_go()
 
-    def stay(self, storage: OffloadedStorage) -> None:
-        """Take a storage out of those that wait to give up their memory: it has, or backward has claimed it."""
+    def stay(self, storage: Outgoing) -> None:
+        """Take a storage off the queue: it has given up its memory, or backward has claimed it."""
         if storage.is_leaving:
             storage.is_leaving = False
             self._leaving_bytes -= storage.num_bytes
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        """Device memory for what comes back. Where there is none, what waits to give up its memory does so first."""
+        """Return device memory for what comes back. Where there is none, what waits on the queue gives up its own."""
         try:
             return self.copier.empty_device(num_bytes)
         except torch.OutOfMemoryError:
@@ -111,7 +164,7 @@ class Engine:
         return self.copier.empty_device(num_bytes)
 
     def let_all_go(self) -> bool:
-        """Wait for all copies to the host and give up the memory; whether there was any."""
+        """Wait for all copies to the host and give up the memory; returns whether there was any."""
         leaving = [storage for storage in (entry() for entry in self._leaving) if storage and storage.is_leaving]
         for storage in leaving:
             storage.let_go()
@@ -124,5 +177,5 @@ class Engine:
             self.arena.trim()
         self.arena.log_growth()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
-        self.residency.settle()
-        self.residency.peak_bytes = self.residency.now_bytes
+        self.held.settle()
+        self.held.peak_bytes = self.held.now_bytes

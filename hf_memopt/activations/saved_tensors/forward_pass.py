@@ -1,72 +1,46 @@
-"""One forward pass: what it saved, and what its backward needs next."""
+"""One forward pass: where it puts what it saves, and what its backward needs next.
 
-import itertools
+The pass drives its storages. With offloading and a reload order `c b a`, it does this:
+
+    forward    save a | save b | save c        each save may let an older storage leave the device: at most
+               a ->     b ->     c ->          `in_flight_bytes` wait for their copy to the host
+    backward   use c  | use b  | use a         each use starts the copies of what follows in the order: at most
+               <- b     <- a                   `prefetch_bytes` ahead
+
+All of this happens in the order of the host's calls, never by how far the device has come, so that each step allocates
+and frees in the same order as the last one and the planner's simulator predicts the peak to the byte.
+"""
+
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.simulator import Action
-from hf_memopt.activations.saved_tensors.device_bytes import NO_BACKWARD, current_backward
-from hf_memopt.activations.saved_tensors.storages import LiveStorage, OffloadedStorage
-
-if TYPE_CHECKING:
-    from hf_memopt.activations.recording import Recorder, Recording
-    from hf_memopt.activations.saved_tensors.device_context import Engine
-
+from hf_memopt.activations.recompute.op_recorder import OpRecorder
+from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
+from hf_memopt.activations.recording import Recorder, Recording
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext, ReloadOrder
+from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage, OffloadedStorage, TracedStorage
+from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight
 
 # How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
 # wait too. Two let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
-# How many orders are remembered, each of as many numbers as a pass has storages.
-_NUM_ORDERS = 256
 
 
-class ReloadOrder:
-    """In which order storages are to be brought back.
+class View(Protocol):
+    """A saved tensor; `read_in` is the number of the backward pass that unpacked it last."""
 
-    Args:
-        indices: of the storages.
-        sizes: bytes by index; what is missing there has not been offloaded.
-
-    Attributes:
-        positions: in the order, by index.
-        bytes_before: what lies before each position, and last all of it.
-    """
-
-    def __init__(self, indices: Sequence[int], sizes: dict[int, int]) -> None:
-        self.indices = indices
-        self.positions = {index: position for position, index in enumerate(indices)}
-        self.bytes_before = list(itertools.accumulate([sizes.get(index, 0) for index in indices], initial=0))
-
-
-class ReloadOrders:
-    """Remembers in which order backward used the offloaded storages of a forward pass: learned, not assumed."""
-
-    def __init__(self) -> None:
-        # By index and size of what was offloaded: passes over other shapes do not disturb what was learned.
-        self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], ReloadOrder] = {}
-
-    def order(self, sizes: dict[int, int]) -> ReloadOrder:
-        """The order of use; the reverse of saving until backward has shown better."""
-        return self._orders.get(_key(sizes)) or ReloadOrder(list(sizes)[::-1], sizes)
-
-    def learn(self, sizes: dict[int, int], indices: Sequence[int]) -> None:
-        """Backward has used everything."""
-        key = _key(sizes)
-        known = self._orders.pop(key, None)
-        # The newest last: shapes that never come again are forgotten.
-        self._orders[key] = known if known and known.indices == indices else ReloadOrder(indices, sizes)
-        if len(self._orders) > _NUM_ORDERS:
-            del self._orders[next(iter(self._orders))]
-
-
-def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(sizes), tuple(sizes.values())
+    read_in: int
 
 
 class ForwardPass:
@@ -75,9 +49,10 @@ class ForwardPass:
     Mostly that is one forward and one backward pass, but there may be any number of either, in any order.
 
     Args:
-        engine: copies from and to the device.
+        device: copies from and to it.
         prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one,
             so that many small ones may be under way together.
+        counters: of the offloader.
         plan: what the planner decided: actions, windows in bytes, and the order of reloading. None: offload everything
             and learn as it goes.
         recording: what the plan was made from.
@@ -85,31 +60,42 @@ class ForwardPass:
         is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because what
             they need besides is not known.
         recorder: notes what happens when, for the planner.
+        op_recorder: notes on the operations performed, where storages may be computed again.
         on_end: called at the end of each backward through this pass.
+
+    Attributes:
+        sizes: bytes of the storages that autograd saved, in order.
+        peak_bytes: the most that saved activations held on the device until the last backward was over.
     """
 
     def __init__(
         self,
-        engine: "Engine",
+        device: DeviceContext,
         prefetch_ahead: int,
+        counters: OffloadCounters,
         *,
         plan: Plan | None = None,
-        recording: "Recording | None" = None,
+        recording: Recording | None = None,
         budget_bytes: int | None = None,
         is_for_these_sizes: bool = False,
-        recorder: "Recorder | None" = None,
+        recorder: Recorder | None = None,
+        op_recorder: OpRecorder | None = None,
         on_end: Callable[["ForwardPass"], None] | None = None,
     ) -> None:
-        engine.begin_pass()
-        self.engine = engine
+        device.begin_pass()
+        self.device = device
         self.recorder = recorder
         self.plan = plan
         self.sizes: list[int] = []
         self.peak_bytes = 0
-        self.begun: Any = engine.clock.mark()
-        # Whether torch.profiler runs, and is to show copies.
-        self.is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self.begun: Any = device.clock.mark()
         self.ended: Any = None
+        # Whether saving a tensor has to be kept out of the notes on the model's own operations.
+        self.is_observed = recorder is not None or op_recorder is not None
+        # Whether torch.profiler runs, and is to show copies.
+        self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self._counters = counters
+        self._op_recorder = op_recorder
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording
         self._budget_bytes = budget_bytes
@@ -118,10 +104,12 @@ class ForwardPass:
         self._on_end = on_end
         # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
         self._backwards: list[int] = []
+        # What gives up device memory at the end of a backward, and, of that, what was offloaded, by index.
         self._movable: list[weakref.ref[LiveStorage]] = []
         self._offloaded: dict[int, weakref.ref[OffloadedStorage]] = {}
         self._offloaded_sizes: dict[int, int] = {}
         self._largest_bytes = 0
+        # Indices in the order of their first use ever, and those used in the backward at work.
         self._used: dict[int, None] = {}
         self._used_now: set[int] = set()
         # In which order storages are to be brought back, None until somebody asks, and how far that has come.
@@ -133,38 +121,92 @@ class ForwardPass:
         """Whether a backward has begun and has not ended, or was broken off."""
         return bool(self._backwards)
 
-    def next_index(self, num_bytes: int) -> int:
-        """The place of the next storage that autograd saves."""
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context whose time the recorder takes for the offloader's, not the model's."""
+        return nullcontext() if self.recorder is None else self.recorder.working()
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def save(self, tensor: Tensor, key: int, num_bytes: int) -> LiveStorage:
+        """Return the storage behind a tensor that autograd saves, put where the plan says.
+
+        One copy serves all saved views of a storage, as long as they count modifications together.
+
+        Args:
+            tensor: plain and strided.
+            key: of its storage.
+            num_bytes: of its storage.
+        """
+        live = self._find(tensor, key)
+        if live is None or live.saved_by is not self:
+            live = self._place(tensor, key, num_bytes, live)
+            live.saved_by = self
+        elif not live.is_kept:
+            self._counters.bytes_deduplicated += tensor.nbytes
+        if live.is_kept:
+            if live.is_weight:
+                self._counters.bytes_weights += tensor.nbytes
+            else:
+                self._counters.bytes_kept += tensor.nbytes
+        return live
+
+    def _get(self, key: int) -> LiveStorage | None:
+        """Return what was saved last of the storage of this key, whatever has become of its bytes."""
+        entry = self.device.storages.get(key)
+        return None if entry is None else entry()
+
+    def _find(self, tensor: Tensor, key: int) -> LiveStorage | None:
+        """Return what is there already for a tensor's storage, if it has the tensor's bytes."""
+        found = self._get(key)
+        return found if found is not None and found.covers(tensor) else None
+
+    def _place(self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None) -> LiveStorage:
+        """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
         self._backwards.clear()  # what has not ended by now was broken off by an exception
+        index = len(self.sizes)
         self.sizes.append(num_bytes)
-        return len(self.sizes) - 1
+        action = self._action(index, num_bytes)
+        recomputation = None
+        if self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE):
+            recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
+        stays = stays or (recomputation is not None and recomputation.reads_weights_alone())
+        if self.recorder is not None:
+            self.recorder.saved(tensor.untyped_storage(), index, stays)
+            if recomputation is not None:
+                self.recorder.computable(index, recomputation)
+        if live is None:
+            if stays and (action is Action.OFFLOAD or recomputation is None):
+                action = Action.KEEP
+            live = self._put(action, tensor, index, recomputation)
+            live.is_weight = stays
+            live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
+        return live
 
-    def owner(self, index: int) -> str:
-        """The module that saved a storage, as far as it was recorded."""
-        owners = self._recording.owners if self._recording else ()
-        return owners[index] if index < len(owners) else ""
+    def _put(
+        self, action: Action, tensor: Tensor, index: int, recomputation: Recomputation | None = None
+    ) -> LiveStorage:
+        if action is Action.RECOMPUTE and recomputation is not None:
+            return self._recompute(tensor, index, recomputation)
+        if action is Action.KEEP:
+            return KeptStorage(tensor, self.device, index)
+        # Also what was to be computed again, but has come about otherwise than when it was recorded.
+        return self._offload(tensor, index)
 
-    def source(self, index: int, place: int) -> int:
-        """The index of the storage that the computation of another one reads in this place."""
-        sources = self._recording.profile.storages[index].sources if self._recording else ()
-        return sources[place] if place < len(sources) else _UNFORESEEN
-
-    def action(self, index: int, num_bytes: int) -> Action:
-        """What becomes of a storage."""
-        if self.plan is None or self._recording is None or not 0 <= index < len(self.plan.actions):
-            return Action.OFFLOAD
-        planned = self._recording.profile.storages[index]
-        self._is_larger = self._is_larger or (self._is_for_these_sizes and num_bytes > planned.num_bytes)
-        if self._is_larger and planned.can_offload:
-            return Action.OFFLOAD
-        # Other shapes than those planned for must not break the budget.
-        over = self._budget_bytes is not None and self.engine.residency.now_bytes + num_bytes > self._budget_bytes
-        action = self.plan.actions[index]
-        return Action.OFFLOAD if over and action is Action.KEEP and planned.can_offload else action
-
-    def add(self, storage: OffloadedStorage) -> None:
-        """Register an offloaded storage, and give up older ones where too many bytes are under way."""
-        index, num_bytes = storage.index, storage.num_bytes
+    def _offload(self, tensor: Tensor, index: int) -> LiveStorage:
+        """Start copying a storage to the host, or keep it where the host has no room."""
+        device = self.device
+        block = device.arena.acquire(tensor.untyped_storage().nbytes())
+        if block is None:
+            return KeptStorage(tensor, device, index)
+        if self._is_traced:
+            storage: OffloadedStorage = TracedStorage(
+                tensor, device, index, block, self._about_to_use, self._owner(index)
+            )
+        else:
+            storage = OffloadedStorage(tensor, device, index, block, self._about_to_use)
+        num_bytes = storage.num_bytes
+        device.bytes_moved += num_bytes
         entry: Any = weakref.ref(storage)
         self._offloaded[index] = entry
         self._movable.append(entry)
@@ -172,34 +214,102 @@ class ForwardPass:
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes
         self._order = None
-        in_flight_bytes = self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes
-        self.engine.leave(storage, in_flight_bytes)
+        device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes)
+        return storage
 
-    def watch(self, storage: LiveStorage) -> None:
-        """Have a storage give up its device memory at the end of a backward that has read it."""
-        self._movable.append(weakref.ref(storage))
+    def _recompute(self, tensor: Tensor, index: int, recomputation: Recomputation) -> LiveStorage:
+        places: dict[int, int] = {}
+        for source in recomputation.sources():
+            place = places.setdefault(source.key, len(places))
+            if source.live is None:
+                self._save_source(source, self._source_index(index, place))
+        live = RecomputedStorage(
+            tensor, self.device, index, recomputation, self._owner(index) if self._is_traced else None
+        )
+        self._movable.append(weakref.ref(live))
+        self._counters.bytes_recomputed += live.num_bytes
+        return live
+
+    def _save_source(self, source: StoredInput, index: int) -> None:
+        """Keep or offload what autograd has not saved, for the sake of a storage that is computed from it."""
+        assert source.tensor is not None
+        source.live = self._find(source.tensor, source.key)
+        if source.live is None:
+            stays = self._action(index, source.num_bytes) is Action.KEEP
+            source.live = self._put(Action.KEEP if stays else Action.OFFLOAD, source.tensor, index)
+            assert self._op_recorder is not None
+            source.live.num_writes = self._op_recorder.num_writes(source.key)
+        source.tensor = None
+
+    def _action(self, index: int, num_bytes: int) -> Action:
+        """Return what becomes of a storage."""
+        if self.plan is None or self._recording is None or not 0 <= index < len(self.plan.actions):
+            return Action.OFFLOAD
+        planned = self._recording.profile.storages[index]
+        self._is_larger = self._is_larger or (self._is_for_these_sizes and num_bytes > planned.num_bytes)
+        if self._is_larger and planned.can_offload:
+            return Action.OFFLOAD
+        # Other shapes than those planned for must not break the budget.
+        over = self._budget_bytes is not None and self.device.held.now_bytes + num_bytes > self._budget_bytes
+        action = self.plan.actions[index]
+        return Action.OFFLOAD if over and action is Action.KEEP and planned.can_offload else action
+
+    def _source_index(self, index: int, place: int) -> int:
+        """Return the index of the storage that the computation of another one reads in this place."""
+        sources = self._recording.profile.storages[index].sources if self._recording else ()
+        return sources[place] if place < len(sources) else _UNFORESEEN
+
+    def _owner(self, index: int) -> str:
+        """Return the module that saved a storage, as far as it was recorded."""
+        owners = self._recording.owners if self._recording else ()
+        return owners[index] if index < len(owners) else ""
+
+    # ----------------------------------------------------------------------------------------------- backward
+
+    def use(self, storage: LiveStorage, view: View) -> Tensor:
+        """Return the bytes of a storage of which autograd unpacks a view, `(num_bytes,)` uint8."""
+        backward = self._note_backward()
+        is_first = view.read_in != backward
+        view.read_in = backward
+        if self.recorder is None or backward == 0 or not is_first:
+            return storage.fetch(backward, is_first)
+        with self.recorder.using(storage.index):
+            return storage.fetch(backward, is_first)
+
+    def note_use(self, storage: LiveStorage, view: View) -> None:
+        """Note that a saved tensor is unpacked of which nothing has to be fetched."""
+        backward = self._note_backward()
+        if self.recorder is not None and view.read_in != backward:
+            with self.recorder.using(storage.index):
+                view.read_in = backward
+
+    def drop_view(self, storage: LiveStorage) -> None:
+        """Note that a saved tensor is gone."""
+        storage.num_views -= 1
+        if self.recorder is not None and storage.num_views == 0 and not sys.is_finalizing():
+            self.recorder.freed(storage.index)
 
     def release(self) -> None:
         """Give up all device memory of which the host has a copy."""
-        self.engine.let_all_go()
+        self.device.let_all_go()
         for entry in self._movable:
             storage = entry()
             if isinstance(storage, OffloadedStorage):
                 storage.release()
 
-    def about_to_use(self, storage: OffloadedStorage) -> None:
+    def _about_to_use(self, storage: OffloadedStorage) -> None:
         """Note the use and start the copies of what follows."""
         index = storage.index
         self._used_now.add(index)
         if index not in self._used:
             self._used[index] = None
             if self.plan is None and len(self._used) == len(self._offloaded):
-                self.engine.orders.learn(self._offloaded_sizes, list(self._used))
+                self.device.orders.learn(self._offloaded_sizes, list(self._used))
         room = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._largest_bytes
         if room:
             self._prefetch_after(index, room)
 
-    def note_backward(self) -> int:
+    def _note_backward(self) -> int:
         """The number of the backward at work, 0 for none; has its end noted."""
         task = current_backward()
         if task == NO_BACKWARD:
@@ -211,7 +321,7 @@ class ForwardPass:
 
     def elapsed_s(self) -> float:
         """Seconds from the first save to the end of the last backward; waits for the device."""
-        return self.engine.clock.elapsed_s(self.begun, self.ended)
+        return self.device.clock.elapsed_s(self.begun, self.ended)
 
     def _end(self, task: int) -> None:
         if task not in self._backwards:
@@ -220,7 +330,7 @@ class ForwardPass:
         del self._backwards[self._backwards.index(task) :]
         if self._backwards:
             return
-        self.ended = self.engine.clock.mark()
+        self.ended = self.device.clock.mark()
         self._used_now.clear()
         self._fetched_to = self._last_used = 0
         for entry in self._movable:
@@ -228,8 +338,8 @@ class ForwardPass:
             if storage is not None:
                 storage.end_backward(outermost + 1)
         self._movable = [entry for entry in self._movable if entry() is not None]
-        self.engine.residency.settle()
-        self.peak_bytes = self.engine.residency.peak_bytes
+        self.device.held.settle()
+        self.peak_bytes = self.device.held.peak_bytes
         if self.recorder is not None:
             self.recorder.end_backward(self.ended)
         if self._on_end:
@@ -253,7 +363,7 @@ class ForwardPass:
 
     def _find_order(self) -> ReloadOrder:
         sizes = self._offloaded_sizes
-        self._order = ReloadOrder(self.plan.reload_order, sizes) if self.plan else self.engine.orders.order(sizes)
+        self._order = ReloadOrder(self.plan.reload_order, sizes) if self.plan else self.device.orders.order(sizes)
         self._fetched_to = self._last_used = 0
         return self._order
 

@@ -1,29 +1,32 @@
 """The storages behind saved tensors, and how each is had again in backward: kept, or copied to the host and back.
 
-The third way, computing it again, is in `recompute.py`.
+The third way, computing it again, is in `recompute/replay.py`. A storage knows its device and never sees a forward
+pass: the pass drives it, and an offloaded storage tells the pass through `on_use` that its bytes are needed.
+
+An offloaded storage holds device memory twice in its life, before it has left and after it has come back:
+
+    save          leave           prefetch        last use
+     | copy to host |               | copy to device |
+     |=== _source ==|.. host only ..|=== _memory ====|
+                    let_go()                         _give_up()
+
+`_source` and `_memory` are never both there. Backward may come so early that `_source` is still there: then it reads
+that, and nothing is copied back.
 """
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.callers import refuse_rrelu
-from hf_memopt.activations.saved_tensors.device_bytes import graph_is_retained
-from hf_memopt.activations.saved_tensors.tensor_views import StoragePin, VersionGuard, bytes_of
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.autograd_state import StoragePin, VersionGuard, bytes_of, graph_is_retained, refuse_rrelu
 from hf_memopt.transfer import Transfer
-
-if TYPE_CHECKING:
-    from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
-
-
-class View(Protocol):
-    """A saved tensor; `read_in` is the number of the backward pass that unpacked it last."""
-
-    read_in: int
 
 
 class LiveStorage(VersionGuard, ABC):
@@ -35,14 +38,23 @@ class LiveStorage(VersionGuard, ABC):
 
     Args:
         tensor: a view of the storage that shares the version counter of all that are to be views of this object.
-        forward: the pass that saved it, which knows what will be needed next.
+        device: where it is.
         index: its place in the pass.
+
+    Attributes:
+        num_views: saved tensors that are alive.
+        num_dependents: storages that are still to be computed from this one.
+        saved_by: the pass that autograd last saved it in; None while it is only there to compute others from.
+        is_weight: whether it is a copy of a weight that its module keeps for good.
+        num_writes: how many writes to its memory had been seen when it was saved, where they are watched.
+        read_in: the number of the backward that read it last, 0 for none.
+        pin: keeps the storage's address, which is `key`, from being given to another storage.
     """
 
     __slots__ = (
         "__weakref__",
         "_num_left",
-        "forward",
+        "device",
         "index",
         "is_weight",
         "key",
@@ -58,43 +70,30 @@ class LiveStorage(VersionGuard, ABC):
     # Whether its kind stays on the device.
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
         super().__init__(tensor)
         storage = tensor.untyped_storage()
-        self.forward, self.index = forward, index
+        self.device, self.index = device, index
         self.num_bytes = storage.nbytes()
-        # Those that are alive: saved tensors, and storages that are still to be computed from this one.
         self.num_views = self.num_dependents = 0
-        # The pass that autograd last saved it in; None while it is only there to compute others from.
-        self.saved_by: ForwardPass | None = None
-        # Whether it is a copy of a weight that its module keeps for good.
+        self.saved_by: object = None
         self.is_weight = False
-        # How many writes to its memory had been seen when it was saved, where they are watched.
         self.num_writes: int | None = None
-        # The backward that read it last, and, if that retains its graph, how many have not read it there yet.
+        # Of a retained graph's saved tensors, how many the backward `read_in` has not read yet.
         self.read_in = self._num_left = 0
         self.key = storage._cdata
-        # As long as this exists, no other storage is given the same key, however dead this one is.
         self.pin = StoragePin.of(storage)
-
-    def use(self, view: View) -> Tensor:
-        """`fetch` for a saved tensor that autograd unpacks."""
-        forward = self.forward
-        backward = forward.note_backward()
-        is_first = view.read_in != backward
-        view.read_in = backward
-        recorder = forward.recorder
-        if recorder is None or backward == 0 or not is_first:
-            return self.fetch(backward, is_first)
-        with recorder.using(self.index):
-            return self.fetch(backward, is_first)
+        device.storages[self.key] = weakref.ref(self)
 
     def fetch(self, backward: int, is_first: bool) -> Tensor:
-        """The bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
+        """Return the bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
 
         Args:
             backward: the number of the backward at work, 0 for none.
             is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
+
+        Raises:
+            RuntimeError: the tensor was modified in place since it was saved.
         """
         self.check()
         memory = self._bring(backward)
@@ -103,30 +102,10 @@ class LiveStorage(VersionGuard, ABC):
         self.read_in = backward
         return memory
 
-    def note_use(self, view: View) -> None:
-        """A saved tensor is unpacked, of which nothing has to be fetched."""
-        backward = self.forward.note_backward()
-        recorder = self.forward.recorder
-        if recorder is not None and view.read_in != backward:
-            with recorder.using(self.index):
-                view.read_in = backward
-
-    def drop_view(self) -> None:
-        """A saved tensor is gone."""
-        self.num_views -= 1
-        if self.num_views == 0 and self.forward.recorder is not None and not sys.is_finalizing():
-            self.forward.recorder.freed(self.index)
-
     def end_backward(self, backward: int) -> None:
-        """What a backward has read is not kept for another one."""
+        """Give up what a backward has read: it is not kept for another one."""
         if self.read_in == backward:
             self._give_up()
-
-    def label(self, what: str) -> AbstractContextManager[object]:
-        """A range in the trace of torch.profiler."""
-        owner = self.forward.owner(self.index)
-        name = f"hf_memopt::{what} #{self.index} {self.num_bytes / 2**20:.2f} MiB {owner}"
-        return torch.profiler.record_function(name.rstrip())
 
     def _count_read(self, backward: int, is_first: bool) -> None:
         if self.read_in != backward:
@@ -135,9 +114,16 @@ class LiveStorage(VersionGuard, ABC):
         if self._num_left <= 0 or backward == 0:
             self._give_up()
 
+    def _forget(self, num_bytes: int) -> None:
+        """The storage dies, with `num_bytes` on the device. Another of its key may have been registered since."""
+        entry = self.device.storages.get(self.key)
+        if entry is not None and entry() is None:
+            del self.device.storages[self.key]
+        self.device.held.now_bytes -= num_bytes
+
     @abstractmethod
     def _bring(self, backward: int) -> Tensor:
-        """The bytes on the device, wherever they are now."""
+        """Return the bytes on the device, wherever they are now."""
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -151,10 +137,10 @@ class KeptStorage(LiveStorage):
 
     is_kept = True
 
-    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int) -> None:
-        super().__init__(tensor, forward, index)
+    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
+        super().__init__(tensor, device, index)
         self._tensor = tensor.detach()
-        forward.engine.residency.add(self.num_bytes)
+        device.held.add(self.num_bytes)
 
     def _bring(self, backward: int) -> Tensor:
         return bytes_of(self._tensor)
@@ -164,8 +150,7 @@ class KeptStorage(LiveStorage):
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.forward.engine.forget(self.key)
-            self.forward.engine.residency.now_bytes -= self.num_bytes
+            self._forget(self.num_bytes)
 
 
 class OffloadedStorage(LiveStorage):
@@ -173,23 +158,31 @@ class OffloadedStorage(LiveStorage):
 
     Args:
         block: host memory of the storage's size. Returned to the arena when this object dies.
+        on_use: called when the bytes are needed, before the wait for them.
     """
 
     __slots__ = (
         "_block",
         "_counted_bytes",
-        "_engine",
         "_incoming",
         "_may_be_noise",
         "_memory",
+        "_on_use",
         "_outgoing",
         "_source",
         "is_leaving",
     )
 
-    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, block: Tensor) -> None:
-        self._block = block
-        self._engine = engine = forward.engine
+    def __init__(
+        self,
+        tensor: Tensor,
+        device: DeviceContext,
+        index: int,
+        block: Tensor,
+        on_use: Callable[["OffloadedStorage"], None],
+    ) -> None:
+        # All that `__del__` reads is set before anything can fail.
+        self.device, self._block, self._on_use = device, block, on_use
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
         self._source: Tensor | None = None
@@ -199,12 +192,12 @@ class OffloadedStorage(LiveStorage):
         self.is_leaving = False
         # Only what autograd does not differentiate may be noise.
         self._may_be_noise = not tensor.requires_grad
-        super().__init__(tensor, forward, index)
+        super().__init__(tensor, device, index)
         source = bytes_of(tensor)
-        self._outgoing = engine.copier.to_host(source, block)
+        self._outgoing = device.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
-        engine.residency.add(self.num_bytes)
+        device.held.add(self.num_bytes)
 
     @property
     def is_away(self) -> bool:
@@ -215,19 +208,19 @@ class OffloadedStorage(LiveStorage):
         """Give up the device memory; compute that reuses it is ordered after the copy."""
         if self._source is not None:
             self._release_source()
-            self._engine.residency.now_bytes -= self._counted_bytes
+            self.device.held.now_bytes -= self._counted_bytes
             self._counted_bytes = 0
 
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is not None or self._memory is not None:
             return
-        engine, num_bytes = self._engine, self.num_bytes
-        memory = engine.empty_device(num_bytes)
-        self._incoming = engine.copier.to_device(self._block, memory)
+        device, num_bytes = self.device, self.num_bytes
+        memory = device.empty_device(num_bytes)
+        self._incoming = device.copier.to_device(self._block, memory)
         self._memory = memory
         self._counted_bytes = num_bytes
-        engine.residency.add(num_bytes)
+        device.held.add(num_bytes)
 
     def release(self) -> None:
         """Give up the device memory, wherever backward is."""
@@ -243,8 +236,8 @@ class OffloadedStorage(LiveStorage):
             if self._memory is None:
                 self.prefetch()  # before those that follow, if nobody has asked for it yet
         elif self.is_leaving:
-            self._engine.stay(self)
-        self.forward.about_to_use(self)
+            self.device.stay(self)
+        self._on_use(self)
         return self._source if self._source is not None else self._arrive()
 
     def _arrive(self) -> Tensor:
@@ -260,20 +253,19 @@ class OffloadedStorage(LiveStorage):
         elif self._memory is not None:
             self._arrive()
             self._memory = self._incoming = None
-        self._engine.residency.remove_after_node(self._counted_bytes)
+        self.device.held.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 
     def _release_source(self) -> None:
         assert self._outgoing is not None
         if self.is_leaving:
-            self._engine.stay(self)
+            self.device.stay(self)
         self._outgoing.wait()
         self._source = None
 
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        engine = self._engine
         try:
             # The host block is written or read until both copies are over.
             if self._source is not None:
@@ -281,30 +273,51 @@ class OffloadedStorage(LiveStorage):
             if self._incoming is not None:
                 self._incoming.wait()
         finally:
-            engine.forget(self.key)
-            engine.residency.now_bytes -= self._counted_bytes
-            engine.arena.release(self._block)
+            self._forget(self._counted_bytes)
+            self.device.arena.release(self._block)
 
 
 class TracedStorage(OffloadedStorage):
-    """The same under torch.profiler, with a range in the trace for each copy and each wait."""
+    """The same under torch.profiler, with a range in the trace for each copy and each wait.
 
-    __slots__ = ()
+    Args:
+        owner: the module that saved it, for the ranges' names.
+    """
 
-    def __init__(self, tensor: Tensor, forward: "ForwardPass", index: int, block: Tensor) -> None:
-        self.forward, self.index, self.num_bytes = forward, index, tensor.untyped_storage().nbytes()
-        with self.label("offload"):
-            super().__init__(tensor, forward, index, block)
+    __slots__ = ("_owner",)
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        device: DeviceContext,
+        index: int,
+        block: Tensor,
+        on_use: Callable[[OffloadedStorage], None],
+        owner: str,
+    ) -> None:
+        self._owner = owner
+        self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
+        with self._range("offload"):
+            super().__init__(tensor, device, index, block, on_use)
 
     def prefetch(self) -> None:
         if self.is_away:
-            with self.label("prefetch"):
+            with self._range("prefetch"):
                 super().prefetch()
 
     def _arrive(self) -> Tensor:
-        with self.label("wait for prefetch"):
+        with self._range("wait for prefetch"):
             return super()._arrive()
 
     def _release_source(self) -> None:
-        with self.label("wait for offload"):
+        with self._range("wait for offload"):
             super()._release_source()
+
+    def _range(self, what: str) -> AbstractContextManager[object]:
+        return traced_range(what, self.index, self.num_bytes, self._owner)
+
+
+def traced_range(what: str, index: int, num_bytes: int, owner: str) -> AbstractContextManager[object]:
+    """Return a range in the trace of torch.profiler, named after a storage."""
+    name = f"hf_memopt::{what} #{index} {num_bytes / 2**20:.2f} MiB {owner}"
+    return torch.profiler.record_function(name.rstrip())

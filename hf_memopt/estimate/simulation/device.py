@@ -28,10 +28,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
+from hf_memopt import autograd_state
 from hf_memopt.activations import device_room
 from hf_memopt.activations.checkpointing import save_policies
 from hf_memopt.activations.recompute import op_recorder
-from hf_memopt.activations.saved_tensors import pack_hook, tensor_views
+from hf_memopt.activations.saved_tensors import pack_hook
 from hf_memopt.estimate.gpus import DEFAULT_CAPABILITY
 from hf_memopt.estimate.simulation import attention, autocast
 from hf_memopt.estimate.simulation.data_dependent import Unknowns
@@ -213,8 +214,8 @@ def _fakes_are_plain() -> Iterator[None]:
     """
     with (
         patch.object(pack_hook, "no_dispatch", _pop_mode_temporarily),
-        patch.object(tensor_views, "_alias_without_memory", lambda tensor: SimpleNamespace(_version=tensor._version)),
-        patch.object(tensor_views, "same_counter", lambda first, second: True),
+        patch.object(autograd_state, "_alias_without_memory", lambda tensor: SimpleNamespace(_version=tensor._version)),
+        patch.object(autograd_state, "same_counter", lambda first, second: True),
         # Precision and conjugation inside of kernels make no difference to sizes, and the keys are other ones.
         patch.object(op_recorder, "call_as_plain", _call),
         patch.object(save_policies, "call_as_plain", _call),

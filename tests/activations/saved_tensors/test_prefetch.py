@@ -1,7 +1,7 @@
 """In which order storages come back: learned for each shape of a pass, of the newest shapes only."""
 
 from hf_memopt.activations.saved_tensors import forward_pass
-from hf_memopt.activations.saved_tensors.forward_pass import ReloadOrders
+from hf_memopt.activations.saved_tensors.device_context import ReloadOrders
 
 
 def sizes_of(shape: int) -> dict[int, int]:

@@ -1,12 +1,123 @@
-"""Tensors taken apart: memory, the view of it, and the count of in-place modifications."""
+"""What autograd does now, and what a tensor is made of: the facts that saved-tensor hooks ask torch for.
 
+- Which backward pass and which node is at work, and which module calls.
+- A tensor taken apart: its memory, the view of that memory, and the count of in-place modifications.
+- Whether a tensor is a weight, or a view or cast of one.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage, nn
 from torch._C._autograd import _unsafe_set_version_counter
+from torch.nn.functional import rrelu
 
 from hf_memopt.transfer.device_types import PLAIN_TYPES
+
+NO_BACKWARD = -1  # what torch calls the backward pass of a thread that is in none
+# The number of the backward pass that this thread is in, `NO_BACKWARD` outside. torch's own functions: they are asked
+# once or twice for every saved tensor.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the backward pass that this thread is in leaves its graph to another one.
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# Operations through which a weight is recognised: they change its shape or dtype, not its numbers.
+RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
+
+_CALL = nn.Module._call_impl.__code__
+_RRELU = rrelu.__code__
+
+
+def current_node() -> int | None:
+    """Return the number of the autograd node that this thread computes, None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def in_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return current_backward() != NO_BACKWARD
+
+
+def calling_module() -> nn.Module | None:
+    """Return the innermost module being called.
+
+    It is found on the stack, since hooks on every module would make compiled ones compile again.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # No other frame is looked into: reading `f_locals` makes a frame keep what is in it, for as long as it runs.
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
+
+
+def called_from_checkpoint(frame: FrameType | None) -> bool:
+    """Return whether torch's checkpointing is saving the inputs of a region: it is what called autograd."""
+    while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
+
+
+def called_from_rrelu(frame: FrameType | None) -> bool:
+    """Return whether a tensor is saved before its bytes are there: torch saves RReLU's noise and then draws it."""
+    return frame is not None and frame.f_code is _RRELU
+
+
+def refuse_rrelu() -> None:
+    """Raise where a copy of RReLU's noise is about to be used that was taken too early; see `called_from_rrelu`."""
+    node = torch._C._current_autograd_node()
+    # A checkpointed region is computed again, from its inputs, when the first of its nodes asks for anything.
+    if type(node).__name__.startswith("RreluWithNoise") and not _inside_of(torch.utils.checkpoint.__file__):
+        raise RuntimeError(
+            "torch.rrelu saves its noise for backward before it draws it, so that a copy of it is of no use; call "
+            "torch.nn.functional.rrelu, whose noise is left where it is"
+        )
+
+
+def _inside_of(file: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
+
+
+def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:
+    """Return whether the module at work has a frozen weight of which a saved tensor may be a copy: cast or dequantised.
+
+    Autograd shows no way from such a copy to its weight, as it does for a trainable one. A tensor without history and
+    of as many numbers counts: to leave something else of the kind on the device costs memory only.
+    """
+    if tensor.requires_grad or not tensor.is_floating_point():
+        return False
+    module = calling_module()
+    num_bytes = tensor.untyped_storage().nbytes()
+    return module is not None and any(
+        not weight.requires_grad and weight.numel() * tensor.itemsize == num_bytes
+        for weight in module._parameters.values()
+        if weight is not None
+    )
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Return whether a plain tensor is a leaf that requires grad, or a view or cast of one, reached without arithmetic.
+
+    The leaf's gradient accumulator keeps it in memory as long as the graph is alive, parameter or not.
+    """
+    if tensor._base is not None and isinstance(tensor._base, nn.Parameter):
+        return True
+    node: Any = tensor.grad_fn
+    if node is None:
+        return tensor.requires_grad
+    while type(node).__name__ in RESHAPING and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return type(node).__name__ == "AccumulateGrad"
 
 
 class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
