@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.activations.planner.candidates import Candidate, Window
+from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import Plan, _plan
 from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage, simulate
 
@@ -59,7 +59,7 @@ def plan_at_random(seed: int, in_flight: int = 2, ahead: int = 2) -> Any:
         largest = max(profile.sizes)
         windows = {"in_flight_bytes": in_flight * largest, "prefetch_bytes": ahead * largest}
         timeline = simulate(profile, actions, link, **windows)
-        candidate = Candidate(bytes(actions), Window(0, 0), *windows.values(), timeline, None)
+        candidate = Candidate(bytes(actions), CopyWindow(0, 0), *windows.values(), timeline, None)
         return _plan(profile, candidate)
 
     return planner

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
-from hf_memopt.activations.planner.candidates import Candidate, Window
+from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, _plan
 from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.planner.simulator import Action, simulate
@@ -68,7 +68,7 @@ def recompute_all(profile: Profile, link: Any, **limits: Any) -> Plan:
     """Whatever can be."""
     actions = bytes(Action.OFFLOAD if storage.recompute_s is None else Action.RECOMPUTE for storage in profile.storages)
     timeline = simulate(profile, actions, link, in_flight_bytes=0, prefetch_bytes=0)
-    return _plan(profile, Candidate(actions, Window(0, 0), 0, 0, timeline, None))
+    return _plan(profile, Candidate(actions, CopyWindow(0, 0), 0, 0, timeline, None))
 
 
 def saved_gib(model: nn.Module, tokens: Tensor) -> float:

@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 from hf_memopt.activations.planner.simulator import Action, Link, Profile, Timeline, count_needs, simulate
 
-# A candidate that is faster than one that holds no more by less than this is not worth a search around it.
+# Ignore a candidate that beats a front member of equal or smaller peak by less than this share of the step time.
 _FRONT_STEP_TOLERANCE = 1e-3
 _KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
 
 
-class Window(NamedTuple):
+class CopyWindow(NamedTuple):
     """How far copies may run ahead or behind, in terms of what a plan offloads."""
 
     in_flight_fraction: float  # of the offloaded bytes
     prefetch_storages: int  # times the largest offloaded storage
 
 
-def windows(prefetch_ahead: int) -> list[Window]:
-    """The windows that plans are tried with, narrow ones first, prefetching varied fastest."""
+def windows(prefetch_ahead: int) -> list[CopyWindow]:
+    """Return the windows that plans are tried with, narrow ones first, prefetching varied fastest."""
     in_flight = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     prefetch = sorted({0, prefetch_ahead, *(count for count in (1, 2, 4, 8) if count < prefetch_ahead)})
-    return [Window(fraction, count) for fraction in in_flight for count in prefetch]
+    return [CopyWindow(fraction, count) for fraction in in_flight for count in prefetch]
 
 
-def window_bytes(window: Window, offloaded_sizes: list[int]) -> tuple[int, int]:
-    """`(in_flight_bytes, prefetch_bytes)`, the same for windows that have the same effect."""
+def window_bytes(window: CopyWindow, offloaded_sizes: list[int]) -> tuple[int, int]:
+    """Return `(in_flight_bytes, prefetch_bytes)`, the same for windows that have the same effect."""
     if not offloaded_sizes:
         return 0, 0
     total = sum(offloaded_sizes)
@@ -38,7 +38,7 @@ def window_bytes(window: Window, offloaded_sizes: list[int]) -> tuple[int, int]:
 
 
 class Thresholds(NamedTuple):
-    """Where a plan changes its mind, each from 0 to 1 and counted in bytes; see `plan_search.threshold_plan`."""
+    """Where a plan changes its mind, each from 0 to 1 and counted in bytes; see `search._Search._threshold_plan`."""
 
     recompute_early: float
     recompute_late: float
@@ -51,7 +51,7 @@ class Candidate:
     """A simulated plan: an `Action` for each storage (as bytes: quick to copy, compare and change), and its cost."""
 
     actions: bytes
-    window: Window
+    window: CopyWindow
     in_flight_bytes: int
     prefetch_bytes: int
     timeline: Timeline
@@ -77,7 +77,7 @@ class Limits:
         return candidate.peak_bytes <= self.peak_bytes and self.allow_step(candidate.step_s)
 
 
-class Front:
+class ParetoFront:
     """Candidates of which none is both slower and larger than another, by peak."""
 
     def __init__(self) -> None:
@@ -87,6 +87,7 @@ class Front:
         members = self.members
         if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
+        # Sorted by peak, so also by falling step time: what the candidate replaces lies in one piece.
         first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         while first and members[first - 1].peak_bytes == candidate.peak_bytes:
             first -= 1
@@ -96,12 +97,12 @@ class Front:
         members[first:last] = [candidate]
 
     def step_within(self, peak_bytes: int) -> float:
-        """The step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
+        """Return the step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
         place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
         return self.members[place - 1].step_s if place else math.inf
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The members next smaller and next larger than a member."""
+        """Return the members next smaller and next larger than a member."""
         place = self.members.index(candidate)
         return self.members[max(0, place - 1) : place] + self.members[place + 1 : place + 2]
 
@@ -123,7 +124,7 @@ class Trials:
         self.profile, self.link = profile, link
         self.windows = windows(prefetch_ahead)
         self.num_left = num_left
-        self.front = Front()
+        self.front = ParetoFront()
         self.candidates: list[Candidate] = []
         self._host_budget_bytes = host_budget_bytes
         self._known: dict[tuple[bytes, int, int], Candidate] = {}
@@ -132,17 +133,17 @@ class Trials:
         self._staying = [index for index, s in storages if not s.can_offload]
 
     def within(self, limits: Limits) -> list[Candidate]:
-        """What was simulated and meets the limits."""
+        """Return what was simulated and meets the limits."""
         return [candidate for candidate in self.candidates if limits.allow(candidate)]
 
-    def attempt(self, actions: bytes, window: Window, thresholds: Thresholds | None = None) -> Candidate | None:
-        """The plan, simulated unless it is known. None: it needs too much host memory, or nothing is left to spend."""
+    def evaluate(self, actions: bytes, window: CopyWindow, thresholds: Thresholds | None = None) -> Candidate | None:
+        """Return the plan, simulated unless it is known; None if it needs too much host memory or no try is left."""
         actions = self._normalised(actions)
         in_flight, prefetch = window_bytes(window, self._offloaded(actions))
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
-    def attempt_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
-        """As `attempt`, with windows of at most so many bytes, and never wider ones than the candidate's."""
+    def evaluate_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
+        """As `evaluate`, with windows of at most so many bytes, and never wider ones than the candidate's."""
         actions = self._normalised(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)
@@ -151,7 +152,7 @@ class Trials:
         return self._simulated(actions, candidate.window, in_flight, prefetch, None)
 
     def _simulated(
-        self, actions: bytes, window: Window, in_flight: int, prefetch: int, thresholds: Thresholds | None
+        self, actions: bytes, window: CopyWindow, in_flight: int, prefetch: int, thresholds: Thresholds | None
     ) -> Candidate | None:
         key = (actions, in_flight, prefetch)
         if key in self._known:
@@ -170,8 +171,10 @@ class Trials:
         return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
 
     def _normalised(self, actions: bytes) -> bytes:
-        """The plan that this one comes to: what may not move stays, and what nothing is recomputed from costs nothing,
-        whatever its action."""
+        """Return the plan that this one comes to.
+
+        What may not move stays. What exists only to recompute others from, and none is, counts as kept at no cost.
+        """
         if not self._only_sources and not self._staying:
             return actions
         normalised = bytearray(actions)

@@ -108,7 +108,7 @@ def make_plan(
     host_budget_bytes: int | None = None,
     device_limit_bytes: int | None = None,
 ) -> Plan:
-    """The fastest plan that fits a budget or, without one, the smallest that is fast enough.
+    """Return the fastest plan that fits a budget or, without one, the smallest that is fast enough.
 
     Steps that differ by less than 0.1 % of the plain one count as equally fast. Of equally good plans it is the one
     that copies least, then the one that recomputes least. The result depends on the arguments alone. A larger
@@ -151,7 +151,8 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
         raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
     fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
-    # Polishing must not make a plan faster, either: the one for a larger budget might not become so.
+    # Polishing must not make a plan faster either: otherwise a smaller budget could give the faster plan, where
+    # polishing the plan of the larger one happens to find nothing.
     limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == fastest)
     # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
     polish(trials, min(trials.within(limits), key=lambda c: (c.peak_bytes, c.step_s)), limits)

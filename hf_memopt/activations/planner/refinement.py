@@ -17,13 +17,16 @@ _MAX_HALVINGS = 4
 
 
 def time_class(profile: Profile, step_s: float) -> float:
-    """Equal for steps that count as equally fast. Classes, because small differences are not transitive."""
+    """Return a number that is equal for steps that count as equally fast.
+
+    These are classes, because "differs by little" is not transitive.
+    """
     width_s = STEP_TOLERANCE * profile.step_s
     return (step_s - profile.step_s) // width_s if width_s else step_s
 
 
 def moved_bytes(profile: Profile, candidate: Candidate) -> tuple[int, int]:
-    """What is copied to the host, and what is made again."""
+    """Return what is copied to the host, and what is made again."""
     needs = count_needs(profile, candidate.actions)
     recomputed = sum(
         size
@@ -60,6 +63,8 @@ class _Polish:
         self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes[index]))
 
     def run(self, candidate: Candidate) -> None:
+        # Memory that is left keeps what was copied; then time that is left recomputes instead of copying; what memory
+        # and time still allow is kept instead of recomputed.
         candidate = self._keep_offloaded(candidate)
         candidate = self._narrow(candidate)
         recomputed = self._change(candidate, self._with(candidate, self._cheapest, _OFFLOAD), _RECOMPUTE)
@@ -75,7 +80,7 @@ class _Polish:
         in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
         for _ in range(_MAX_HALVINGS):
             for narrower_windows in ((in_flight // 2, prefetch), (in_flight, prefetch // 2)):
-                narrower = self._trials.attempt_like(candidate, candidate.actions, *narrower_windows)
+                narrower = self._trials.evaluate_like(candidate, candidate.actions, *narrower_windows)
                 if narrower is not None and self._limits.allow(narrower) and narrower.peak_bytes < candidate.peak_bytes:
                     candidate = self._keep_offloaded(narrower)
                     in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
@@ -96,13 +101,14 @@ class _Polish:
         return candidate
 
     def _change_first(self, candidate: Candidate, indices: list[int], action: int) -> tuple[Candidate, int]:
+        # Bisect for the longest first part that the limits allow.
         best, count, too_many = candidate, 0, len(indices) + 1
         while too_many - count > 1:
             middle = (count + too_many) // 2
             changed = bytearray(candidate.actions)
             for index in indices[:middle]:
                 changed[index] = action
-            trial = self._trials.attempt_like(
+            trial = self._trials.evaluate_like(
                 candidate, bytes(changed), candidate.in_flight_bytes, candidate.prefetch_bytes
             )
             if trial is not None and self._limits.allow(trial):

@@ -1,10 +1,14 @@
-"""The search for plans, over all budgets at once."""
+"""The search for plans, over all budgets at once.
+
+Plans trade the peak of what they hold against the step time. The search keeps the Pareto front of both, starts from a
+grid of thresholds, and applies moves to the members of the front until none of them moves it any more.
+"""
 
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
 
-from hf_memopt.activations.planner.candidates import Candidate, Thresholds, Trials, Window
+from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
 from hf_memopt.activations.planner.simulator import Action, Link, Profile
 
 _CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
@@ -13,15 +17,16 @@ _GRID_IN_FLIGHT = 1 / 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
-# Plans to simulate: so many, and more for each storage, as long as that is not more than so many in all, nor more than
-# so many saves and uses, at 2 to 4 us each; and a minimum for what there is to try at all.
+# How many plans to simulate: `_NUM_PLANS` and `_PLANS_PER_STORAGE` more for each storage, at most `_MAX_PLANS`, and at
+# most `_MAX_EVENTS` simulated saves and uses in all (2 to 4 us each), but `_MIN_PLANS` for the largest profiles too.
 _NUM_PLANS = 1_000
 _PLANS_PER_STORAGE = 15
 _MAX_PLANS = 4_000
 _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
-# With more storages than that, single ones hardly matter.
+# Change single storages only in profiles of up to this many: among more, one hardly matters.
 _MAX_STORAGES_ONE_BY_ONE = 150
+# Try every action for every storage in every window only in profiles of up to this many.
 _MAX_STORAGES_IN_ANY_WAY = 12
 _CHANGES_PER_VISIT = 4
 # Smaller steps between members of the front, as a share of the step, are not worth a search between them.
@@ -31,9 +36,10 @@ Move = Callable[[Candidate], None]
 
 
 def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None) -> Trials:
-    """Simulated plans, among them the best that were found for every budget.
+    """Return simulated plans, among them the best that were found for every budget.
 
-    See `planner` for the method. It does not know the device budget, so that a larger one never leads to a slower plan.
+    See `offload_plan` for the method. It does not know the device budget, so that a larger one never
+    leads to a slower plan.
     """
     wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
     num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
@@ -67,6 +73,7 @@ class _Search:
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
     def run(self) -> None:
+        # Coarse moves first, and each finer one starts from the front that the coarser ones left.
         moves: list[Move] = [
             self._thresholds_move(1 / 8),
             self._vary_window,
@@ -94,20 +101,21 @@ class _Search:
             for index, rank in enumerate(self._lifetime_ranks)
             if member.actions[index] != _KEEP
         )
+        # Bisect for the longest first part of the order that stays below the next member.
         count, too_many = 0, len(order) + 1
         while too_many - count > 1:
             middle = (count + too_many) // 2
             changed = bytearray(member.actions)
             for _, _, index in order[:middle]:
                 changed[index] = _KEEP
-            trial = self._trials.attempt_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
+            trial = self._trials.evaluate_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
             if trial is not None and trial.peak_bytes < larger[0].peak_bytes:
                 count = middle
             else:
                 too_many = middle
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
-        """About what keeping a storage saves."""
+        """Return about what keeping a storage saves."""
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte if member.timeline.stall_s else 0.0
@@ -115,7 +123,7 @@ class _Search:
     def _any_window(self, member: Candidate) -> None:
         """All windows, which often need each other."""
         for window in self._trials.windows:
-            self._trials.attempt(member.actions, window, member.thresholds)
+            self._trials.evaluate(member.actions, window, member.thresholds)
 
     def _improve(self, moves: list[Move]) -> None:
         """Apply each move to each member of the front until all have been applied to all."""
@@ -124,6 +132,8 @@ class _Search:
         while progress and self._trials.num_left:
             progress = False
             for move, seen in zip(moves, done, strict=True):
+                # A move may push members off the front, so the list is taken anew for each move, and one that has
+                # gone by its turn is skipped.
                 todo = [member for member in self._trials.front.members if member not in seen]
                 progress = progress or bool(todo)
                 for member in todo[:: -(-len(todo) // _MEMBERS_PER_ROUND) or 1]:
@@ -140,8 +150,8 @@ class _Search:
         for recompute in _STEPS:  # the smallest peaks
             self._try_thresholds(Thresholds(recompute, recompute, 1.0), self._trials.windows[0])
 
-    def _try_thresholds(self, thresholds: Thresholds, window: Window) -> None:
-        self._trials.attempt(self._threshold_plan(thresholds), window, thresholds)
+    def _try_thresholds(self, thresholds: Thresholds, window: CopyWindow) -> None:
+        self._trials.evaluate(self._threshold_plan(thresholds), window, thresholds)
 
     def _threshold_plan(self, thresholds: Thresholds) -> bytes:
         """Recompute what is cheap for its bytes; of the rest, offload what lives long and keep what is used soon.
@@ -176,7 +186,7 @@ class _Search:
         num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
         for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
             if 0 <= other < len(windows):
-                self._trials.attempt(member.actions, windows[other], member.thresholds)
+                self._trials.evaluate(member.actions, windows[other], member.thresholds)
 
     def _blend(self, member: Candidate) -> None:
         """Between two neighbours on the front: one's actions for the shorter lived half of what differs, or for every
@@ -191,7 +201,7 @@ class _Search:
                 for index in part:
                     blend[index] = neighbour.actions[index]
                 for window in {member.window, neighbour.window}:
-                    self._trials.attempt(bytes(blend), window)
+                    self._trials.evaluate(bytes(blend), window)
 
     def _change_one(self, member: Candidate) -> None:
         """Another action for a single storage: the next few changes that may move the front, the likeliest first."""
@@ -202,7 +212,7 @@ class _Search:
             if step_s < self._trials.front.step_within(peak_bytes):
                 changed = bytearray(member.actions)
                 changed[index] = action
-                self._trials.attempt(bytes(changed), member.window)
+                self._trials.evaluate(bytes(changed), member.window)
                 num_tried += 1
                 if num_tried == _CHANGES_PER_VISIT:
                     break
@@ -214,7 +224,7 @@ class _Search:
                 changed = bytearray(member.actions)
                 changed[index] = action
                 for window in self._trials.windows:
-                    self._trials.attempt(bytes(changed), window)
+                    self._trials.evaluate(bytes(changed), window)
 
     def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
         """`(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front as it is now first."""
@@ -231,7 +241,7 @@ class _Search:
         return [change[1:] for change in changes]
 
     def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
-        """Peak and step of a changed plan, if the storage counts at the peak and its copies hide as others do."""
+        """Return a changed plan's peak and step, if the storage counts at the peak and its copies hide as others do."""
         before, size = member.actions[index], self._profile.sizes[index]
         recompute_s = self._profile.storages[index].recompute_s or 0.0
         stall_s = member.timeline.stall_s
@@ -252,7 +262,7 @@ class _Search:
 
 
 def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:
-    """Where in `order` each storage comes, from 0 to 1 and counted in bytes; infinity for those not in it."""
+    """Return where in `order` each storage comes, from 0 to 1 and counted in bytes; infinity for those not in it."""
     total = sum(profile.sizes[index] for index in order) or 1
     ranks = [math.inf] * len(profile.sizes)
     before = 0
@@ -263,5 +273,5 @@ def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:
 
 
 def _spread(index: int) -> float:
-    """A tie break which spreads any first part of a sequence evenly over it, as equal layers need it on a link."""
+    """Return a tie break that spreads any first part of a sequence evenly over it, as a link needs for equal layers."""
     return index * _GOLDEN_RATIO % 1

@@ -1,8 +1,21 @@
-"""When what happens in a training step whose saved activations are kept, offloaded or recomputed.
+"""Simulates a training step whose saved activations are kept, offloaded or recomputed.
 
-An event simulation of the three resources that the engine uses: the compute stream, the copies to the host and the
-copies to the device, each of the two in its own FIFO. It does in host order what the engine does, so that its peak and
-step time are predictions. Pure Python; one pass over the saves and uses, about 0.4 us each.
+There are three resources: the compute stream, and one queue of copies in each direction. Here a, b and c are
+offloaded, with room for one copy in flight and for one prefetch; dots are compute that waits:
+
+    compute    save asave b....save c....use c ....use b ....use a
+    to host          [== a ===][== b ===][== c ===]
+    to device                            [== b ===][== a ===]
+    held: a          aaaaaaaaaa                aaaaaaaaaaaaaaaaaaaa
+          b                bbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
+          c                          cccccccccccccc
+
+Saving b lets a leave, so compute waits for the copy of a. Backward finds c still on its way out and reads it where it
+is; c goes when its copy is over. Using c starts the copy of b back, and using b that of a.
+
+Compute is delayed where it needs bytes that are not there, or must free memory whose copy is not over. The simulator
+does in host order what `saved_tensors.forward_pass` does, so its peak is exact and its step time a prediction. Pure
+Python; one pass over the saves and uses, about 0.4 us each.
 """
 
 import math
@@ -72,7 +85,16 @@ def simulate(
 
 
 class _Step:
-    """The state of a simulated step. Memory is given up in host order, never because a copy happens to end early."""
+    """The state of a simulated step. Memory is given up in host order, never because a copy happens to end early.
+
+    Each storage is in one of six states:
+
+        _UNSAVED -> _LEAVING -> _ABSENT -> _UNDER_WAY -> _RESIDENT -> _OVER     offloaded
+        _UNSAVED -> _RESIDENT -> _OVER                                          kept
+        _ABSENT -> _RESIDENT -> _OVER                                           recomputed
+
+    `_RESIDENT` goes back to `_ABSENT` where a later backward needs the storage again.
+    """
 
     def __init__(self, profile: Profile, actions: Sequence[int], link: Link, in_flight: int, prefetch: int) -> None:
         self.profile, self.actions, self.link = profile, actions, link
@@ -90,14 +112,18 @@ class _Step:
         self.reload_order = _reload_order(profile, actions)
         self.positions = {index: position for position, index in enumerate(self.reload_order)}
         self.bytes_before = list(accumulate((profile.sizes[index] for index in self.reload_order), initial=0))
+        # Up to this position in the reload order nothing is left to fetch.
         self.fetched_to = 0
         self.states = [_ABSENT if action == _RECOMPUTE else _UNSAVED for action in actions]
         self.copied_s: dict[int, float] = {}
         self.arrives_s: dict[int, float] = {}
+        # Copies to the host whose memory is still held, oldest first.
         self.leaving: deque[int] = deque()
+        # Storages whose last use has begun: the node at work still reads them, so they go when time moves on.
         self.ending: list[int] = []
         self.leaving_bytes = self.resident_bytes = self.peak_bytes = self.offloaded_bytes = 0
         self.time = -math.inf
+        # `time` is on the clock of the profile; `now_s` is that plus all delays so far.
         self.now_s = self.delay_s = self.recompute_s = self.to_host_free_s = self.to_device_free_s = 0.0
 
     def run(self) -> Timeline:
@@ -109,6 +135,7 @@ class _Step:
                 if ending:
                     self._free_ending()
             if kind == _USE:
+                # The commonest case, without a call.
                 if states[index] == _RESIDENT and actions[index] != _OFFLOAD:
                     needs[index] -= 1
                     if not needs[index]:
@@ -168,6 +195,7 @@ class _Step:
         self.leaving.append(index)
         self.leaving_bytes += num_bytes
         self.fetched_to = 0
+        # The host gives up the oldest at this moment, however far its copy has come, and waits for it if need be.
         while self.leaving_bytes > self.in_flight_bytes:
             self._give_up_oldest()
 
@@ -275,7 +303,8 @@ class _Step:
         self.ending.clear()
 
     def _free_now(self, index: int) -> None:
-        # What was claimed on its way to the host goes when its copy is over: until then that is read from.
+        # A storage that was used while its offload was still running is freed only when that copy ends, since the copy
+        # reads it.
         if index in self.copied_s:
             self._wait_until(self.copied_s[index])
         self.states[index] = _ABSENT if self._comes_again(index) else _OVER
@@ -288,12 +317,12 @@ class _Step:
 
 
 def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
-    """How often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
+    """Return how often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
     return [sum(counts) for counts in zip(*_needs_by_backward(profile, actions), strict=True)]
 
 
 def _needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """The same for each backward pass: each computes again what it needs."""
+    """Return the same for each backward pass: each computes again what it needs."""
     return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
 
 
