@@ -3,12 +3,12 @@
 There are three resources: the compute stream, and one queue of copies in each direction. Here a, b and c are
 offloaded, with room for one copy in flight and for one prefetch; dots are compute that waits:
 
-    compute    save asave b....save c....use c ....use b ....use a
-    to host          [== a ===][== b ===][== c ===]
-    to device                            [== b ===][== a ===]
-    held: a          aaaaaaaaaa                aaaaaaaaaaaaaaaaaaaa
-          b                bbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
-          c                          cccccccccccccc
+    compute    |save a |save b ....|save c ....|use c  ....|use b  ....|use a
+    to host            [=== a ====][=== b ====][=== c ====]
+    to device                                  [=== b ====][=== a ====]
+    held: a            aaaaaaaaaaaa                    aaaaaaaaaaaaaaaaaaaaaaaa
+          b                    bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
+          c                                cccccccccccccccc
 
 Saving b lets a leave, so compute waits for the copy of a. Backward finds c still on its way out and reads it where it
 is; c goes when its copy is over. Using c starts the copy of b back, and using b that of a.
