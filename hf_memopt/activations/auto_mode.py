@@ -36,7 +36,7 @@ _SMALLER = 0.7
 
 
 @dataclass(frozen=True)
-class Limits:
+class OffloadLimits:
     """What a plan has to keep to; see `ActivationOffloader`."""
 
     budget_bytes: int | None
@@ -60,7 +60,7 @@ class AutoMode:
     def __init__(
         self,
         device: DeviceContext,
-        limits: Limits,
+        limits: OffloadLimits,
         counters: OffloadCounters,
         model: nn.Module | None,
         on_end: Callable[[ForwardPass], None],
@@ -74,10 +74,11 @@ class AutoMode:
         self._model = None if model is None else weakref.ref(model)
         self._on_end = on_end
         self._link: Link | None = None
-        # What the plan that is in force was made to hold at most, and what a plan has been seen not to get.
+        # The limit that the plan in force was made for, and one that the device has been seen not to grant.
         self._limit_bytes: int | None = None
         self._out_of_reach_bytes: int | None = None
         self._num_recorded = 0
+        # Plans that were made again because of times or of passes of another length; bounded, so that noise ends.
         self._num_corrections = 0
         self._begun: weakref.ref[ForwardPass] | None = None
         self._ended: ForwardPass | None = None
@@ -87,7 +88,8 @@ class AutoMode:
         self._computed_s = 0.0
         self._ran_out = False
         self._stalled_ms = 0.0
-        # Recording took host memory for everything. The first call begins to count, the second knows a planned pass.
+        # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting free
+        # blocks, once to drop those that a planned pass never took.
         self._trims_left = 2
 
     @property
@@ -135,6 +137,8 @@ class AutoMode:
         Raises:
             InfeasibleBudgetError: the first plan shows that the budget cannot be met.
         """
+        # Learn from the last pass that ended, in this order: it ran out of memory; it was recorded; it saved other sizes;
+        # the device has less room; its times are not the predicted ones.
         forward, self._ended = self._ended, None
         if self._has_run_out():
             self._plan_smaller()
@@ -197,6 +201,7 @@ class AutoMode:
         """Make room for larger shapes; a plan for the largest fits the smaller ones too."""
         assert self.recording is not None
         if len(sizes) != len(self.recording.sizes):
+            # Other storages altogether: one more pass is recorded.
             if self._num_corrections < _MAX_CORRECTIONS:
                 self._num_corrections += 1
                 self._num_recorded = _RECORDED_PASSES - 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memopt.activations.auto_mode import AutoMode, Limits
+from hf_memopt.activations.auto_mode import AutoMode, OffloadLimits
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
@@ -118,7 +118,7 @@ class ActivationOffloader:
         self._threshold_bytes = max(1, round(offload_threshold_mb * 2**20))
         self._pin_memory = pin_memory
         self._given_copier = copier
-        self._limits = Limits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
+        self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
         self._devices: dict[torch.device, DeviceContext | None] = {}
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
         self._no_model = nn.Module()  # stands for it, as a key

@@ -109,6 +109,7 @@ class Recorder:
         """Take the time inside for the offloader's, not the model's."""
         event = _Event(self._clock.mark())
         self._events.append(event)
+        # A stretch of the model's own work ends here, and the next one begins when this is left.
         if self._room is not None:
             self._room.sample(self._held.now_bytes)
         try:
@@ -133,6 +134,7 @@ class Recorder:
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
+        # Noted earlier as a source that nobody saves: somebody does.
         if key in self._unsaved:
             self._unsaved.pop(key).index = index
         if stays:
@@ -189,6 +191,7 @@ class _Timing:
         self._times: list[float] = []
         now, before, node, node_time = 0.0, begun, None, 0.0
         for event in events:
+            # Only what lies between the offloader's own stretches is compute.
             now += clock.elapsed_s(before, event.begun)
             before = event.ended
             time = now
@@ -206,6 +209,7 @@ class _Timing:
         self._step_s = now
 
     def recording(self, noted: Recorder) -> Recording:
+        # Sources that autograd never saved come last, with indices after those that it did.
         unsaved = [source for source in noted._all_unsaved if source.index is None]
         for place, source in enumerate(unsaved):
             source.index = len(noted._sizes) + place
@@ -231,6 +235,7 @@ class _Timing:
 
     def _freed_s(self, num_events: int | None, uses: tuple[float, ...]) -> float | None:
         """When memory went that did not go with its last use."""
+        # `num_events` were noted before it went, so it went at the time of the last of them.
         freed_s = self._step_s if num_events is None else self._times[num_events - 1]
         return freed_s if not uses or freed_s > uses[-1] else None
 

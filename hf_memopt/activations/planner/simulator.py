@@ -143,6 +143,7 @@ class _Step:
                 else:
                     self._need(index)
             elif kind == _SAVE:
+                # What nobody will ask for is not saved: sources of storages that are not recomputed.
                 if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
                     self._save(index)
             elif kind == _FREE:
@@ -222,6 +223,7 @@ class _Step:
         stack = [(index, iter(storages[index].sources))]
         while stack:
             index, sources = stack[-1]
+            # Sources that must be computed themselves go onto the stack first; the others are needed at once.
             for source in sources:
                 if states[source] == _ABSENT and actions[source] == _RECOMPUTE:
                     stack.append((source, iter(storages[source].sources)))
@@ -258,7 +260,7 @@ class _Step:
                 self._free_now(source)
 
     def _fetch(self, index: int) -> None:
-        if self.states[index] == _LEAVING:
+        if self.states[index] == _LEAVING:  # still here: backward claims it, and nothing comes back
             self.leaving_bytes -= self.sizes[index]
             self.states[index] = _RESIDENT
         elif self.states[index] == _ABSENT:
@@ -282,6 +284,7 @@ class _Step:
 
     def _issue(self, index: int) -> None:
         num_bytes = self.sizes[index]
+        # A copy back waits for the host, for the copies before it, and for its own way out.
         start = max(self.now_s, self.to_device_free_s, self.copied_s[index])
         self.to_device_free_s = self.arrives_s[index] = start + num_bytes / self.link.to_device_bytes_per_s
         self._occupy(num_bytes)
@@ -340,6 +343,7 @@ def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) ->
 
 def _reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
     order: dict[int, None] = {}
+    # Backward needs the sources of a recomputed storage when it first needs that storage.
     recomputed: set[int] = set()
     for index in profile.use_order:
         if actions[index] == _OFFLOAD:

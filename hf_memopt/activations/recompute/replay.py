@@ -118,6 +118,7 @@ class Recomputation:
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
         """The result's storage as bytes. `memory` has that of every source."""
+        # An intermediate result is held only until its last reader has it, so count the readers first.
         operands = [operand for step in self.steps() for operand in step._operands]
         reads = Counter(operand.computation for operand in operands if isinstance(operand, ComputedInput))
         return self._run(memory, reads, {})
@@ -131,7 +132,7 @@ class Recomputation:
             if isinstance(operand, StoredInput):
                 assert operand.live is not None
                 return operand.meta.of(memory[operand.live])
-            # Held only until its last reader has it.
+            # Computed by its first reader, handed over by its last.
             reads[operand.computation] -= 1
             result = done.pop(operand.computation, None)
             if result is None:
@@ -173,6 +174,7 @@ class Resolver:
     def _compute(self, record: OpRecord, depth: int, pure: bool) -> Recomputation | None:
         if record in self._computations:
             return self._computations[record]
+        # One operand that cannot be had makes the rest of the search pointless.
         missing = False
 
         def find(operand: TensorRef) -> Any:
@@ -193,6 +195,7 @@ class Resolver:
             return WeightInput(operand.weight) if operand.weight._version == operand.version else None
         if operand.is_leaf:
             return None
+        # Autograd holds its bytes anyway, so reading them costs nothing.
         live = self._live(operand)
         if live is not None and live.saved_by is not None:
             return StoredInput(operand, live, None)
@@ -203,6 +206,7 @@ class Resolver:
             return ComputedInput(light, operand.meta)
         if pure:
             return None
+        # Somebody else keeps the bytes alive now; the pass may save them for this purpose.
         tensor = operand.alive() if live is None else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
@@ -211,6 +215,7 @@ class Resolver:
         live = self._find_live(operand.key)
         if live is None or live.version != operand.version or live.was_modified():
             return None
+        # A tensor that is alive shows its version counter; of one that is gone only the count of writes is left.
         tensor = operand.alive()
         is_same = live.num_writes == operand.num_writes if tensor is None else live.covers(tensor)
         return live if is_same else None
@@ -253,6 +258,7 @@ class RecomputedStorage(LiveStorage):
         return self._memory
 
     def _compute(self, backward: int) -> Tensor:
+        # Its sources count how often they are asked: once by this storage in each backward.
         is_first = self._computed_in != backward
         self._computed_in = backward
         memory = {source: source.fetch(backward, is_first) for source in self._sources}

@@ -108,6 +108,7 @@ class LiveStorage(VersionGuard, ABC):
             self._give_up()
 
     def _count_read(self, backward: int, is_first: bool) -> None:
+        # The first read in this backward: from now on as many are left as there are readers.
         if self.read_in != backward:
             self._num_left = self.num_views + self.num_dependents
         self._num_left -= is_first
@@ -231,6 +232,7 @@ class OffloadedStorage(LiveStorage):
         if self._source is not None and torch.is_grad_enabled():
             self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
         if self._source is None:
+            # The host has what was in memory when the tensor was saved; noise is drawn only after that.
             if self._may_be_noise:
                 refuse_rrelu()
             if self._memory is None:
@@ -251,7 +253,7 @@ class OffloadedStorage(LiveStorage):
         if self._source is not None:
             self._release_source()
         elif self._memory is not None:
-            self._arrive()
+            self._arrive()  # the compute stream must be done with waiting before the memory can be reused
             self._memory = self._incoming = None
         self.device.held.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0

@@ -1,0 +1,128 @@
+"""The shape of the code: one direction, names that occur once, folders and files that a reader can take in."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from structure import ROOT, groups, imports, lines, main, modules, public_classes, repeated
+from torch import nn
+
+import hf_memopt
+from hf_memopt import ActivationOffloader, SyncCopier
+
+LARGEST_FOLDER = 8
+LONGEST_FILE = 350
+LONGEST_TEST_FILE = 400
+# Whose invariants a reader has to be told; between 6 and 10 % of their lines are comments.
+HARD = (
+    "activations/saved_tensors/forward_pass.py",
+    "activations/planner/simulator.py",
+)
+INSTALLED = str(Path(hf_memopt.__file__).parent)
+Hook = Callable[[Any], Any]
+LIBRARY = {name: file for name, file in modules().items() if ".recipes" not in name}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert groups(imports()) == []
+
+
+def test_a_ring_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert groups(edges) == [["b", "c"]]
+
+
+def test_names_of_modules_and_classes_occur_once() -> None:
+    files = [file for file in LIBRARY.values() if file.name != "__init__.py"]
+    assert repeated(file.stem for file in files) == []
+    assert repeated(name for file in files for name in public_classes(file)) == []
+
+
+def test_the_planner_imports_no_torch() -> None:
+    planner = [file for name, file in LIBRARY.items() if ".planner." in name]
+    assert len(planner) > 5
+    assert not [file for file in planner if "import torch" in file.read_text()]
+    outside = {
+        other
+        for name, others in imports().items()
+        for other in others
+        if ".planner." in name and ".planner" not in other
+    }
+    assert outside <= {"hf_memopt.ranges", "hf_memopt.units", "hf_memopt.text_table"}
+
+
+def test_folders_and_files_are_small() -> None:
+    files = modules().values()
+    folders = {file.parent for file in files}
+    sizes = {
+        str(folder.relative_to(ROOT)): sum(f.name != "__init__.py" for f in folder.glob("*.py")) for folder in folders
+    }
+    assert {folder: size for folder, size in sizes.items() if size > LARGEST_FOLDER} == {}
+    long = [file for file in files if len(file.read_text().splitlines()) > LONGEST_FILE]
+    long += [file for file in (ROOT / "tests").rglob("*.py") if len(file.read_text().splitlines()) > LONGEST_TEST_FILE]
+    assert [str(file.relative_to(ROOT)) for file in long] == []
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_modules_are_explained(name: str) -> None:
+    counted = lines(ROOT / "hf_memopt" / name)
+    assert 0.06 <= counted.comments / (counted.code + counted.comments) <= 0.15
+
+
+def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    assert "lines of code" in capsys.readouterr().out
+
+
+class Journey:
+    """Wraps autograd's hooks and notes the library's files that run between a call and its return.
+
+    The first call of a pass is left out: it begins the pass.
+    """
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._num_calls = 0
+
+    def hooks(self, pack: Hook, unpack: Hook) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._follow(pack), self._follow(unpack))
+
+    def _follow(self, hook: Hook) -> Hook:
+        def followed(value: Any) -> Any:
+            self._num_calls += 1
+            before = sys.getprofile()
+            sys.setprofile(self._watch if self._num_calls > 1 else before)
+            try:
+                return hook(value)
+            finally:
+                sys.setprofile(before)
+
+        return followed
+
+    def _watch(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename.startswith(INSTALLED):
+            self.files.add(frame.f_code.co_filename.removeprefix(INSTALLED))
+
+
+@pytest.mark.parametrize(("budget_bytes", "num_recomputed"), [(400_000, 0), (150_000, 1)])
+def test_the_way_of_a_saved_tensor_is_short(
+    budget_bytes: int, num_recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    x = torch.randn(32, 64)
+    offloader = ActivationOffloader(offload_threshold_mb=0, budget_gib=budget_bytes / 2**30, copier=SyncCopier())
+    journeys = []
+    for _ in range(5):
+        journeys.append(Journey())
+        monkeypatch.setattr("hf_memopt.activations.offloader.saved_tensors_hooks", journeys[-1].hooks)
+        with offloader.offload_context(model):
+            model(x).square().sum().backward()
+    assert offloader.stats.bytes_moved > 0
+    assert (offloader.stats.bytes_recomputed > 0) == num_recomputed
+    for journey in journeys[2:]:
+        assert len(journey.files) <= 7 + 2 * num_recomputed, sorted(journey.files)
