@@ -25,8 +25,7 @@ from hf_memopt.activations.saved_tensors.pack_hook import Counters, OffloadConte
 from hf_memopt.activations.saved_tensors.packed import Payload, Restored, restore
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
-from hf_memopt.transfer import Copier, copier_for
-from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer import Copier, clock_for, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)

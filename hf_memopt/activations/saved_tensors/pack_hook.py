@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.callers import called_from_checkpoint, called_from_rrelu, may_be_cast_of_frozen_weight
@@ -21,7 +20,7 @@ from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.packed import KeptView, Payload, Restored, keep, restore
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.saved_tensors.tensor_views import is_plain
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.device_types import PLAIN_TYPES, device_type
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +93,9 @@ class OffloadContext:
             return self._keep(tensor)
         if forward.recorder is None and self._producers is None:
             return self._save(tensor, key, num_bytes, forward)
+        hide_operations = device_type(tensor.device).hide_operations
         # Our own operations are no part of the model's: neither timed nor noted.
-        with forward.recorder.working() if forward.recorder else nullcontext(), no_dispatch():
+        with forward.recorder.working() if forward.recorder else nullcontext(), hide_operations():
             return self._save(tensor, key, num_bytes, forward)
 
     def unpack(self, payload: Payload) -> Tensor:
