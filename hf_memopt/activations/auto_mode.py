@@ -88,8 +88,8 @@ class AutoMode:
         self._computed_s = 0.0
         self._ran_out = False
         self._stalled_ms = 0.0
-        # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting free
-        # blocks, once to drop those that a planned pass never took.
+        # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting
+        # free blocks, once to drop those that a planned pass never took.
         self._trims_left = 2
 
     @property
@@ -137,8 +137,8 @@ class AutoMode:
         Raises:
             InfeasibleBudgetError: the first plan shows that the budget cannot be met.
         """
-        # Learn from the last pass that ended, in this order: it ran out of memory; it was recorded; it saved other sizes;
-        # the device has less room; its times are not the predicted ones.
+        # Learn from the last pass that ended, in this order: it ran out of memory; it was recorded; it saved other
+        # sizes; the device has less room; its times are not the predicted ones.
         forward, self._ended = self._ended, None
         if self._has_run_out():
             self._plan_smaller()

@@ -5,6 +5,7 @@ import os
 import torch
 
 from hf_memopt.memory.device_counters import Counters, counters_for
+from hf_memopt.transfer.device_types import device_type
 
 # What a plan may count on, of what the process can have: fragmentation and steps that need a little more take the rest.
 USABLE = 0.95
@@ -88,14 +89,10 @@ class DeviceRoom:
 
 def room_on(device: torch.device) -> DeviceRoom | None:
     """The room on an accelerator, None where torch keeps no counters."""
-    if device.type in UNLIMITED:
+    if device_type(device).is_unlimited:
         return None
     counters = counters_for(device)
     return None if counters is None else DeviceRoom(counters, device)
-
-
-# Types of devices whose memory is the host's, or that nothing can run out of: a simulated device enters its own.
-UNLIMITED = {"cpu"}
 
 
 def _ranks_per_device() -> int:

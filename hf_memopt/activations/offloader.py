@@ -24,8 +24,7 @@ from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
-from hf_memopt.transfer import Copier, copier_for
-from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer import Copier, clock_for, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -290,9 +289,7 @@ class ActivationOffloader:
                 logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
             elif copier is None:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
-            self._devices[device] = (
-                None if copier is None else DeviceContext(copier, clock_for(device), self._host_bytes())
-            )
+            self._devices[device] = None if copier is None else DeviceContext(device, copier, self._host_bytes())
         return self._devices[device]
 
 

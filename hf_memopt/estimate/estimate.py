@@ -10,15 +10,17 @@ from hf_memopt.estimate.accounting.allocation_log import Ledger, StorageRecord
 from hf_memopt.estimate.accounting.labels import StepWatch
 from hf_memopt.estimate.accounting.memory_trace import Trace
 from hf_memopt.estimate.accounting.step_phases import Phases
-from hf_memopt.estimate.gpus import DEFAULT_CAPABILITY, Card
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.data_dependent import Unknowns
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
-from hf_memopt.estimate.simulation.frozen_weights import teachers_take
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, virtual_time
-from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.ranges import COUNT
 
 Like = Literal["cuda", "cpu"]
+
+# How many tensors `MemoryEstimate.top` lists.
+_NUM_TOP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,6 @@ def estimate_peak_memory(
     *,
     like: Like = "cuda",
     num_steps: int = 2,
-    selected_fraction: float = 1.0,
-    num_top: int = 10,
     card: Card | None = None,
 ) -> MemoryEstimate:
     """Runs whole training steps on tensors without memory and reports the most that was alive at one time.
@@ -93,9 +93,6 @@ def estimate_peak_memory(
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
         like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
         num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
-        selected_fraction: which part of its input a selection by values takes (`nonzero`, boolean indexing), such as
-            experts that tokens are routed to.
-        num_top: how many tensors `top` lists.
         card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. Its
             compute capability decides which kernels attention runs; without a card that of the desktop cards of 2023.
 
@@ -126,7 +123,7 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    options = SimulationOptions(like, num_steps, selected_fraction, num_top, card)
+    options = SimulationOptions(like, num_steps, card)
     return run_isolated(lambda: simulate(setup, step, options))
 
 
@@ -136,16 +133,12 @@ class SimulationOptions:
 
     like: Like = "cuda"
     num_steps: int = 2
-    selected_fraction: float = 1.0
-    num_top: int = 10
     card: Card | None = None
 
     def __post_init__(self) -> None:
         if self.like not in ("cuda", "cpu"):
             raise ValueError(f'like={self.like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
         COUNT.check("num_steps", self.num_steps)
-        COUNT_OR_ZERO.check("num_top", self.num_top)
-        Range(at_least=0, at_most=1).check("selected_fraction", self.selected_fraction)
 
 
 def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: SimulationOptions) -> MemoryEstimate:
@@ -153,16 +146,15 @@ def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: S
     phases = Phases()
     device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if options.like == "cuda" else ("cpu", 1)
     with ExitStack() as stack:
-        capability = options.card.compute_capability if options.card else DEFAULT_CAPABILITY
-        device, unknowns = stack.enter_context(simulation(options.like, options.selected_fraction, capability))
-        unknowns.module = lambda: phases.module
-        times = StepTimes(
-            stack.enter_context(virtual_time(device_type, options.card)) if options.card else None, phases
-        )
+        clock = VirtualClock(options.card or DEFAULT_CARD)
+        times = StepTimes(clock, phases)
         ledger = Ledger(device_type, block_bytes, phases, times.charge)
         watch = StepWatch(ledger, phases)
+        device, unknowns = stack.enter_context(
+            simulation(options.like, clock, lambda: phases.module, watch.see_teacher)
+        )
         begins = []
-        with ledger, phases.following(watch.add_root, watch.see_optimizer), teachers_take(watch.see_teacher):
+        with ledger, phases.following(watch.add_root, watch.see_optimizer):
             state = setup(device)
             watch.add_state(state)
             for _ in range(options.num_steps):
@@ -171,39 +163,33 @@ def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: S
                 times.begin_step()
                 step(state)
             unreached = watch.unreached()
-        return _estimate(ledger, begins, unknowns, unreached, options.num_top, times)
+        return _estimate(ledger, begins, unknowns, unreached, times if options.card else None)
 
 
 class StepTimes:
     """How long the phases of the newest step took on the virtual clock, if there is one."""
 
-    def __init__(self, clock: VirtualClock | None, phases: Phases) -> None:
+    def __init__(self, clock: VirtualClock, phases: Phases) -> None:
         self.phases_ms: dict[str, float] = {}
-        self.stall_ms: float | None = None
+        self.stall_ms = 0.0
         self._clock, self._phases = clock, phases
         self._booked_s = self._stalled_s = 0.0
 
-    @property
-    def step_ms(self) -> float | None:
-        return None if self._clock is None else sum(self.phases_ms.values())
-
     def begin_step(self) -> None:
-        if self._clock is not None:
-            self.phases_ms = {}
-            self._booked_s, self._stalled_s = self._clock.now_s, self._clock.stalled_s
+        self.phases_ms = {}
+        self._booked_s, self._stalled_s = self._clock.now_s, self._clock.stalled_s
 
     def charge(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Let an operation take its time, and book all time since the last one."""
-        if self._clock is not None:
-            self._clock.charge(function, args, kwargs, result)
-            spent_ms = 1e3 * (self._clock.now_s - self._booked_s)
-            self.phases_ms[self._phases.name] = self.phases_ms.get(self._phases.name, 0.0) + spent_ms
-            self._booked_s = self._clock.now_s
-            self.stall_ms = 1e3 * (self._clock.stalled_s - self._stalled_s)
+        self._clock.charge(function, args, kwargs, result)
+        spent_ms = 1e3 * (self._clock.now_s - self._booked_s)
+        self.phases_ms[self._phases.name] = self.phases_ms.get(self._phases.name, 0.0) + spent_ms
+        self._booked_s = self._clock.now_s
+        self.stall_ms = 1e3 * (self._clock.stalled_s - self._stalled_s)
 
 
 def _estimate(
-    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], num_top: int, times: StepTimes
+    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], times: StepTimes | None
 ) -> MemoryEstimate:
     trace = ledger.trace(begins[0])
     peak_bytes, peak_at = trace.peak()
@@ -216,14 +202,14 @@ def _estimate(
         step=sum(begin <= trace.positions[peak_at] for begin in begins),
         phases=trace.peaks_by_phase(),
         breakdown=categories.breakdown(live),
-        top=tuple(_large(kind, record) for kind, record in live[:num_top]),
+        top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
         host_bytes=ledger.host_peak_bytes(begins[0]),
         confidence="low" if unreached else "medium" if guesses else "high",
         assumptions=guesses,
         unreached=unreached,
-        step_ms=times.step_ms,
-        phases_ms=times.phases_ms,
-        stall_ms=times.stall_ms,
+        step_ms=sum(times.phases_ms.values()) if times else None,
+        phases_ms=times.phases_ms if times else {},
+        stall_ms=times.stall_ms if times else None,
         trace=trace,
         storage_kinds=categories.of_storages(ledger),
     )

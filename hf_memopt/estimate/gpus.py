@@ -67,6 +67,9 @@ CARDS = {
     )
 }
 
+# What a simulation goes by where no card is named. Bytes depend on it through the kernels of attention alone.
+DEFAULT_CARD = CARDS["rtx4070"]
+
 # cuBLAS's workspace in torch 2.11, by major compute capability: `parseChosenWorkspaceSize` of CublasHandlePool.cpp.
 # Each handle and stream has one, and autograd's thread has a handle of its own.
 _LARGE_WORKSPACE_BYTES, _WORKSPACE_BYTES = 32 * MIB, 8320 * KIB

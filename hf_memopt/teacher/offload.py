@@ -19,8 +19,7 @@ from hf_memopt.teacher.strategies.auto import AutoWeights
 from hf_memopt.teacher.strategies.placement import Residency, ResidentWeights, SwappedWeights
 from hf_memopt.teacher.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.teacher.strategies.stream import StreamedWeights
-from hf_memopt.transfer import Copier, copier_for
-from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer import Copier, clock_for, copier_for
 from hf_memopt.transfer.host_memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class OffloadedTeacher:
         self.device = torch.device(device)
         self._module = module
         self._visits = 0
-        self._copier = copier_for(self.device) if copier is None else copier
+        self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
             self._residency: Residency = _shared_base(share_with, mode, dtype)

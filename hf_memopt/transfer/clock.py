@@ -1,7 +1,6 @@
 """Time as the compute stream sees it, in a form that a test can replace."""
 
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -51,13 +50,3 @@ class StreamClock:
         end.synchronize()
         # Marks of two streams may lie the other way round.
         return max(0.0, 1e-3 * start.elapsed_time(end))
-
-
-def clock_for(device: torch.device | str) -> Clock:
-    """The clock of the device that computes."""
-    device = torch.device(device)
-    return MAKERS.get(device.type, StreamClock)(device)
-
-
-# By type of device, where it is not an accelerator with streams; a simulated device enters its own.
-MAKERS: dict[str, Callable[[torch.device], Clock]] = {"cpu": lambda device: HostClock()}

@@ -8,7 +8,6 @@ copy as early, as late or as randomly as these rules allow and poisons what has 
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -277,13 +276,3 @@ class _StreamTransfer:
         elif compute != self._owner:
             assert self._memory is not None
             self._memory.record_stream(compute)
-
-
-def copier_for(device: torch.device | str, pin_memory: bool = True) -> Copier:
-    """The copier that suits a device: side streams on an accelerator, plain copies on the CPU."""
-    device = torch.device(device)
-    return MAKERS.get(device.type, StreamCopier)(device, pin_memory)
-
-
-# By type of device, where it is not an accelerator with streams; a simulated device enters its own.
-MAKERS: dict[str, Callable[[torch.device, bool], Copier]] = {"cpu": lambda device, pin_memory: SyncCopier()}

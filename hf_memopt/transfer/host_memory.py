@@ -80,6 +80,24 @@ def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
     return block
 
 
+def mapped_on_cuda(memory: Tensor, device: torch.device) -> Tensor:
+    """Return page-locked host memory, `(num_bytes,)` uint8, as CUDA sees it: in its address space.
+
+    Raises:
+        ValueError: the device is another one, or the memory is pageable.
+    """
+    if memory.nbytes == 0:
+        return memory.to(device)
+    if device.type != "cuda" or not memory.is_pinned():
+        raise ValueError(
+            f"mode='stream' needs host memory that {device} can read in place, which is page-locked memory on CUDA; "
+            "raise the locked-memory limit (ulimit -l), or use mode='swap'"
+        )
+    mapped = torch.as_tensor(_CudaArray(memory, device), device=device)
+    assert mapped.data_ptr() == memory.data_ptr(), "torch copied what it should have mapped"
+    return mapped
+
+
 def driver_is_gone(process: int) -> bool:
     """Whether a destructor must leave the device alone: at exit, and in forks of the `process` that used it."""
     return sys.is_finalizing() or os.getpid() != process
@@ -150,3 +168,24 @@ def _warn_pageable(reason: str) -> None:
 def _warn_still_registered(error: int) -> None:
     """Once for each error: blocks are many."""
     logger.warning("cannot give page-locked host memory back: cudaHostUnregister returned error %d", error)
+
+
+class _CudaArray:
+    """Page-locked host memory, described to torch as CUDA memory at the same address.
+
+    It dies with the last tensor of that memory, when queued work may still read it: the host waits for the device then.
+    """
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._memory, self._device, self._process = memory, device, os.getpid()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        if not driver_is_gone(self._process):
+            torch.accelerator.synchronize(self._device)

@@ -150,12 +150,9 @@ def test_what_depends_on_values_is_assumed_and_said() -> None:
         return copies[copies > 0]
 
     setup = selecting(positive)
-    whole = estimate_peak_memory(setup, step)
-    half = estimate_peak_memory(setup, step, selected_fraction=0.5)
-    assert whole.confidence == half.confidence == "medium"
-    assert "100%" in whole.assumptions[0]
-    assert "50%" in half.assumptions[0]
-    assert half.phases["forward"] < whole.phases["forward"]
+    found = estimate_peak_memory(setup, step)
+    assert found.confidence == "medium"
+    assert "100%" in found.assumptions[0]
 
 
 def test_numbers_that_are_read_for_logging_cost_no_confidence() -> None:

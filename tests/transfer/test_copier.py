@@ -14,7 +14,7 @@ import torch
 from adversarial_copier import AdversarialCopier
 from torch import Tensor
 
-from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, copier_for, host_memory
+from hf_memopt.transfer import Copier, StreamCopier, SyncCopier, host_memory
 
 HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -33,10 +33,6 @@ def test_sync_copier_copies_and_counts() -> None:
 @pytest.mark.parametrize("copier", [SyncCopier(), AdversarialCopier()])
 def test_copiers_fulfil_the_protocol(copier: Any) -> None:
     assert isinstance(copier, Copier)
-
-
-def test_copier_for_cpu_is_synchronous() -> None:
-    assert isinstance(copier_for("cpu"), SyncCopier)
 
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.teacher import OffloadedTeacher
-from hf_memopt.teacher.strategies.stream import _CudaArray
 from hf_memopt.transfer.copier import HostEnds
 from hf_memopt.transfer.host_arena import HostArena
+from hf_memopt.transfer.host_memory import _CudaArray
 
 SIZE = 64
 

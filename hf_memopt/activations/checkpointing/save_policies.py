@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
@@ -162,8 +161,7 @@ class _Kept:
 
     def __init__(self, result: Any, aliases: list[Tensor]) -> None:
         self._saved = tree_map(_Saved, result)
-        with no_dispatch():
-            self._guards = [VersionGuard(tensor) for tensor in (*_plain_tensors(result), *aliases)]
+        self._guards = [VersionGuard(tensor) for tensor in (*_plain_tensors(result), *aliases)]
 
     def was_modified(self) -> bool:
         return any(guard.was_modified() for guard in self._guards)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import current_node
-from hf_memopt.transfer import Copier
-from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer import Copier, clock_for
+from hf_memopt.transfer.device_types import device_type
 from hf_memopt.transfer.host_arena import HostArena
 
 # Host memory that this many passes have not needed is given back.
@@ -115,14 +115,19 @@ class DeviceContext:
     """The state that all forward passes on one device share.
 
     Args:
+        device: where the passes compute.
         copier: moves the bytes.
-        clock: the compute stream's.
         host_budget_bytes: of the arena.
+
+    Attributes:
+        clock: the compute stream's.
+        hide_operations: makes a context in which no dispatch mode sees what is done.
     """
 
-    def __init__(self, copier: Copier, clock: Clock, host_budget_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, copier: Copier, host_budget_bytes: int | None) -> None:
         self.copier = copier
-        self.clock = clock
+        self.clock = clock_for(device)
+        self.hide_operations = device_type(device).hide_operations
         self.arena = HostArena(copier, host_budget_bytes)
         self.held = DeviceBytes()
         self.orders = ReloadOrders()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.offload_stats import OffloadCounters
@@ -146,7 +145,7 @@ class OffloadContext:
         if not forward.is_observed:
             live = forward.save(tensor, key, num_bytes)
         else:  # our own operations are no part of the model's: neither timed nor noted
-            with forward.working(), no_dispatch():
+            with forward.working(), forward.device.hide_operations():
                 live = forward.save(tensor, key, num_bytes)
         return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
 

@@ -42,21 +42,19 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
-    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take `selected_fraction` of
-    their input.
+    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take all of their input.
+
+    Args:
+        running_module: names the module that is running, for errors.
 
     Attributes:
         guesses: what was assumed, and how often; these may change memory.
-        reads: how many numbers were read from tensors, mostly for logging.
-        module: says which module is running, for errors.
     """
 
-    def __init__(self, selected_fraction: float = 1.0) -> None:
+    def __init__(self, running_module: Callable[[], str] = str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.selected_fraction = selected_fraction
         self.guesses: Counter[str] = Counter()
-        self.reads = 0
-        self.module: Callable[[], str] = str
+        self._running_module = running_module
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,8 +76,8 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not _lacks_fake(error):
                 raise
             raise UnsupportedOperationError(
-                f"{function}, in module {self.module()!r}: torch has no fake implementation of this operation for "
-                f"these arguments ({error}), so its memory cannot be simulated; register one with "
+                f"{function}, in module {self._running_module()!r}: torch has no fake implementation of this operation "
+                f"for these arguments ({error}), so its memory cannot be simulated; register one with "
                 "torch.library.register_fake, or leave the operation out of the simulated step"
             ) from error
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
@@ -92,7 +90,6 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         tensor = args[0]
         if tensor.dtype != torch.bool and tensor.is_floating_point():
-            self.reads += 1
             return 1.0
         if tensor.dtype != torch.bool:
             self.guesses["a whole number read from a tensor taken as 1"] += 1
@@ -107,8 +104,8 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._index(*args)
         tensor = args[0]
         name = function.overloadpacket.__name__
-        count = max(1, math.ceil(tensor.numel() * self.selected_fraction))
-        self.guesses[f"{name} taken to select {self.selected_fraction:.0%} of its input"] += 1
+        count = max(1, tensor.numel())
+        self.guesses[f"{name} taken to select 100% of its input"] += 1
         if function is _aten.nonzero.default:
             return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
         if function is _aten.masked_select.default:

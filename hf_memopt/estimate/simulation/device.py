@@ -10,10 +10,9 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,17 +27,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
-from hf_memopt import autograd_state
-from hf_memopt.activations import device_room
-from hf_memopt.activations.checkpointing import save_policies
-from hf_memopt.activations.recompute import op_recorder
-from hf_memopt.activations.saved_tensors import pack_hook
-from hf_memopt.estimate.gpus import DEFAULT_CAPABILITY
+from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation import attention, autocast
 from hf_memopt.estimate.simulation.data_dependent import Unknowns
-from hf_memopt.estimate.simulation.frozen_weights import replace_memory, weights_come_and_go
-from hf_memopt.transfer import StreamCopier
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.estimate.simulation.frozen_weights import as_seen_by, replace_memory, weights_come_and_go
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.transfer.device_types import DeviceType, registered
 
 DEVICE_TYPE = "virtual_cuda"
 
@@ -91,19 +85,24 @@ def _register() -> list[torch.library.Library]:
 
 @contextmanager
 def simulation(
-    like: str, selected_fraction: float = 1.0, capability: tuple[int, int] = DEFAULT_CAPABILITY
+    like: str,
+    clock: VirtualClock | None = None,
+    running_module: Callable[[], str] = str,
+    on_teacher_block: Callable[[torch.Tensor], object] = id,
 ) -> Iterator[tuple[torch.device, Unknowns]]:
     """Tensors made inside are fake; gives the device to build on and the record of guesses.
 
     Args:
         like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
-        selected_fraction: see `Unknowns`.
-        capability: the compute capability of the accelerator, by which torch chooses kernels for attention.
+        clock: tells copies and offloaders the time; its card's compute capability decides on attention's kernels.
+        running_module: names the module that is running, for errors.
+        on_teacher_block: called with the device memory that teachers take.
 
     Call it in a process of its own: it stays registered, and an exception in a backend thread would end the process,
     which is why autograd's threads are off.
     """
-    unknowns = Unknowns(selected_fraction)
+    clock = VirtualClock(DEFAULT_CARD) if clock is None else clock
+    unknowns = Unknowns(running_module)
     device = torch.device("cpu")
     with ExitStack() as stack:
         stack.enter_context(_without_cuda())
@@ -113,14 +112,13 @@ def simulation(
             _register()
             device = torch.device(DEVICE_TYPE, 0)
             stack.enter_context(autocast.shared_casts())
+            capability = clock.card.compute_capability
             stack.enter_context(attention.attention_as_on_cuda(DEVICE_TYPE, capability))
             stack.enter_context(_autocast_for_cuda())
             stack.enter_context(_accelerate_on(device))
-            # Its events know no time. Where there is a card, copies have a clock of their own.
-            stack.enter_context(patch.object(StreamCopier, "stall_ms", lambda self: 0.0))
         stack.enter_context(_nothing_compiles(unknowns))
         stack.enter_context(_modules_move())
-        stack.enter_context(_fakes_are_plain())
+        stack.enter_context(registered(device.type, _simulated(clock, on_teacher_block)))
         stack.enter_context(weights_come_and_go())
         stack.enter_context(_foreach_takes_fakes())
         stack.enter_context(warnings.catch_warnings())
@@ -129,6 +127,24 @@ def simulation(
         stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
         stack.enter_context(unknowns)
         yield device, unknowns
+
+
+def _simulated(clock: VirtualClock, on_teacher_block: Callable[[torch.Tensor], object]) -> DeviceType:
+    """Describe the simulated device to those who copy, offload and stream."""
+
+    def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
+        return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else id)
+
+    return DeviceType(
+        make_copier=make_copier,
+        make_clock=lambda device: clock,
+        map_host=as_seen_by,
+        # Offloaders hide their own operations from the mode that they opened, the newest. The modes below make tensors
+        # fake, and go on.
+        hide_operations=_pop_mode_temporarily,
+        tensor_class=FakeTensor,
+        is_unlimited=True,
+    )
 
 
 @contextmanager
@@ -203,34 +219,6 @@ def _accelerate_on(device: torch.device) -> Iterator[None]:
         patch.object(PartialState, "default_device", device),
     ):
         yield
-
-
-@contextmanager
-def _fakes_are_plain() -> Iterator[None]:
-    """Offloaders and teachers take fake tensors apart as they do real ones.
-
-    Offloaders' own operations, which they hide from all dispatch modes, are hidden from the one that they opened. Fake
-    aliases would keep memory alive, and are not needed where nothing is computed.
-    """
-    with (
-        patch.object(pack_hook, "no_dispatch", _pop_mode_temporarily),
-        patch.object(autograd_state, "_alias_without_memory", lambda tensor: SimpleNamespace(_version=tensor._version)),
-        patch.object(autograd_state, "same_counter", lambda first, second: True),
-        # Precision and conjugation inside of kernels make no difference to sizes, and the keys are other ones.
-        patch.object(op_recorder, "call_as_plain", _call),
-        patch.object(save_policies, "call_as_plain", _call),
-    ):
-        PLAIN_TYPES.add(FakeTensor)
-        device_room.UNLIMITED.add(DEVICE_TYPE)
-        try:
-            yield
-        finally:
-            PLAIN_TYPES.discard(FakeTensor)
-            device_room.UNLIMITED.discard(DEVICE_TYPE)
-
-
-def _call(operation: Any, args: Any, kwargs: Any) -> Any:
-    return operation(*args, **kwargs)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A teacher packs weights by their addresses, and points parameters at memory of a
 have no addresses, and torch refuses to give them data of another device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-
-from hf_memopt.teacher import offload
-from hf_memopt.teacher.strategies import stream
-from hf_memopt.transfer import Copier, copier_for
 
 _storage_address = torch.UntypedStorage.data_ptr
 # Storages lie so far apart that none reaches the next. Python's integers have room for that.
@@ -30,28 +26,7 @@ def weights_come_and_go() -> Iterator[None]:
         patch.object(FakeTensor, "data", property(Tensor.data.__get__, _rebind)),  # type: ignore[attr-defined]
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage),
-        patch.object(stream, "readable_in_place", _seen_from),
     ):
-        yield
-
-
-@contextmanager
-def teachers_take(on_block: Callable[[Tensor], None]) -> Iterator[None]:
-    """Teachers that are made inside report the device memory that they take, fake or real."""
-
-    def make_reporting(device: torch.device) -> Copier:
-        copier = copier_for(device)
-        plain = copier.empty_device
-
-        def empty_device(num_bytes: int) -> Tensor:
-            block = plain(num_bytes)
-            on_block(block)
-            return block
-
-        copier.empty_device = empty_device  # type: ignore[method-assign]
-        return copier
-
-    with patch.object(offload, "copier_for", make_reporting):
         yield
 
 
@@ -79,10 +54,8 @@ def _address_of_storage(storage: torch.UntypedStorage) -> int:
     return storage._cdata << _APART_BITS if storage.device.type == "meta" else _storage_address(storage)
 
 
-def _seen_from(master: Tensor, device: torch.device) -> Tensor:
-    """Page-locked host memory as the device sees it: a tensor there with the same storage, which is counted once."""
-    if master.device.type == device.type:
-        return master
+def as_seen_by(master: Tensor, device: torch.device) -> Tensor:
+    """Return host memory as the device sees it: a tensor there with the same storage, which is counted once."""
     assert isinstance(master, FakeTensor)
     with _disable_current_modes():
         seen = torch.empty(0, dtype=master.dtype, device="meta")

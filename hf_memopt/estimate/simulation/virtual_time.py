@@ -1,9 +1,7 @@
 """How long a simulated step would take: a roofline for compute, two queues for copies."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.estimate.accounting.pytree import device_type, tensors_in
 from hf_memopt.estimate.gpus import Card
-from hf_memopt.transfer import Transfer, clock, copier
+from hf_memopt.transfer import Transfer
 
 # Which part of a data sheet's figures kernels reach, and the least that a kernel takes. Ratios between plans depend
 # little on them.
@@ -22,7 +20,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class VirtualClock:
-    """Seconds of the compute stream, moved by operations and by waiting for copies."""
+    """Seconds of the compute stream, moved by operations and by waiting for copies.
+
+    Args:
+        card: how fast operations and copies are.
+    """
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -90,21 +92,24 @@ class VirtualCopier:
     """Copies that take time and move nothing: fake tensors have no contents. One queue in each direction.
 
     Args:
-        time: of the compute stream.
+        clock: of the compute stream.
         device: where `empty_device` allocates.
+        on_block: called with each block that `empty_device` allocates.
     """
 
-    def __init__(self, time: VirtualClock, device: torch.device) -> None:
+    def __init__(self, clock: VirtualClock, device: torch.device, on_block: Callable[[Tensor], object] = id) -> None:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
-        self._time, self._device = time, device
+        self._clock, self._device, self._on_block = clock, device, on_block
         self._free_at_s = {"host": 0.0, "device": 0.0}
 
     def empty_host(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._on_block(block)
+        return block
 
     def release(self, buffer: Tensor) -> None:
         """Nothing to do: memory returns with its last reference."""
@@ -118,28 +123,17 @@ class VirtualCopier:
         return self._copy("host", source.nbytes)
 
     def stall_ms(self) -> float:
-        return 1e3 * self._time.stalled_s
+        return 1e3 * self._clock.stalled_s
 
     def _copy(self, direction: str, num_bytes: int) -> Transfer:
-        begun_s = max(self._time.now_s, self._free_at_s[direction])
-        self._free_at_s[direction] = begun_s + num_bytes / self._time.card.link_bytes_per_s
-        return _VirtualTransfer(self._time, self._free_at_s[direction])
+        begun_s = max(self._clock.now_s, self._free_at_s[direction])
+        self._free_at_s[direction] = begun_s + num_bytes / self._clock.card.link_bytes_per_s
+        return _VirtualTransfer(self._clock, self._free_at_s[direction])
 
 
 class _VirtualTransfer:
-    def __init__(self, time: VirtualClock, ended_s: float) -> None:
-        self._time, self._ended_s = time, ended_s
+    def __init__(self, clock: VirtualClock, ended_s: float) -> None:
+        self._clock, self._ended_s = clock, ended_s
 
     def wait(self) -> None:
-        self._time.wait_until(self._ended_s)
-
-
-@contextmanager
-def virtual_time(kind: str, card: Card) -> Iterator[VirtualClock]:
-    """Offloaders made inside copy over the card's link, and see the time that its compute would take."""
-    time = VirtualClock(card)
-    with (
-        patch.dict(copier.MAKERS, {kind: lambda device, pin_memory: VirtualCopier(time, device)}),
-        patch.dict(clock.MAKERS, {kind: lambda device: time}),
-    ):
-        yield time
+        self._clock.wait_until(self._ended_s)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_memopt.memory.device_counters import counters_for
-from hf_memopt.transfer import copier_for
-from hf_memopt.transfer.clock import clock_for
+from hf_memopt.transfer import clock_for, copier_for
 from hf_memopt.transfer.host_memory import pinned_empty
 from hf_memopt.transfer.link import measure_link
 

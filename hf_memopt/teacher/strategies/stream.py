@@ -1,7 +1,6 @@
 """Streaming: blocks of frozen weights come to the device as a module reads them, and leave when it is done."""
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +14,7 @@ from hf_memopt.teacher.streaming.access_trace import Tracer, own_segments
 from hf_memopt.teacher.streaming.copy_schedule import StreamPlan, plan_stream, untraced_plan
 from hf_memopt.teacher.streaming.ring import Ring
 from hf_memopt.transfer import Copier
-from hf_memopt.transfer.host_memory import driver_is_gone
+from hf_memopt.transfer.device_types import readable_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -239,44 +238,3 @@ class StreamedWeights:
             if number not in needs and number not in ahead and not self._is_settled(number):
                 ahead.append(number)
         return ahead
-
-
-def readable_in_place(master: Tensor, device: torch.device) -> Tensor:
-    """The same bytes as the device sees them: page-locked memory is mapped into CUDA's address space.
-
-    Raises:
-        ValueError: the device cannot read this memory.
-    """
-    if master.device.type == device.type:
-        return master
-    if master.nbytes == 0:
-        return master.to(device)
-    if device.type != "cuda" or not master.is_pinned():
-        raise ValueError(
-            f"mode='stream' needs host memory that {device} can read in place, which is page-locked memory on CUDA; "
-            "raise the locked-memory limit (ulimit -l), or use mode='swap'"
-        )
-    mapped = torch.as_tensor(_CudaArray(master, device), device=device)
-    assert mapped.data_ptr() == master.data_ptr(), "torch copied what it should have mapped"
-    return mapped
-
-
-class _CudaArray:
-    """Page-locked host memory, described to torch as CUDA memory at the same address.
-
-    It dies with the last tensor of that memory, when queued work may still read it: the host waits for the device then.
-    """
-
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self._memory, self._device, self._process = memory, device, os.getpid()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(memory.shape),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "strides": None,
-            "version": 2,
-        }
-
-    def __del__(self) -> None:
-        if not driver_is_gone(self._process):
-            torch.accelerator.synchronize(self._device)

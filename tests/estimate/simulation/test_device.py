@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memopt.estimate.gpus import CARDS, DEFAULT_CARD, Card
 from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -41,11 +43,11 @@ def operations() -> Iterator[list[str]]:
         yield watch.names
 
 
-def simulated(function: Callable[[torch.device], Any], **options: Any) -> Any:
+def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
     """What `function` returns on the virtual device, in a process of its own."""
 
     def run() -> Any:
-        with simulation("cuda", **options) as (device, _):
+        with simulation("cuda", VirtualClock(card)) as (device, _):
             return function(device)
 
     return run_isolated(run)
@@ -125,10 +127,10 @@ def test_the_attention_kernel(name: str, kernels_chosen: dict[str, Any]) -> None
     assert kernels_chosen[name] == EXPECTED[name]
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((9, 0), {CUDNN}), ((8, 0), {FLASH}), ((7, 5), set())], ids=str)
-def test_the_card_decides_the_attention_kernel(capability: tuple[int, int], expected: set[str]) -> None:
+@pytest.mark.parametrize(("card", "expected"), [("h100", {CUDNN}), ("a100-80gb", {FLASH}), ("t4", set())], ids=str)
+def test_the_card_decides_the_attention_kernel(card: str, expected: set[str]) -> None:
     options: dict[str, Any] = {"dtype": HALF, "key_heads": 2}
-    assert simulated(lambda device: attention_kernels(device, **options), capability=capability) == expected
+    assert simulated(lambda device: attention_kernels(device, **options), CARDS[card]) == expected
 
 
 def test_softmax_from_float16_to_float32_is_one_kernel_and_from_bfloat16_two() -> None:
