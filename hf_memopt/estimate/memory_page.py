@@ -11,9 +11,9 @@ from hf_memopt.estimate.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate_report import as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, render
 from hf_memopt.report.run_page import document, facts_and_headlines, picture, section, table_html
+from hf_memopt.units import MIB
 
 _MAX_POINTS = 1500
-_MIB = 2**20
 # From the bottom up: what is always there, what backward makes, what comes and goes.
 _ORDER = (
     categories.FROZEN,
@@ -106,13 +106,13 @@ def _spans(phases: tuple[str, ...], first: int) -> Iterator[Span]:
 def _draw(figure: Any, shown: Timeline, estimate: MemoryEstimate) -> None:
     figure.set_size_inches(9, 4.6)
     axes = figure.subplots()
-    series = [[num_bytes / _MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
+    series = [[num_bytes / MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
     colors = [COLORS[_ORDER.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
     axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
     peak_bytes, peak_at = estimate.trace.peak()
-    axes.plot([peak_at], [peak_bytes / _MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / _MIB:,.1f} MiB")
+    axes.plot([peak_at], [peak_bytes / MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / MIB:,.1f} MiB")
     _mark_phases(axes, shown.spans)
-    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / _MIB))
+    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / MIB))
     axes.margins(x=0)
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside lower center", ncols=5)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_memopt.report.runs import PhasePeak, Run, memory_column
+from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
 _BAR, _TIME = "#e58b3d", "#4c78a8"
@@ -130,14 +131,14 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
     for axes, phase in zip(row, phases, strict=True):
         left = [0.0] * len(holders)
         for index, kind in enumerate(kinds):
-            widths = [by_phase[phase].get(kind, 0) / 2**20 for by_phase in holders.values()]
+            widths = [by_phase[phase].get(kind, 0) / MIB for by_phase in holders.values()]
             axes.barh(list(holders), widths, left=left, color=COLORS[index % len(COLORS)], label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_title(phase, loc="left")
     row[-1].set_xlabel("MiB on the device")
-    totals = [sum(found.values()) / 2**20 for by_phase in holders.values() for found in by_phase.values()]
+    totals = [sum(found.values()) / MIB for by_phase in holders.values() for found in by_phase.values()]
     row[-1].set_xlim(0, 1.04 * max(totals) or 1)
     if kinds:
         handles, labels = row[0].get_legend_handles_labels()

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_memopt.report import tables
 from hf_memopt.report.figures import figures_of, render
 from hf_memopt.report.runs import Run
-from hf_memopt.report.tables import Cell, Table
+from hf_memopt.text_table import Cell, Table
 
 _ON_CPU = (
     "The device is a CPU: it holds the copies in the same memory, so that nothing was saved, and its times say nothing "
@@ -75,7 +75,7 @@ def facts_and_headlines(facts: Mapping[str, str], headlines: Iterable[str]) -> s
 def _sections(run: Run, pictures: dict[str, str]) -> Iterator[str]:
     if run.modes:
         note = f"{_MODES} {_ON_CPU}" if run.facts.get("device") == "cpu" else _MODES
-        yield section("Memory and time by mode", pictures["modes"], table_html(tables.mode_table(run)), note)
+        yield section("Memory and time by mode", pictures["modes"], table_html(tables.mode_table(run.modes)), note)
     if run.holders:
         by_kind = pictures["memory_by_kind"]
         yield section("Memory by kind", table_html(tables.holder_table(run)), by_kind, _COUNTED)

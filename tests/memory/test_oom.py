@@ -28,7 +28,7 @@ from hf_memopt.memory.attribution import (
     live_optimizers,
     live_tensors,
 )
-from hf_memopt.memory.logger import size
+from hf_memopt.units import format_bytes
 
 DIM, BATCH = 24, 6
 
@@ -259,7 +259,7 @@ def test_levers_hold_what_they_would_have_saved() -> None:
     step.model[0].requires_grad_(False)
     frozen_bytes = sum(parameter.nbytes for parameter in step.model[0].parameters())
     in_backward = lever_bytes(report_of(lambda: step.fail("backward"), step.model))
-    assert in_backward["frozen weights on the host"] == size(frozen_bytes)
+    assert in_backward["frozen weights on the host"] == format_bytes(frozen_bytes)
     assert in_backward["activation offloading"] == in_backward["activation checkpointing"] != "0 B"
     assert in_backward["fused optimizer"] == "0 B"
 
@@ -437,10 +437,3 @@ def test_device_figures_come_from_the_counters(monkeypatch: pytest.MonkeyPatch) 
         "Of 4.00 GiB on cuda: 2.00 GiB in tensors, 1.00 GiB reserved beside them (0 B of it in pieces between "
         "tensors), 512.00 MiB used by others and by the device context, 512.00 MiB free."
     )
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (5 * 2**29, "2.50 GiB")]
-)
-def test_sizes(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text

@@ -8,6 +8,7 @@ import torch
 from hf_memopt.memory.leaks.live_storages import GRADIENT, SAVED, WITH_GRAPH, Held, count_graph_nodes, live_storages
 from hf_memopt.memory.leaks.referrers import describe_holder
 from hf_memopt.transfer.host_arena import HostHoldings
+from hf_memopt.units import format_bytes
 
 _MAX_CULPRITS = 6
 
@@ -75,7 +76,7 @@ class LeakReport:
         if not self.leaking:
             lines = [f"No memory leak: nothing stays behind regularly in {steps}."]
         else:
-            lines = [f"Memory leak: {format_bytes(round(self.bytes_per_step))} stay behind per step, {steps}."]
+            lines = [f"Memory leak: {format_bytes(self.bytes_per_step)} stay behind per step, {steps}."]
             lines += [f"  {culprit}" for culprit in self.culprits]
         if self.bytes_freed_by_gc:
             freed = format_bytes(self.bytes_freed_by_gc)
@@ -187,13 +188,3 @@ def _name(dtype: torch.dtype) -> str:
 def format_shape(shape: tuple[int | None, ...]) -> str:
     """`(8, *, 32)`, with a star for a size that differs."""
     return f"({', '.join('*' if size is None else str(size) for size in shape)})"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """`1.5 MiB`."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
