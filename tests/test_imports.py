@@ -42,7 +42,7 @@ LIBRARIES = {
     "activations": {"torch"},
     "teacher": {"torch"},
     "couplings": {"torch", "datasets", "pyarrow", "safetensors", "tqdm"},
-    "report": {"torch", "psutil", "matplotlib"},
+    "report": {"torch", "psutil", "jinja2", "matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "estimate": {"torch", "accelerate", "transformers", "peft", "tqdm"},

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_memopt.report.runs import PhasePeak, Run, memory_column
+from hf_memopt.report.runs import LoggedPeak, Run, memory_column
 from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
@@ -31,7 +31,7 @@ def figures_of(run: Run) -> dict[str, Draw]:
 
 
 def render(draw: Draw, *, dark: bool) -> bytes:
-    """A figure as PNG, on the page's own background.
+    """Return a figure as PNG, on the page's own background.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -48,6 +48,11 @@ def render(draw: Draw, *, dark: bool) -> bytes:
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=144)
     return png.getvalue()
+
+
+def render_both(draw: Draw) -> dict[str, bytes]:
+    """Return a figure as PNG for "light" and for "dark" pages; errors are those of `render`."""
+    return {"light": render(draw, dark=False), "dark": render(draw, dark=True)}
 
 
 def _style(dark: bool) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
     axes.margins(x=0.02)
 
 
-def _draw_phases(figure: Any, phases: Sequence[PhasePeak], on_device: bool) -> None:
+def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> None:
     figure.set_size_inches(9, 1.4 + 0.36 * len(phases))
     axes = figure.subplots()
     names = [phase.name for phase in phases]
