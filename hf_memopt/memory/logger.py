@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
 from hf_memopt.ranges import COUNT, Range
 from hf_memopt.text_table import align
@@ -55,10 +54,9 @@ def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
 
     All ranks have to call it together: it is one small gather. Alone, a process gets back what it gave.
     """
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    of_ranks = gather_from_ranks(metrics)
+    if len(of_ranks) == 1:
         return metrics
-    of_ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_ranks, metrics)
     largest = {key: max(rank[key] for rank in of_ranks if key in rank) for rank in of_ranks for key in rank}
     deciding = "memory/peak_allocated_gib" if "memory/peak_allocated_gib" in largest else "memory/host_rss_gib"
     largest[PEAK_RANK] = max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].get(deciding, 0.0))

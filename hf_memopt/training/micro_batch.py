@@ -21,13 +21,9 @@ from hf_memopt.training.step import (
     LossFn,
     StepResult,
     WeightFn,
-    accumulate,
     check_distributed_type,
-    check_supported,
-    clean_gradients,
-    drop_gradients,
-    shares_of,
-    update,
+    normalized_weights,
+    open_step,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,19 +90,18 @@ class MicroBatcher:
             torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too.
             ValueError, NonFiniteGradientError: as `train_step`; and `split_batch`'s.
         """
-        check_supported(self._accelerator, optimizer, max_grad_norm)
-        with clean_gradients(model, optimizer) as watch:
+        with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
             def attempt(size: int) -> tuple[Tensor, int]:
-                drop_gradients(model, optimizer)
-                watch.begin_step()
-                shares = shares_of(self._accelerator, list(split_batch(batch, size)), weight_fn or num_samples)
-                return accumulate(self._accelerator, model, loss_fn, shares, watch, sync=False), len(shares)
+                step.drop_gradients()
+                micro_batches = list(split_batch(batch, size))
+                weighted = normalized_weights(self._accelerator, micro_batches, weight_fn or num_samples)
+                return step.accumulate(loss_fn, weighted, sync=False), len(weighted)
 
-            size, (loss, num) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
+            size, (loss, num_micro_batches) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
             self._use(size)
             _sum_gradients(self._accelerator, model)
-            return update(self._accelerator, model, optimizer, scheduler, max_grad_norm, watch, loss, num)
+            return step.update(loss, num_micro_batches)
 
     def _use(self, size: int) -> None:
         if size < self.micro_batch_size and self._accelerator.is_main_process:
