@@ -87,8 +87,12 @@ class GradientCache:
         micro_batches = list(micro_batches)
         if not micro_batches:
             raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
+        # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         outputs, states = self._forward_all(micro_batches)
+        # 2. The loss of all of them, and its gradient by each output.
         loss, gradients = self._loss_and_gradients(outputs)
+        # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients. Random numbers
+        #    then go on after those of the loss, as if nothing had run twice.
         after = RandomState(self._accelerator.device)
         self._backward_all(micro_batches, states, gradients)
         after.restore()
@@ -150,6 +154,7 @@ class GradientCache:
         """The loss of all outputs, and its gradient with respect to those of each micro-batch of this rank."""
         leaves = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
         sizes = [[len(part) for part in parts] for parts in zip(*outputs, strict=True)]
+        # The concatenated copies are enough from here on.
         outputs.clear()
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -164,7 +169,8 @@ class GradientCache:
     def _cut(self, gradient: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
         if gradient is None:
             return [None] * len(sizes)
-        # Every rank has the whole loss; exchanging gradients takes their mean over ranks, where the sum is due.
+        # Every rank computed the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
+        # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
         parts: tuple[Tensor, ...] = torch.split(gradient * self._accelerator.num_processes, sizes)
         return parts
 
@@ -172,6 +178,7 @@ class GradientCache:
         self, micro_batches: Sequence[Any], states: list[RandomState], gradients: list[list[Tensor | None]]
     ) -> None:
         for number, micro_batch in enumerate(micro_batches):
+            # Ranks exchange gradients once, in the backward of the last micro-batch.
             with nullcontext() if number == len(micro_batches) - 1 else self._no_sync():
                 states[number].restore()
                 _backward(self._forward(micro_batch), gradients[number])

@@ -26,7 +26,7 @@ from hf_memopt.integrations.lerobot.reflow.prefix import (
 )
 from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.integrations.lerobot.reflow.self_teacher import SelfTeacher
-from hf_memopt.memory import PhaseMemory
+from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.teacher import TeacherReport
 from hf_memopt.units import GIB
