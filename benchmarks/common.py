@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.timing import median_and_spread, step_times_ms
 from hf_memopt.estimate.gpus import CARDS, Card
+from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import pinned_empty
 
 MIB = 2**20
@@ -188,7 +189,5 @@ def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns aligned to their widest cell: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for row in (header, ["-" * width for width in widths], *rows):
-        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        print("  ".join((row[0].ljust(widths[0]), *numbers)).rstrip())
+    head, *lines = align([header, *rows], "<>")
+    print("\n".join([head, "-" * max(map(len, (head, *lines))), *lines]))

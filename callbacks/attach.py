@@ -106,7 +106,7 @@ class OffloadedLoss(TrainerCallback):
             if not torch.is_grad_enabled():  # evaluation
                 yield
                 return
-            # Looked up each time: FSDP and model_init replace the trainer's model.
+            # The model is looked up each time, because FSDP and model_init replace it after attaching.
             with self.offloader.offload_context(self._trainer.model):
                 yield
 

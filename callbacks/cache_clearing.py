@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_memopt.memory import Counters
 from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -44,5 +45,5 @@ class ClearCacheOnSaveCallback(TrainerCallback):
             return
         before = self._counters.read().reserved_bytes
         torch.accelerator.empty_cache()
-        freed_gib = (before - self._counters.read().reserved_bytes) / 2**30
+        freed_gib = (before - self._counters.read().reserved_bytes) / GIB
         logger.info("step %d: returned %.2f GiB of unused device memory", state.global_step, freed_gib)

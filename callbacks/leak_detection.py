@@ -29,10 +29,9 @@ class LeakDetectionCallback(TrainerCallback):
         self._options = options
         self._monitor = LeakMonitor(**options)
 
-    @property
     def report(self) -> LeakReport | None:
-        """What was found in this run."""
-        return self._monitor.report
+        """Return what was found in this run; None while there is no verdict."""
+        return self._monitor.report()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

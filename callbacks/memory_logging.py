@@ -142,7 +142,8 @@ class MemoryLoggingCallback(TrainerCallback):
         if self._handler is None or self not in self._handler.callbacks:
             logger.warning("memory figures reach no experiment tracker: the list of callbacks was not found")
             return
-        # In the middle of a round over this list: whoever stood before is moved by one, and nobody is skipped.
+        # Trainer is iterating over this very list and has reached this callback. Those before it move by one place, and
+        # the iteration goes on behind it: none is skipped, and none is called twice.
         self._handler.callbacks.remove(self)
         self._handler.callbacks.insert(0, self)
 

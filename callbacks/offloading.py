@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
+from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ def log_stats(stats: OffloadStats, state: TrainerState) -> None:
 def summary(stats: OffloadStats) -> str:
     """The figures of `stats` that tell whether offloading paid, in one line."""
     parts = [
-        f"{stats.bytes_moved / 2**30:.2f} GiB moved to the host",
-        f"{stats.host_bytes_pinned / 2**30:.2f} GiB of host memory used",
+        f"{format_gib(stats.bytes_moved)} moved to the host",
+        f"{format_gib(stats.host_bytes_pinned)} of host memory used",
         f"compute waited {stats.stall_ms:.0f} ms",
         _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, "GiB"),
         _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, "ms"),

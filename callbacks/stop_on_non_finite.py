@@ -9,12 +9,11 @@ from torch import distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_memopt.memory.ranks import gather_from_ranks, num_ranks
 from hf_memopt.training.finite_check import (
     GradientWatch,
     NonFiniteGradientError,
-    gather_findings,
     local_values,
-    num_ranks,
     scaler_takes_care,
 )
 
@@ -84,7 +83,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
         watch.end_micro_batch()
         if _is_finite_everywhere(model.parameters(), args.device) or scaler_takes_care(optimizer):
             return
-        findings = gather_findings(watch.findings())
+        findings = gather_from_ranks(watch.findings())
         self.remove()
         raise NonFiniteGradientError(state.global_step + 1, findings)
 

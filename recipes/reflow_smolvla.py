@@ -52,6 +52,7 @@ from hf_memopt.recipes.common.auto_plan import card_of
 from hf_memopt.recipes.common.flags import check_card
 from hf_memopt.tuning import plan
 from hf_memopt.tuning.settings_table import explain, headline
+from hf_memopt.units import GIB
 
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
 PLAN_FLAG = "plan"
@@ -100,7 +101,7 @@ class MemoryLog:
         self._num_batches += 1
         if self._log_freq > 0 and self._num_batches % self._log_freq == 0:
             metrics = {f"memory/{name.replace('_rss_gib', '_host_rss_gib')}": gib for name, gib in figures.items()}
-            metrics["memory/host_rss_gib"] = self._host.rss_bytes() / 2**30
+            metrics["memory/host_rss_gib"] = self._host.rss_bytes() / GIB
             device_peaks = [gib for name, gib in figures.items() if name.endswith("_peak_gib")]
             if device_peaks:
                 metrics["memory/peak_allocated_gib"] = max(device_peaks)

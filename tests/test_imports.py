@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("locks", "ranges"),
+    ("locks", "ranges", "text_table", "units"),
     ("command_line",),
     ("transfer", "reflow"),
     ("autograd_state",),
@@ -34,6 +34,8 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 LIBRARIES = {
     "locks": set(),
     "ranges": set(),
+    "text_table": set(),
+    "units": set(),
     "command_line": set(),
     "transfer": {"torch"},
     "autograd_state": {"torch"},
@@ -42,7 +44,7 @@ LIBRARIES = {
     "activations": {"torch"},
     "teacher": {"torch"},
     "couplings": {"torch", "datasets", "pyarrow", "safetensors", "tqdm"},
-    "report": {"torch", "psutil", "matplotlib"},
+    "report": {"torch", "psutil", "jinja2", "matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "estimate": {"torch", "accelerate", "transformers", "peft", "tqdm"},

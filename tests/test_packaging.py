@@ -99,6 +99,7 @@ def test_every_source_file_is_in_the_wheel_and_no_test_is(wheel_files: dict[str,
     assert modules == expected
     assert {"hf_memopt/callbacks/__init__.py", "hf_memopt/recipes/reflow_smolvla.py"} <= modules
     assert "hf_memopt/py.typed" in wheel_files
+    assert {"hf_memopt/report/templates/page.html", "hf_memopt/report/templates/page.css"} <= set(wheel_files)
 
 
 def test_metadata(wheel_files: dict[str, str]) -> None:

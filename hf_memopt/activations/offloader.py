@@ -15,7 +15,7 @@ from hf_memopt.activations.auto_mode import AutoMode, OffloadLimits
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
-from hf_memopt.activations.planner.offload_table import plan_report
+from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
 from hf_memopt.activations.rank_agreement import raise_on_all_ranks
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.recording_scope import active_in
@@ -191,17 +191,18 @@ class ActivationOffloader:
             measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
 
-    def report(self) -> str:
-        """What the newest plan does with what each kind of module saves, as a table; says so where there is none."""
-        modes = [mode for plans in self._plans.values() for mode in plans.values() if mode.plan and mode.recording]
-        tables = [
-            plan_report(mode.plan, mode.recording.owners, mode.recording.sizes)
-            for mode in modes
-            if mode.plan and mode.recording
-        ]
+    def report(self) -> OffloadReport:
+        """Return what the newest plans do with what each kind of module saves; printed, it is a table."""
         if self._devices and not any(self._devices.values()):
-            return _NOTHING_TO_MOVE
-        return "\n\n".join(tables) or f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
+            return OffloadReport((), _NOTHING_TO_MOVE)
+        plans = tuple(
+            plan_report(mode.plan, mode.recording.owners, mode.recording.sizes)
+            for modes in self._plans.values()
+            for mode in modes.values()
+            if mode.plan and mode.recording
+        )
+        none_yet = f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
+        return OffloadReport(plans, "" if plans else none_yet)
 
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.

@@ -69,6 +69,6 @@ def _report(parsed: argparse.Namespace) -> int:
         print(json.dumps(run.to_dict(), indent=2))
         return 0
     print(f"report: {write_report(run, parsed.output or parsed.run_dir / 'report')}")
-    for lacking in run.lacking:
-        print(f"not in the report: {lacking}")
+    for missing in run.missing:
+        print(f"not in the report: {missing}")
     return 0

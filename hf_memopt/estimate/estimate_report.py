@@ -7,9 +7,9 @@ from typing import Any
 from hf_memopt.estimate.accounting.step_phases import OPTIMIZER
 from hf_memopt.estimate.estimate import MemoryEstimate
 from hf_memopt.estimate.gpus import Card, allowances
-from hf_memopt.report.tables import Table
+from hf_memopt.text_table import Table, align
+from hf_memopt.units import GIB, MIB, format_gib
 
-_GIB, _MIB = 2**30, 2**20
 _MAX_NAMES = 5
 
 
@@ -24,7 +24,7 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
         [*headlines(estimate), *_needed(estimate, card)],
         ["At the peak, GiB", *_rows(estimate.breakdown)],
         ["Most in each phase, GiB", *_rows(estimate.phases)],
-        ["Largest tensors at the peak, MiB", *_aligned(top_table(estimate))],
+        ["Largest tensors at the peak, MiB", *(f"  {line}" for line in top_table(estimate).lines())],
         list(_closing(estimate)),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -33,8 +33,8 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 def headlines(estimate: MemoryEstimate) -> list[str]:
     """The phase of the peak, and what that means."""
     lines = [
-        f"The peak is in {_phase(estimate)}, in step {estimate.step}: {_gib(estimate.peak_bytes)} of tensors; the "
-        f"allocator then holds {_gib(estimate.reserved_bytes)} (by a model of it)."
+        f"The peak is in {_phase(estimate)}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
+        f"the allocator then holds {format_gib(estimate.reserved_bytes)} (by a model of it)."
     ]
     if estimate.phase == OPTIMIZER:
         lines.append(
@@ -54,7 +54,7 @@ def top_table(estimate: MemoryEstimate) -> Table:
     heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
     rows = [
         [
-            tensor.num_bytes / _MIB,
+            tensor.num_bytes / MIB,
             tensor.kind,
             tensor.owner or None,
             tensor.operation.removeprefix("aten.").removesuffix(".default") or None,
@@ -69,9 +69,9 @@ def top_table(estimate: MemoryEstimate) -> Table:
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
     """Short facts, by name."""
     facts = {
-        "peak of tensors": _gib(estimate.peak_bytes),
-        "held by the allocator": f"{_gib(estimate.reserved_bytes)} (by a model of it)",
-        "kept on the host": _gib(estimate.host_bytes),
+        "peak of tensors": format_gib(estimate.peak_bytes),
+        "held by the allocator": f"{format_gib(estimate.reserved_bytes)} (by a model of it)",
+        "kept on the host": format_gib(estimate.host_bytes),
         "confidence": estimate.confidence,
     }
     if estimate.assumptions:
@@ -97,11 +97,11 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
 
 
 def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
-    kept = ", ".join(f"{name} {num_bytes / _MIB:.0f} MiB" for name, num_bytes in allowances(card).items())
-    yield f"Besides tensors, assumed and not measured: {kept}. Altogether {_gib(needed_bytes(estimate, card))}."
+    kept = ", ".join(f"{name} {num_bytes / MIB:.0f} MiB" for name, num_bytes in allowances(card).items())
+    yield f"Besides tensors, assumed and not measured: {kept}. Altogether {format_gib(needed_bytes(estimate, card))}."
     if card is not None:
         verdict = "It fits" if _fits(estimate, card) else "It does not fit"
-        yield f"{verdict} on {card.name} ({_gib(card.memory_bytes)})."
+        yield f"{verdict} on {card.name} ({format_gib(card.memory_bytes)})."
 
 
 def _fits(estimate: MemoryEstimate, card: Card) -> bool:
@@ -109,7 +109,7 @@ def _fits(estimate: MemoryEstimate, card: Card) -> bool:
 
 
 def _closing(estimate: MemoryEstimate) -> Iterator[str]:
-    yield f"Host memory of tensors, offloaded ones included: {_gib(estimate.host_bytes)}"
+    yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
     if estimate.step_ms is not None:
         stall = f", of it {estimate.stall_ms:.0f} ms waiting for copies" if estimate.stall_ms else ""
         yield f"Time of a step, by a roofline (good for ratios): {estimate.step_ms:.0f} ms{stall}"
@@ -126,15 +126,5 @@ def _phase(estimate: MemoryEstimate) -> str:
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:
-    width = max(map(len, sizes))
-    return [f"  {name:<{width}}  {num_bytes / _GIB:8.3f}" for name, num_bytes in sizes.items()]
-
-
-def _aligned(table: Table) -> list[str]:
-    rows = [[f"{cell:,.1f}" if isinstance(cell, float) else str(cell or "-") for cell in row] for row in table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.heads))]
-    return ["  " + "  ".join((row[0].rjust(widths[0]), *map(str.ljust, row[1:], widths[1:]))).rstrip() for row in rows]
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+    rows = [[name, f"{num_bytes / GIB:.3f}"] for name, num_bytes in sizes.items()]
+    return [f"  {line}" for line in align(rows, "<>")]

@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass, replace
 
-GIB, MIB, KIB = 2**30, 2**20, 2**10
+from hf_memopt.units import GIB, KIB, MIB
+
 # Where no card is named: that of the desktop cards that are most common.
 DEFAULT_CAPABILITY = (8, 9)
 

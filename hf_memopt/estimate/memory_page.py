@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from hf_memopt.estimate.accounting import categories
 from hf_memopt.estimate.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate_report import as_facts, headlines, top_table
-from hf_memopt.report.figures import COLORS, render
-from hf_memopt.report.run_page import document, facts_and_headlines, picture, section, table_html
+from hf_memopt.report.figures import COLORS, render_both
+from hf_memopt.report.html_page import render_page
+from hf_memopt.units import MIB
 
 _MAX_POINTS = 1500
-_MIB = 2**20
 # From the bottom up: what is always there, what backward makes, what comes and goes.
 _ORDER = (
     categories.FROZEN,
@@ -27,11 +27,6 @@ _ORDER = (
     categories.TEMPORARY,
 )
 _SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "outside": 0.05}
-_NOTE = (
-    "Bytes of tensors after each allocation and release, from the first step on; where many fall on one pixel, the "
-    "highest is shown. Operations are evenly spaced: this is no axis of time. Device context and libraries' workspaces "
-    "are not tensors and not shown."
-)
 
 
 class Span(NamedTuple):
@@ -82,12 +77,15 @@ def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
     if not path.parent.is_dir():
         raise ValueError(f"timeline={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
     shown = timeline(estimate)
-    pngs = (render(lambda figure: _draw(figure, shown, estimate), dark=dark) for dark in (False, True))
-    figure = picture("Device memory over a training step, by kind", *pngs)
-    opening = facts_and_headlines(as_facts(estimate), headlines(estimate))
-    tensors = section("Largest tensors at the peak", table_html(top_table(estimate)), "", "")
-    parts = [opening, section("Memory over the step", figure, "", _NOTE), tensors]
-    path.write_text(document(f"Estimated memory of {name}", parts), encoding="utf-8")
+    page = render_page(
+        "estimate.html",
+        f"Estimated memory of {name}",
+        as_facts(estimate),
+        headlines(estimate),
+        pngs=render_both(lambda figure: _draw(figure, shown, estimate)),
+        largest=top_table(estimate),
+    )
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -106,13 +104,13 @@ def _spans(phases: tuple[str, ...], first: int) -> Iterator[Span]:
 def _draw(figure: Any, shown: Timeline, estimate: MemoryEstimate) -> None:
     figure.set_size_inches(9, 4.6)
     axes = figure.subplots()
-    series = [[num_bytes / _MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
+    series = [[num_bytes / MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
     colors = [COLORS[_ORDER.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
     axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
     peak_bytes, peak_at = estimate.trace.peak()
-    axes.plot([peak_at], [peak_bytes / _MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / _MIB:,.1f} MiB")
+    axes.plot([peak_at], [peak_bytes / MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / MIB:,.1f} MiB")
     _mark_phases(axes, shown.spans)
-    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / _MIB))
+    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / MIB))
     axes.margins(x=0)
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside lower center", ncols=5)

@@ -5,7 +5,6 @@ from hf_memopt.memory.leaks.detect import Culprit, LeakMonitor, LeakReport, Memo
 from hf_memopt.memory.logger import MemoryLogger
 from hf_memopt.memory.oom import explain_oom
 from hf_memopt.memory.saved_bytes import SavedBytes
-from hf_memopt.memory.step_memory import PhaseMemory
 from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "MemoryLogger",
     "MemoryReading",
     "MemoryTracker",
-    "PhaseMemory",
     "PhasePeak",
     "SavedBytes",
     "detect_leaks",

@@ -20,8 +20,6 @@ OPTIMIZER_STATE = "optimizer state"
 SAVED = "saved activation"
 OTHER = "other"
 
-# What a weight passes through, without arithmetic, on its way into the operation that uses it.
-
 
 @dataclass(frozen=True, slots=True)
 class LiveTensors:
@@ -58,6 +56,8 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
         tensor = items[0].tensor
         storage = tensor.untyped_storage()
         if storage.device.type == device_type and storage.nbytes() and not _is_wrapper(tensor):
+            # The first that knows it decides: names from the model and the optimizers, then the tensor's own type, then
+            # the autograd graph. What an operation saved may be a parameter, and counts as one.
             kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
             key = (kind, owner, tuple(tensor.shape), tensor.dtype)
             groups[key] += 1
@@ -132,6 +132,7 @@ def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, U
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
     """Plain tensors that a node saved, also inside of what a pack hook returned for them."""
+    # A pack hook may return any object. Tensors one reference away are found: those of a tuple or of a slotted object.
     for packed in saved_values(node):
         for thing in (packed, *gc.get_referents(packed)):
             yield from plain_tensors(thing)
@@ -140,6 +141,8 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 def _owner(node: Any, weights: dict[int, str]) -> str:
     """The operation, and the module of the weight that it or the nearest operation before it uses."""
     label = node.name().removesuffix("Backward0")
+    # Breadth first towards the inputs, so that the nearest operation with a weight names it. What dropout saved, for
+    # example, then belongs to the linear layer before it.
     queue, visited = deque([node]), {node}
     while queue:
         current = queue.popleft()
@@ -159,6 +162,8 @@ def _weight(node: Any, weights: dict[int, str]) -> str | None:
         name = weights.get(tensor.untyped_storage()._cdata)
         if name is not None:
             return name
+    # An input of the operation is a weight if its AccumulateGrad node (the one with `variable`) follows, directly or
+    # behind a reshaping.
     for following, _ in node.next_functions:
         current = following
         while current is not None and current.name() in RESHAPING:

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
 from hf_memopt.ranges import COUNT, Range
+from hf_memopt.text_table import align
+from hf_memopt.units import GIB, format_bytes, format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
     and otherwise lies between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
     """
     host = reading.host
-    figures = {"memory/host_rss_gib": gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
+    figures = {"memory/host_rss_gib": _gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
     if host.offload.num_allocations:
-        figures["memory/offload_gib"] = gib(host.offload.num_bytes)
+        figures["memory/offload_gib"] = _gib(host.offload.num_bytes)
         figures["memory/num_offload_allocations"] = float(host.offload.num_allocations)
     if reading.device is not None:
         figures |= _device_metrics(reading.device)
@@ -53,10 +54,9 @@ def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
 
     All ranks have to call it together: it is one small gather. Alone, a process gets back what it gave.
     """
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    of_ranks = gather_from_ranks(metrics)
+    if len(of_ranks) == 1:
         return metrics
-    of_ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_ranks, metrics)
     largest = {key: max(rank[key] for rank in of_ranks if key in rank) for rank in of_ranks for key in rank}
     deciding = "memory/peak_allocated_gib" if "memory/peak_allocated_gib" in largest else "memory/host_rss_gib"
     largest[PEAK_RANK] = max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].get(deciding, 0.0))
@@ -75,7 +75,7 @@ def high_memory_message(tracker: MemoryTracker, reading: MemoryReading, warn_at:
     if reading.device.fragmentation_bytes > highest_bytes / 10:
         remedies.append(_FRAGMENTATION_REMEDY)
     return (
-        f"high device memory: {gib(highest_bytes):.2f} of {gib(room_bytes):.2f} GiB ({highest_bytes / room_bytes:.0%}) "
+        f"high device memory: {highest_bytes / GIB:.2f} of {format_gib(room_bytes)} ({highest_bytes / room_bytes:.0%}) "
         f"at the peak{f', in the {phase} phase' if phase else ''}. To lower it: {'; '.join(remedies)}."
     )
 
@@ -91,26 +91,12 @@ def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
     if all(peak.at_most_bytes is None for peak in peaks.values()):
         rows = [("phase", "host memory")]
     rows += [_phase_row(name, peak) for name, peak in peaks.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people: the largest unit in which there is at least one."""
-    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 2**exponent:
-            return f"{num_bytes / 2**exponent:.2f} {unit}"
-    return f"{num_bytes} B"
+    return "\n".join(align(rows))
 
 
 def check_warn_at(warn_at: float) -> None:
     """Raises ValueError unless `warn_at` is a share."""
     Range(above=0, at_most=1, why=": a share of the device's memory").check("warn_at", warn_at)
-
-
-def gib(num_bytes: float) -> float:
-    """Bytes in GiB."""
-    return num_bytes / 2**30
 
 
 class MemoryLogger:
@@ -176,26 +162,26 @@ class MemoryLogger:
 
 def _device_metrics(device: DeviceReading) -> dict[str, float | None]:
     return {
-        "memory/peak_allocated_gib": gib(device.highest_bytes),
-        "memory/allocated_gib": gib(device.counters.allocated_bytes),
-        "memory/reserved_gib": gib(device.counters.reserved_bytes),
-        "memory/fragmentation_gib": gib(device.fragmentation_bytes),
-        "memory/inactive_split_gib": gib(device.counters.inactive_split_bytes),
+        "memory/peak_allocated_gib": _gib(device.highest_bytes),
+        "memory/allocated_gib": _gib(device.counters.allocated_bytes),
+        "memory/reserved_gib": _gib(device.counters.reserved_bytes),
+        "memory/fragmentation_gib": _gib(device.fragmentation_bytes),
+        "memory/inactive_split_gib": _gib(device.counters.inactive_split_bytes),
         "memory/num_alloc_retries": float(device.counters.num_alloc_retries),
-        "memory/elsewhere_gib": gib(device.elsewhere_bytes),
+        "memory/elsewhere_gib": _gib(device.elsewhere_bytes),
     }
 
 
 def _phase_row(name: str, peak: PhasePeak) -> tuple[str, ...]:
     if peak.at_most_bytes is None:
-        return name, size(peak.host_rss_bytes or 0)
-    least, most = size(peak.at_least_bytes or 0), size(peak.at_most_bytes or 0)
+        return name, format_bytes(peak.host_rss_bytes or 0)
+    least, most = format_bytes(peak.at_least_bytes or 0), format_bytes(peak.at_most_bytes or 0)
     peak_text = most if peak.exact else f"{least} to {most}"
     return (
         name,
         peak_text,
-        size(peak.reserved_bytes or 0),
-        size(peak.inactive_split_bytes or 0),
+        format_bytes(peak.reserved_bytes or 0),
+        format_bytes(peak.inactive_split_bytes or 0),
         str(peak.num_alloc_retries),
     )
 
@@ -212,4 +198,4 @@ def _phase_metrics(name: str, peak: PhasePeak) -> dict[str, float | None]:
 
 
 def _gib(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else gib(num_bytes)
+    return None if num_bytes is None else num_bytes / GIB

@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from hf_memopt.memory.attribution import PARAMETER, SAVED, LiveTensors, live_optimizers, live_tensors, plain_tensors
 from hf_memopt.memory.device_counters import counters_for
-from hf_memopt.memory.logger import size
+from hf_memopt.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def explain_oom(model: nn.Module | None = None, *, output_dir: Path | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Lever:
+class Remedy:
     """A way to need less memory.
 
     Attributes:
@@ -72,43 +72,43 @@ class Lever:
     how: str
 
 
-def levers(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -> list[Lever]:
+def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -> list[Remedy]:
     """What each remedy would have saved of what is alive in this phase, most first. Upper limits, not estimates."""
     num_saved_bytes = sum(group.num_bytes for group in live if group.kind == SAVED)
     temporary_bytes = sum(_foreach_bytes(optimizer) for optimizer in live_optimizers())
     parameters = model.named_parameters() if model is not None else ()
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     found = [
-        Lever(
+        Remedy(
             "activation offloading",
             num_saved_bytes,
             "ActivationOffloader, or hf_memopt.attach(trainer, offloader='auto'): the same gradients, copies over the "
             "host link",
         ),
-        Lever(
+        Remedy(
             "activation checkpointing",
             num_saved_bytes,
             "model.gradient_checkpointing_enable(), or SelectiveCheckpoint: the inputs of checkpointed blocks stay, "
             "and forward is computed again",
         ),
-        Lever(
+        Remedy(
             "half the micro-batch",
             num_saved_bytes // 2,
             "half of per_device_train_batch_size with twice gradient_accumulation_steps: the same effective batch",
         ),
-        Lever(
+        Remedy(
             "fused optimizer",
             temporary_bytes if phase == "optimizer" else 0,
             "optim='adamw_torch_fused', or fused=True: no temporary copies of the parameters in the optimizer phase "
-            f"(there, up to {size(temporary_bytes)})",
+            f"(there, up to {format_bytes(temporary_bytes)})",
         ),
-        Lever(
+        Remedy(
             "frozen weights on the host",
             sum(group.num_bytes for group in live if group.kind == PARAMETER and group.owner in frozen),
             "a frozen teacher in OffloadedTeacher(mode='swap') is on the device only while it is called",
         ),
     ]
-    return sorted(found, key=lambda lever: -lever.saved_bytes)
+    return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
 
 def _explain(error: BaseException, model: nn.Module | None, output_dir: Path | str | None) -> None:
@@ -131,8 +131,8 @@ def _report(error: BaseException, model: nn.Module | None) -> str:
     lines = [f"{_HEADER}: the {phase} phase{f', in {module}' if module else ''}"]
     lines += [*_device_lines(device), *_kind_lines(live), *_largest_lines(live)]
     lines += ["", "What each remedy would have saved, at most:"]
-    for lever in levers(model, live, phase):
-        lines.append(f"  {size(lever.saved_bytes):>10}  {lever.name}: {lever.how}")
+    for remedy in remedies(model, live, phase):
+        lines.append(f"  {format_bytes(remedy.saved_bytes):>10}  {remedy.name}: {remedy.how}")
     return "\n".join(lines)
 
 
@@ -165,11 +165,11 @@ def _device_lines(device: torch.device) -> list[str]:
     now = counters.read()
     free_bytes, total_bytes = counters.free_and_total()
     return [
-        f"Of {size(total_bytes)} on {device}: {size(now.allocated_bytes)} in tensors, "
-        f"{size(now.reserved_bytes - now.allocated_bytes)} reserved beside them "
-        f"({size(now.inactive_split_bytes)} of it in pieces between tensors), "
-        f"{size(total_bytes - free_bytes - now.reserved_bytes)} used by others and by the device context, "
-        f"{size(free_bytes)} free."
+        f"Of {format_bytes(total_bytes)} on {device}: {format_bytes(now.allocated_bytes)} in tensors, "
+        f"{format_bytes(now.reserved_bytes - now.allocated_bytes)} reserved beside them "
+        f"({format_bytes(now.inactive_split_bytes)} of it in pieces between tensors), "
+        f"{format_bytes(total_bytes - free_bytes - now.reserved_bytes)} used by others and by the device context, "
+        f"{format_bytes(free_bytes)} free."
     ]
 
 
@@ -177,7 +177,11 @@ def _kind_lines(live: list[LiveTensors]) -> list[str]:
     by_kind: Counter[str] = Counter()
     for group in live:
         by_kind[group.kind] += group.num_bytes
-    return ["", "Live tensors:", *(f"  {size(num_bytes):>10}  {kind}" for kind, num_bytes in by_kind.most_common())]
+    return [
+        "",
+        "Live tensors:",
+        *(f"  {format_bytes(num_bytes):>10}  {kind}" for kind, num_bytes in by_kind.most_common()),
+    ]
 
 
 def _largest_lines(live: list[LiveTensors]) -> list[str]:
@@ -190,7 +194,7 @@ def _largest_lines(live: list[LiveTensors]) -> list[str]:
         counts[what] += group.count
         bytes_of[what] += group.num_bytes
     largest = bytes_of.most_common(_NUM_LARGEST)
-    return ["", "The largest:", *(f"  {size(held):>10}  {counts[what]} x {what}" for what, held in largest)]
+    return ["", "The largest:", *(f"  {format_bytes(held):>10}  {counts[what]} x {what}" for what, held in largest)]
 
 
 def _write(report: str, folder: Path) -> str:

@@ -174,7 +174,7 @@ class MemoryTracker:
                 self._open.remove(name)
 
     def switch_to(self, name: str | None) -> None:
-        """End whatever phase is running and begin `name`, or none; for loops that are known by their events."""
+        """End whatever phase is running and begin `name`, or none; for callbacks, which cannot enclose a phase."""
         self._boundary()
         self._open = [] if name is None else [name]
 
@@ -199,6 +199,8 @@ class MemoryTracker:
 
     def _boundary(self) -> None:
         """Charge the memory since the last boundary to the phases that are running."""
+        # Each beginning and end of a phase is a boundary. What lies between two of them counts for every phase that is
+        # open, so that outer phases include inner ones. A phase's peak is the highest of its intervals.
         interval = self._gauge.interval()
         for name in self._open:
             known = self._step.get(name)
@@ -221,6 +223,7 @@ class DeviceGauge:
         interval = _between(before, self._now)
         if self._reset_peaks:
             self._counters.reset_peaks()
+            # The counter begins again at what is allocated, and so does the next interval.
             self._now = replace(self._now, peak_allocated_bytes=self._now.allocated_bytes)
         return interval
 
@@ -246,8 +249,11 @@ class HostGauge:
 
 
 def _between(before: DeviceMemory, now: DeviceMemory) -> PhasePeak:
+    # The process's counter tells the highest peak since its last reset, not since `before`:
+    # - it has changed: that peak was reached in this interval, because the counter grew here, or was reset here and has
+    #   begun again. The interval's peak is known exactly.
+    # - it is what it was: the interval's peak lies between what was allocated at its ends and the counter.
     peak_bytes = now.peak_allocated_bytes
-    # A peak that has changed was reached here: it has grown, or begun again after someone's reset.
     at_least_bytes = now.allocated_bytes if peak_bytes == before.peak_allocated_bytes else peak_bytes
     return PhasePeak(
         at_least_bytes=max(at_least_bytes, before.allocated_bytes),

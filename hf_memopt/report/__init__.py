@@ -4,7 +4,7 @@ Read in this order:
 
 - `runs`: reads a run's folder.
 - `tables`, `figures`: its figures as rows and as pictures.
-- `run_page`: the HTML page.
+- `html_page`, `run_page`: pages of HTML from `templates/`, and the one about a run.
 - `doctor/`: what this machine can do.
 """
 

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_memopt.report.runs import PhasePeak, Run, memory_column
+from hf_memopt.report.runs import LoggedPeak, Run, memory_column
+from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
 _BAR, _TIME = "#e58b3d", "#4c78a8"
@@ -30,7 +31,7 @@ def figures_of(run: Run) -> dict[str, Draw]:
 
 
 def render(draw: Draw, *, dark: bool) -> bytes:
-    """A figure as PNG, on the page's own background.
+    """Return a figure as PNG, on the page's own background.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -47,6 +48,11 @@ def render(draw: Draw, *, dark: bool) -> bytes:
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=144)
     return png.getvalue()
+
+
+def render_both(draw: Draw) -> dict[str, bytes]:
+    """Return a figure as PNG for "light" and for "dark" pages; errors are those of `render`."""
+    return {"light": render(draw, dark=False), "dark": render(draw, dark=True)}
 
 
 def _style(dark: bool) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
     axes.margins(x=0.02)
 
 
-def _draw_phases(figure: Any, phases: Sequence[PhasePeak], on_device: bool) -> None:
+def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> None:
     figure.set_size_inches(9, 1.4 + 0.36 * len(phases))
     axes = figure.subplots()
     names = [phase.name for phase in phases]
@@ -130,14 +136,14 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
     for axes, phase in zip(row, phases, strict=True):
         left = [0.0] * len(holders)
         for index, kind in enumerate(kinds):
-            widths = [by_phase[phase].get(kind, 0) / 2**20 for by_phase in holders.values()]
+            widths = [by_phase[phase].get(kind, 0) / MIB for by_phase in holders.values()]
             axes.barh(list(holders), widths, left=left, color=COLORS[index % len(COLORS)], label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_title(phase, loc="left")
     row[-1].set_xlabel("MiB on the device")
-    totals = [sum(found.values()) / 2**20 for by_phase in holders.values() for found in by_phase.values()]
+    totals = [sum(found.values()) / MIB for by_phase in holders.values() for found in by_phase.values()]
     row[-1].set_xlim(0, 1.04 * max(totals) or 1)
     if kinds:
         handles, labels = row[0].get_legend_handles_labels()

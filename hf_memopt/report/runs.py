@@ -27,7 +27,7 @@ _NO_TIME = f"time of each design: 'memory_bytes' in {RESULTS_FILE} counts bytes 
 
 
 @dataclass(frozen=True)
-class PhasePeak:
+class LoggedPeak:
     """The highest memory in a phase of a step lies between two figures, which are the same where it is exact.
 
     On a device without counters they are the host memory of the process at the ends of the phase.
@@ -51,7 +51,7 @@ class Run:
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
-        lacking: what the folder has no figures for, and how to get them.
+        missing: what the folder has no figures for, and how to get them.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Run:
     timeline: list[dict[str, float]]
     oom_reports: dict[str, str]
     figures: list[Path]
-    lacking: list[str]
+    missing: list[str]
 
     @property
-    def phases(self) -> list[PhasePeak]:
+    def phases(self) -> list[LoggedPeak]:
         """Peaks by phase, as of the last logged step."""
         return phase_peaks(self.timeline[-1]) if self.timeline else []
 
@@ -101,18 +101,18 @@ def read_run(folder: Path) -> Run:
         timeline=timeline,
         oom_reports=oom_reports,
         figures=sorted([*folder.glob("*.png"), *folder.glob("figures/*.png")]),
-        lacking=_lacking(modes, holders, timeline),
+        missing=_missing(modes, holders, timeline),
     )
 
 
-def phase_peaks(record: Mapping[str, float]) -> list[PhasePeak]:
+def phase_peaks(record: Mapping[str, float]) -> list[LoggedPeak]:
     """The phases that one logged step has figures for."""
     peaks = []
     for key, figure in record.items():
         if found := re.fullmatch(r"memory/(.+)_(?:peak|host_rss)_gib", key):
-            peaks.append(PhasePeak(found[1], figure, figure))
+            peaks.append(LoggedPeak(found[1], figure, figure))
         elif found := re.fullmatch(r"memory/(.+)_peak_at_most_gib", key):
-            peaks.append(PhasePeak(found[1], record.get(f"memory/{found[1]}_peak_at_least_gib", 0.0), figure))
+            peaks.append(LoggedPeak(found[1], record.get(f"memory/{found[1]}_peak_at_least_gib", 0.0), figure))
     return peaks
 
 
@@ -123,17 +123,17 @@ def memory_column(modes: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return "saved_mib", "Saved activations on the device at the peak"
 
 
-def _lacking(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) -> list[str]:
-    lacking = [] if timeline else [_NO_TIMELINE]
+def _missing(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) -> list[str]:
+    missing = [] if timeline else [_NO_TIMELINE]
     if timeline and not phase_peaks(timeline[-1]):
-        lacking.append(_NO_PHASES)
+        missing.append(_NO_PHASES)
     if holders and not modes:
-        lacking.append(_NO_TIME)
+        missing.append(_NO_TIME)
     elif not modes:
-        lacking.append(_NO_MODES)
+        missing.append(_NO_MODES)
     elif len(modes) == 1:
-        lacking.append(_ONE_MODE)
-    return lacking
+        missing.append(_ONE_MODE)
+    return missing
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """A run's figures as rows: what the page's tables and first lines say."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_memopt.report.runs import Run, memory_column
+from hf_memopt.text_table import Cell, Table
+from hf_memopt.units import MIB
 
-Cell = str | float | int | None
-
-MODE_COLUMNS = {
+_MODE_COLUMNS = {
     "peak MiB": "peak_mib",
     "saved MiB": "saved_mib",
     "predicted MiB": "predicted_saved_mib",
@@ -20,30 +20,18 @@ MODE_COLUMNS = {
 }
 
 
-class Table(NamedTuple):
-    """Column heads, and rows of as many cells. Numbers are shown with `digits` behind the point, None as a dash."""
-
-    heads: list[str]
-    rows: list[list[Cell]]
-    digits: int = 1
-
-
 def headlines(run: Run) -> list[str]:
     """What is to be seen first, in words."""
     return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
 
 
-def mode_table(run: Run) -> Table:
-    """Memory and time by mode; columns that no mode has a figure for are left out."""
-    shown = {title: key for title, key in MODE_COLUMNS.items() if any(mode.get(key) is not None for mode in run.modes)}
-    compared = len(run.modes) > 1
+def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
+    """Return memory and time by mode, the reference first; columns that no mode has a figure for are left out."""
+    shown = {title: key for title, key in _MODE_COLUMNS.items() if any(mode.get(key) is not None for mode in modes)}
+    compared = len(modes) > 1
     rows: list[list[Cell]] = [
-        [
-            mode["mode"],
-            *(mode.get(key) for key in shown.values()),
-            *([_verdict(mode, run.modes[0])] if compared else []),
-        ]
-        for mode in run.modes
+        [mode["mode"], *(mode.get(key) for key in shown.values()), *([_verdict(mode, modes[0])] if compared else [])]
+        for mode in modes
     ]
     return Table(["mode", *shown, *(["losses"] if compared else [])], rows)
 
@@ -74,7 +62,7 @@ def policy_table(run: Run) -> Table:
 
 
 def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[float]:
-    return [sum(kinds.values()) / 2**20 for kinds in by_phase.values()]
+    return [sum(kinds.values()) / MIB for kinds in by_phase.values()]
 
 
 def _verdict(mode: Mapping[str, Any], reference: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from hf_memopt.memory.ranks import gather_from_ranks, num_ranks
 from hf_memopt.teacher.packed_weights import PackedWeights
 from hf_memopt.transfer.host_memory import Pages, pinned_pages
 
@@ -29,8 +30,7 @@ class _Offer(NamedTuple):
 
 def several_ranks() -> bool:
     """Whether this process trains together with others, on a system where they can share memory."""
-    initialised = distributed.is_available() and distributed.is_initialized()
-    return initialised and distributed.get_world_size() > 1 and hasattr(os, "memfd_create")
+    return num_ranks() > 1 and hasattr(os, "memfd_create")
 
 
 def share(weights: PackedWeights, device: torch.device) -> Tensor:
@@ -45,15 +45,15 @@ def share(weights: PackedWeights, device: torch.device) -> Tensor:
 
     Costs a SHA-256 of the weights on each rank, and three small collectives.
     """
-    claims = _gather(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
+    claims = gather_from_ranks(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
     _refuse_different(claims)
     rank = distributed.get_rank()
     first = min(other for other, claim in enumerate(claims) if claim.machine == claims[rank].machine)
     pages, file = _write(weights) if rank == first else (None, -1)
-    offers = _gather(_Offer(os.getpid(), file))
+    offers = gather_from_ranks(_Offer(os.getpid(), file))
     if pages is None:
         pages = _map(offers[first], weights.num_bytes)
-    _gather(None)  # the others have opened the file
+    gather_from_ranks(None)  # the others have opened the file
     if file != -1:
         os.close(file)
     return pinned_pages(pages, device)
@@ -70,12 +70,6 @@ def _write(weights: PackedWeights) -> tuple[Pages, int]:
 def _map(offer: _Offer, num_bytes: int) -> Pages:
     with Path(f"/proc/{offer.process}/fd/{offer.file}").open("r+b") as file:
         return Pages(file.fileno(), num_bytes)
-
-
-def _gather[T](value: T) -> list[T]:
-    values: list[T] = [value] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values
 
 
 def _refuse_different(claims: list[_Claim]) -> None:

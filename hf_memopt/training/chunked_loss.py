@@ -43,6 +43,7 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
     values: list[Tensor] = []
     gradients: list[Tensor] = []
     for share, chunk, chunk_targets in _chunks(output, targets, chunk_size):
+        # These hooks hide the chunk from outer ones: offloading what is used at once would only cost time.
         with saved_tensors_hooks(_itself, _itself):
             value = loss_fn(chunk.requires_grad_(differentiated), *chunk_targets).mean() * share
         if differentiated:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 _MAX_NAMES = 5
 
@@ -91,20 +90,6 @@ def scaler_takes_care(optimizer: Any) -> bool:
     """Whether the loss scaler of Accelerate's optimizer skips a step that is not finite and tries a smaller scale."""
     scaler = getattr(optimizer, "scaler", None)
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
-
-
-def gather_findings(findings: Findings) -> list[Findings]:
-    """Every rank's findings, in the order of ranks, which have to call this together."""
-    if num_ranks() == 1:
-        return [findings]
-    gathered: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(gathered, findings)
-    return gathered
-
-
-def num_ranks() -> int:
-    """How many processes train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _describe(step: int, findings: list[Findings]) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_memopt.training.repeatable import RandomState
-from hf_memopt.training.step import check_distributed_type
+from hf_memopt.training.step import StepResult, check_distributed_type, open_step
 
 Outputs = tuple[Tensor, ...]
 
@@ -45,10 +46,10 @@ class GradientCache:
 
     Example:
         >>> cache = GradientCache(accelerator, model, contrastive_loss)
-        >>> loss = cache.backward(micro_batches)
-        >>> accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        >>> optimizer.step()
-        >>> optimizer.zero_grad()
+        >>> for micro_batches in windows:
+        ...     result = cache.step(micro_batches, optimizer, max_grad_norm=1.0)
+
+    In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`.
     """
 
     def __init__(
@@ -86,12 +87,53 @@ class GradientCache:
         micro_batches = list(micro_batches)
         if not micro_batches:
             raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
+        # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         outputs, states = self._forward_all(micro_batches)
+        # 2. The loss of all of them, and its gradient by each output.
         loss, gradients = self._loss_and_gradients(outputs)
+        # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients. Random numbers
+        #    then go on after those of the loss, as if nothing had run twice.
         after = RandomState(self._accelerator.device)
         self._backward_all(micro_batches, states, gradients)
         after.restore()
         return loss
+
+    def step(
+        self,
+        micro_batches: Iterable[Any],
+        optimizer: AcceleratedOptimizer,
+        *,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+    ) -> StepResult:
+        """Drop gradients, run `backward`, clip, check, update: one optimizer step, as `train_step` makes it.
+
+        What is clipped and checked is the gradient of `models`, and of `loss_fn` if it is a module.
+
+        Args:
+            micro_batches: as in `backward`.
+            optimizer: prepared by the accelerator.
+            max_grad_norm: clip the gradient to this L2 norm. None: do not clip.
+            scheduler: stepped after the update, and not after a skipped one.
+
+        Raises:
+            ValueError: as from `backward`, as from `train_step` about the accelerator and the optimizer, or `models`
+                were not given and `forward_fn` is none.
+            NonFiniteGradientError: as from `train_step`. A loss of all samples has one gradient, so everything that is
+                not finite is put down to micro-batch 1.
+        """
+        micro_batches = list(micro_batches)
+        if not all(isinstance(model, nn.Module) for model in self._models):
+            raise ValueError(
+                "models=None: step clips and checks their gradients; give models=[...] that forward_fn calls"
+            )
+        modules = [each for each in (*self._models, self._loss_fn) if isinstance(each, nn.Module)]
+        model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+            loss = self.backward(micro_batches)
+            step.watch.end_micro_batch()
+            # Every rank has the whole loss, and the parts of all ranks are added up.
+            return step.update(loss / self._accelerator.num_processes, len(micro_batches))
 
     def _forward_all(self, micro_batches: Sequence[Any]) -> tuple[list[Outputs], list[RandomState]]:
         outputs, states = [], []
@@ -112,12 +154,14 @@ class GradientCache:
         """The loss of all outputs, and its gradient with respect to those of each micro-batch of this rank."""
         leaves = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
         sizes = [[len(part) for part in parts] for parts in zip(*outputs, strict=True)]
+        # The concatenated copies are enough from here on.
         outputs.clear()
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         with _same_draws_on_all_ranks(self._accelerator):
             loss = self._loss_fn(*(_of_all_ranks(self._accelerator, leaf) for leaf in leaves))
-        # Backward divides by the first; undone. A loss scaler scales here, and with it all gradients that follow.
+        # accelerator.backward divides by gradient_accumulation_steps, so multiply first. The loss scale that it applies
+        # here carries over to the gradients of the outputs, and from them to all that follow.
         self._accelerator.backward(loss * self._accelerator.gradient_accumulation_steps)
         gradients = [self._cut(leaf.grad, lengths) for leaf, lengths in zip(leaves, sizes, strict=True)]
         return loss.detach(), [list(each) for each in zip(*gradients, strict=True)]
@@ -125,7 +169,8 @@ class GradientCache:
     def _cut(self, gradient: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
         if gradient is None:
             return [None] * len(sizes)
-        # Every rank has the whole loss; exchanging gradients takes their mean over ranks, where the sum is due.
+        # Every rank computed the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
+        # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
         parts: tuple[Tensor, ...] = torch.split(gradient * self._accelerator.num_processes, sizes)
         return parts
 
@@ -133,6 +178,7 @@ class GradientCache:
         self, micro_batches: Sequence[Any], states: list[RandomState], gradients: list[list[Tensor | None]]
     ) -> None:
         for number, micro_batch in enumerate(micro_batches):
+            # Ranks exchange gradients once, in the backward of the last micro-batch.
             with nullcontext() if number == len(micro_batches) - 1 else self._no_sync():
                 states[number].restore()
                 _backward(self._forward(micro_batch), gradients[number])

@@ -21,13 +21,9 @@ from hf_memopt.training.step import (
     LossFn,
     StepResult,
     WeightFn,
-    accumulate,
     check_distributed_type,
-    check_supported,
-    clean_gradients,
-    drop_gradients,
-    shares_of,
-    update,
+    normalized_weights,
+    open_step,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,19 +90,18 @@ class MicroBatcher:
             torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too.
             ValueError, NonFiniteGradientError: as `train_step`; and `split_batch`'s.
         """
-        check_supported(self._accelerator, optimizer, max_grad_norm)
-        with clean_gradients(model, optimizer) as watch:
+        with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
             def attempt(size: int) -> tuple[Tensor, int]:
-                drop_gradients(model, optimizer)
-                watch.begin_step()
-                shares = shares_of(self._accelerator, list(split_batch(batch, size)), weight_fn or num_samples)
-                return accumulate(self._accelerator, model, loss_fn, shares, watch, sync=False), len(shares)
+                step.drop_gradients()
+                micro_batches = list(split_batch(batch, size))
+                weighted = normalized_weights(self._accelerator, micro_batches, weight_fn or num_samples)
+                return step.accumulate(loss_fn, weighted, sync=False), len(weighted)
 
-            size, (loss, num) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
+            size, (loss, num_micro_batches) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
             self._use(size)
             _sum_gradients(self._accelerator, model)
-            return update(self._accelerator, model, optimizer, scheduler, max_grad_norm, watch, loss, num)
+            return step.update(loss, num_micro_batches)
 
     def _use(self, size: int) -> None:
         if size < self.micro_batch_size and self._accelerator.is_main_process:
@@ -177,6 +172,8 @@ def _first_that_fits[T](
     accelerator: Accelerator, model: nn.Module, size: int, attempt: Callable[[int], T]
 ) -> tuple[int, T]:
     """The first of size, half of it and so on with which `attempt(size)` fits on all ranks, and what it returned."""
+    # Everything that an attempt changes is put back before the next one: buffers and random numbers here, gradients by
+    # the attempt itself. What stays is the first attempt that fits, as if its size had been used from the start.
     _share_buffers(model)
     random, buffers = RandomState(accelerator.device), BufferState(model)
     while True:
@@ -186,12 +183,15 @@ def _first_that_fits[T](
             if not is_out_of_memory(caught):
                 raise
             result, error = None, caught
+        # One rank that runs out of memory is enough: all start over, because they have to make the same exchanges.
         if not _on_any_rank(accelerator, error is not None):
             assert result is not None
             return size, result
         if size == 1:
             raise error or torch.OutOfMemoryError("out of memory on another rank with one sample per micro-batch")
-        error = result = None  # the error's traceback holds what the failed forward had computed
+        # The error's traceback refers to frames whose variables hold what the failed forward had computed. It has to go
+        # before the cache is emptied; so has the result of a rank on which the attempt did fit.
+        error = result = None
         clear_device_cache(garbage_collection=True)
         random.restore()
         buffers.restore()
@@ -278,6 +278,8 @@ def _sum_gradients(accelerator: Accelerator, model: nn.Module) -> None:
     """Add up gradients over ranks in place. Parameters that some ranks did not use have a gradient of 0 there."""
     if accelerator.num_processes == 1:
         return
+    # Ranks first agree on which parameters have a gradient anywhere. All have to exchange the same ones, and a gradient
+    # that no rank has must stay None: with zeros, optimizers with momentum would update the parameter.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     used = torch.tensor([parameter.grad is not None for parameter in parameters], device=accelerator.device).float()
     dist.all_reduce(used, dist.ReduceOp.MAX)

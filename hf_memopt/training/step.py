@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.memory.device_counters import Counters, counters_for
+from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
-from hf_memopt.training.finite_check import GradientWatch, NonFiniteGradientError, gather_findings, scaler_takes_care
+from hf_memopt.training.finite_check import GradientWatch, NonFiniteGradientError, scaler_takes_care
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 WeightFn = Callable[[Any], float | Tensor]
-Shares = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
+Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,9 @@ def train_step(
         >>> for window in windows:  # lists of micro-batches
         ...     result = train_step(accelerator, model, loss_fn, window, optimizer, max_grad_norm=1.0)
     """
-    check_supported(accelerator, optimizer, max_grad_norm)
-    shares = shares_of(accelerator, list(micro_batches), weight_fn)
-    with clean_gradients(model, optimizer) as watch:
-        loss = accumulate(accelerator, model, loss_fn, shares, watch, sync=True)
-        return update(accelerator, model, optimizer, scheduler, max_grad_norm, watch, loss, len(shares))
+    with open_step(accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+        weighted = normalized_weights(accelerator, list(micro_batches), weight_fn)
+        return step.update(step.accumulate(loss_fn, weighted, sync=True), len(weighted))
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:
@@ -109,7 +108,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
         )
 
 
-def check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
+def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
     """Raises ValueError where a step would not be what it says."""
     check_distributed_type(accelerator)
     if not isinstance(optimizer, AcceleratedOptimizer):
@@ -125,8 +124,8 @@ def check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: flo
     Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
 
 
-def shares_of(accelerator: Accelerator, micro_batches: Sequence[Any], weight_fn: WeightFn | None) -> Shares:
-    """Each micro-batch with its weight divided by the weight of all of them on all ranks."""
+def normalized_weights(accelerator: Accelerator, micro_batches: Sequence[Any], weight_fn: WeightFn | None) -> Weighted:
+    """Return each micro-batch with its weight divided by the weight of all of them on all ranks."""
     weights = [1.0 if weight_fn is None else float(weight_fn(micro_batch)) for micro_batch in micro_batches]
     complaint = _complaint(weights)
     total, num_complaints = sum_over_ranks(accelerator, [sum(weights), complaint is not None])
@@ -134,9 +133,10 @@ def shares_of(accelerator: Accelerator, micro_batches: Sequence[Any], weight_fn:
         raise ValueError(complaint or "micro_batches or weight_fn: invalid on another rank, whose error says why")
     if total == 0:
         raise ValueError("weight_fn: all weights are 0 on all ranks; leave such windows out")
-    shares = [(each, weight / total) for each, weight in zip(micro_batches, weights, strict=True)]
-    # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0.
-    return [each for each in shares if each[1] > 0] or shares[-1:]
+    weighted = [(each, weight / total) for each, weight in zip(micro_batches, weights, strict=True)]
+    # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0, so such micro-batches do not run. A
+    # rank that has no others runs one of them all the same, because the other ranks wait for it to exchange gradients.
+    return [each for each in weighted if each[1] > 0] or weighted[-1:]
 
 
 def _complaint(weights: list[float]) -> str | None:
@@ -148,68 +148,92 @@ def _complaint(weights: list[float]) -> str | None:
     return None
 
 
-@contextmanager
-def clean_gradients(model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[GradientWatch]:
-    """No gradients before and after, whatever happens; each one inside is seen by the watch."""
-    drop_gradients(model, optimizer)
-    watch = GradientWatch(model.module if isinstance(model, DistributedDataParallel) else model)
-    try:
-        yield watch
-    finally:
-        watch.remove()
-        drop_gradients(model, optimizer)
+@dataclass(frozen=True)
+class OpenStep:
+    """A step that collects gradients; get it from `open_step`, and end it with `update`.
 
-
-def drop_gradients(model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
-    """Those of the model and those of anything else that the optimizer updates."""
-    model.zero_grad(set_to_none=True)
-    optimizer.zero_grad(set_to_none=True)
-
-
-def accumulate(
-    accelerator: Accelerator, model: nn.Module, loss_fn: LossFn, shares: Shares, watch: GradientWatch, *, sync: bool
-) -> Tensor:
-    """Leaves the gradient in the parameters; returns this rank's part of the loss.
-
-    With `sync`, ranks exchange gradients in the last backward. Without, this rank's part of the gradient is left.
+    Attributes:
+        watch: sees each gradient as backward computes it.
     """
-    # Accelerate's backward divides by the first; exchanging gradients takes their mean over the second.
-    factor = accelerator.gradient_accumulation_steps * (accelerator.num_processes if sync else 1)
-    total = torch.zeros((), device=accelerator.device)
-    for number, (micro_batch, share) in enumerate(shares, start=1):
-        with nullcontext() if sync and number == len(shares) else accelerator.no_sync(model):
-            loss = loss_fn(model, micro_batch)
-            accelerator.backward(loss * (share * factor))
-        watch.end_micro_batch()
-        if share:
-            total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
-    return total
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    max_grad_norm: float | None
+    scheduler: Any
+    watch: GradientWatch
+
+    def drop_gradients(self) -> None:
+        """Drop those of the model and those of anything else that the optimizer updates, and what is known of them."""
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.watch.begin_step()
+
+    def accumulate(self, loss_fn: LossFn, weighted: Weighted, *, sync: bool) -> Tensor:
+        """Leave the gradient in the parameters, and return this rank's part of the loss.
+
+        With `sync`, ranks exchange gradients in the last backward. Without, this rank's part of the gradient is left.
+        """
+        accelerator = self.accelerator
+        # accelerator.backward divides by the first, and exchanging gradients takes their mean over the second. Both
+        # are undone here, because the weights already divide by the weight of all micro-batches of all ranks.
+        factor = accelerator.gradient_accumulation_steps * (accelerator.num_processes if sync else 1)
+        total = torch.zeros((), device=accelerator.device)
+        for number, (micro_batch, weight) in enumerate(weighted, start=1):
+            with nullcontext() if sync and number == len(weighted) else accelerator.no_sync(self.model):
+                loss = loss_fn(self.model, micro_batch)
+                accelerator.backward(loss * (weight * factor))
+            self.watch.end_micro_batch()
+            # A weight of 0 stands for a loss that may be NaN, and NaN times 0 would be NaN.
+            if weight:
+                total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * weight
+        return total
+
+    def update(self, loss: Tensor, num_micro_batches: int) -> StepResult:
+        """Clip and check the gradient that all ranks have, and apply it.
+
+        Args:
+            loss: this rank's part, `()`; all ranks' add up to the loss of the step.
+            num_micro_batches: how many ran on this rank.
+        """
+        accelerator, optimizer = self.accelerator, self.optimizer
+        max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        # All ranks hold the same gradient, so they all see the same norm and decide alike.
+        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        if not math.isfinite(grad_norm) and not scaler_takes_care(optimizer):
+            raise NonFiniteGradientError(accelerator.step + 1, gather_from_ranks(self.watch.findings()))
+        optimizer.step()
+        accelerator.step += 1
+        if self.scheduler is not None and not optimizer.step_was_skipped:
+            self.scheduler.step()
+        (loss_of_all,) = sum_over_ranks(accelerator, [float(loss)])
+        counters = _counters(accelerator.device)
+        peak_bytes = counters.read().peak_allocated_bytes if counters else None
+        return StepResult(loss_of_all, grad_norm, num_micro_batches, peak_bytes, optimizer.step_was_skipped)
 
 
-def update(
+@contextmanager
+def open_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
-    scheduler: Any,
     max_grad_norm: float | None,
-    watch: GradientWatch,
-    loss: Tensor,
-    num_micro_batches: int,
-) -> StepResult:
-    """Clip and check the gradient that all ranks have, and apply it."""
-    max_norm = math.inf if max_grad_norm is None else max_grad_norm
-    # All ranks hold the same gradient, so they all see the same norm and decide alike.
-    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_norm))
-    if not math.isfinite(grad_norm) and not scaler_takes_care(optimizer):
-        raise NonFiniteGradientError(accelerator.step + 1, gather_findings(watch.findings()))
-    optimizer.step()
-    accelerator.step += 1
-    if scheduler is not None and not optimizer.step_was_skipped:
-        scheduler.step()
-    (loss_of_all,) = sum_over_ranks(accelerator, [float(loss)])
-    counters = _counters(accelerator.device)
-    peak_bytes = counters.read().peak_allocated_bytes if counters else None
-    return StepResult(loss_of_all, grad_norm, num_micro_batches, peak_bytes, optimizer.step_was_skipped)
+    scheduler: Any,
+) -> Iterator[OpenStep]:
+    """Begin a step without gradients, and leave none behind, whatever happens.
+
+    Raises:
+        ValueError: a step would not be what it says; see `train_step`.
+    """
+    _check_supported(accelerator, optimizer, max_grad_norm)
+    watch = GradientWatch(model.module if isinstance(model, DistributedDataParallel) else model)
+    step = OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler, watch)
+    step.drop_gradients()
+    try:
+        yield step
+    finally:
+        watch.remove()
+        step.drop_gradients()
 
 
 def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier
+from hf_memopt.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,9 @@ class HostArena:
             logger.info(
                 "activation offloading: took %.2f GiB of host memory in %.1f s, holds %.2f GiB in %d allocations; "
                 "later passes use it again",
-                self._new_bytes / 2**30,
+                self._new_bytes / GIB,
                 self._new_s,
-                self.bytes_held / 2**30,
+                self.bytes_held / GIB,
                 len(self._regions),
             )
             self._new_bytes, self._new_s = 0, 0.0
@@ -125,7 +126,7 @@ class HostArena:
         if self.bytes_held < before:
             logger.info(
                 "activation offloading: gave %.2f GiB of host memory back, which is not needed any more",
-                (before - self.bytes_held) / 2**30,
+                (before - self.bytes_held) / GIB,
             )
 
     def _cut(self, num_bytes: int) -> Tensor | None:

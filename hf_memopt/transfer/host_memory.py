@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_memopt.units import MIB
+
 logger = logging.getLogger(__name__)
 
 # From here on huge pages are asked for, which are faulted in and page-locked far faster; they round up to 2 MiB.
-_LARGE_BYTES = 64 * 2**20
+_LARGE_BYTES = 64 * MIB
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.clock import Clock
+from hf_memopt.units import MIB
 
-_PROBE_BYTES = 16 * 2**20
+_PROBE_BYTES = 16 * MIB
 _REPEATS = 5
 
 

@@ -14,6 +14,7 @@ from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
 from hf_memopt.tuning.workload import Lever, Settings, Workload
+from hf_memopt.units import format_gib
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ def _nothing_fits(result: TrainingPlan) -> NothingFitsError:
     largest = next(iter(estimate.breakdown))
     return NothingFitsError(
         f"gpu={result.card.name!r}: no settings of {result.workload} fit. The smallest need "
-        f"{smallest.needed_bytes / 2**30:.2f} GiB ({describe(smallest)}), and their peak is in {estimate.phase}, where "
-        f"{largest} take {estimate.breakdown[largest] / 2**30:.2f} GiB. Use a card of that size, or a smaller model, "
+        f"{format_gib(smallest.needed_bytes)} ({describe(smallest)}), and their peak is in {estimate.phase}, where "
+        f"{largest} take {format_gib(estimate.breakdown[largest])}. Use a card of that size, or a smaller model, "
         "or fewer trainable parameters (LoRA)",
         smallest,
     )

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_memopt.estimate.gpus import allowances
+from hf_memopt.text_table import align
 from hf_memopt.tuning.settings_search import Row, TrainingPlan, describe
 from hf_memopt.tuning.workload import Lever
-
-_GIB = 2**30
+from hf_memopt.units import GIB, MIB, format_gib
 
 
 def table(plan: TrainingPlan) -> str:
@@ -24,20 +24,18 @@ def table(plan: TrainingPlan) -> str:
         "fits",
     ]
     rows = [_cells(row, plan) for row in plan.rows]
-    widths = [max(len(cells[column]) for cells in [heads, *rows]) for column in range(len(heads))]
-    lines = [heads, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    rule = ["-" * len(head) for head in heads]
+    # An empty cell at the end gives the bar that closes a row.
+    return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
 
 
 def _cells(row: Row, plan: TrainingPlan) -> list[str]:
     return [
         f"{row.micro_batch} x {row.accumulation}",
         *(str(row.settings[lever.name]) for lever in plan.levers),
-        f"{row.estimate.peak_bytes / _GIB:.2f}",
-        f"{row.needed_bytes / _GIB:.2f}",
-        f"{row.estimate.host_bytes / _GIB:.2f}",
+        f"{row.estimate.peak_bytes / GIB:.2f}",
+        f"{row.needed_bytes / GIB:.2f}",
+        f"{row.estimate.host_bytes / GIB:.2f}",
         row.estimate.phase,
         f"{row.update_ms / plan.best.update_ms:.2f}",
         "yes" if row.fits else "no",
@@ -77,16 +75,16 @@ def headline(plan: TrainingPlan) -> str:
     """The choice in one line."""
     best = plan.best
     return (
-        f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / _GIB:.1f} GiB): {describe(best)}; peak "
-        f"{best.estimate.peak_bytes / _GIB:.2f} GiB of tensors in {best.estimate.phase}, "
-        f"{best.needed_bytes / _GIB:.2f} GiB with allocator and allowances; confidence {best.estimate.confidence}"
+        f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "
+        f"{format_gib(best.estimate.peak_bytes)} of tensors in {best.estimate.phase}, "
+        f"{format_gib(best.needed_bytes)} with allocator and allowances; confidence {best.estimate.confidence}"
     )
 
 
 def explain(plan: TrainingPlan) -> list[str]:
     """Why each lever is used or not, from what was simulated."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
-    kept = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in allowances(plan.card).items())
+    kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
     return [*lines, f"Kept free, assumed and not measured: {kept}.", *_assumptions(plan)]
 
 
@@ -103,7 +101,7 @@ def _explain_micro_batch(plan: TrainingPlan) -> str:
         )
     return (
         f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
-        f"{following.needed_bytes / _GIB:.2f} GiB with these settings."
+        f"{format_gib(following.needed_bytes)} with these settings."
     )
 
 
@@ -118,7 +116,7 @@ def _explain(plan: TrainingPlan, lever: Lever) -> Iterator[str]:
             ratio = min(row.update_ms for row in fitting) / plan.best.update_ms
             yield f"{lever.name} {chosen}, not {value}: with {value} an update takes {ratio:.2f} times as long."
         elif rows:
-            needed = min(row.needed_bytes for row in rows) / _GIB
+            needed = min(row.needed_bytes for row in rows) / GIB
             yield f"{lever.name} {chosen}, not {value}: with {value} nothing fits; {needed:.2f} GiB at least."
         else:
             yield f"{lever.name} {chosen}, not {value}: not needed, since the whole batch fits without it."

@@ -17,6 +17,7 @@ from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
 from hf_memopt.tuning.workload import PASSES_OF_AUTO, Lever, Settings, SimulatedStep, divisors
+from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,9 @@ def compare(predicted: Row | None, accelerator: Accelerator) -> None:
     if predicted is None:
         return
     counters = counters_for(accelerator.device)
-    text = f"Plan: predicted peak {predicted.estimate.peak_bytes / 2**30:.2f} GiB of tensors"
+    text = f"Plan: predicted peak {format_gib(predicted.estimate.peak_bytes)} of tensors"
     if counters is not None:
-        text += f", measured {counters.read().peak_allocated_bytes / 2**30:.2f} GiB"
+        text += f", measured {format_gib(counters.read().peak_allocated_bytes)}"
     logger.info(text)
 
 

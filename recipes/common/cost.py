@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from hf_memopt import ActivationOffloader
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.common.options import OffloadOptions, Options
+from hf_memopt.report.tables import mode_table
+from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +99,12 @@ class Meter:
             return Cost(self._mode)
         found = Cost(self._mode, step_ms=median(self._times_ms))
         if self._device.type != "cpu":
-            found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / 2**20
+            found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / MIB
         if self._offloader is not None and self._before is not None:
             now, num_updates = self._offloader.stats, len(self._times_ms)
-            found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / 2**20
+            found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB
             found.stall_ms = (now.stall_ms - self._before.stall_ms) / num_updates
-            found.host_mib = now.host_bytes_pinned / 2**20
+            found.host_mib = now.host_bytes_pinned / MIB
             found.saved_mib = _mib(now.measured_peak_gib)
             found.predicted_saved_mib = _mib(now.predicted_peak_gib)
             found.predicted_step_ms = now.predicted_step_ms
@@ -114,48 +116,14 @@ def _mib(gib: float | None) -> float | None:
     return None if gib is None else 1024 * gib
 
 
-COLUMNS = {
-    "peak MiB": "peak_mib",
-    "saved MiB": "saved_mib",
-    "predicted": "predicted_saved_mib",
-    "moved MiB/step": "moved_mib",
-    "host MiB": "host_mib",
-    "step ms": "step_ms",
-    "stall ms": "stall_ms",
-    "pass ms": "measured_step_ms",
-    "predicted ms": "predicted_step_ms",
-}
-
-
 def table(results: dict[str, Any]) -> str:
     """One row per compared mode, or one for the training; columns that no row has a figure for are left out."""
-    costs = shown_costs(results)
-    shown = {title: name for title, name in COLUMNS.items() if any(getattr(cost, name) is not None for cost in costs)}
-    lines = [f"{'mode':8}" + "".join(f"{title:>{_width(title)}}" for title in shown)]
-    if len(costs) > 1:
-        lines[0] += "  losses"
-    for cost in costs:
-        figures = [(title, getattr(cost, name)) for title, name in shown.items()]
-        line = f"{cost.mode:8}" + "".join(
-            f"{'-' if figure is None else f'{figure:,.1f}':>{_width(title)}}" for title, figure in figures
-        )
-        lines.append(line if len(costs) == 1 else f"{line}  {_verdict(cost, costs[0])}")
-    return "\n".join([*lines, SAVED_CAPTION, CPU_CAPTION if results["device"] == "cpu" else DEVICE_CAPTION])
+    costs = mode_table([asdict(cost) for cost in shown_costs(results)])
+    return f"{costs}\n{SAVED_CAPTION}\n{CPU_CAPTION if results['device'] == 'cpu' else DEVICE_CAPTION}"
 
 
 def shown_costs(results: dict[str, Any]) -> list[Cost]:
     return results["compared_costs"] or [results["training_cost"]]
-
-
-def _width(title: str) -> int:
-    return max(len(title), 9) + 2
-
-
-def _verdict(cost: Cost, reference: Cost) -> str:
-    if cost is reference:
-        return "reference"
-    same = sum(ours == theirs for ours, theirs in zip(cost.losses, reference.losses, strict=True))
-    return "bitwise equal" if same == len(reference.losses) else f"{same} of {len(reference.losses)} equal"
 
 
 def announce(mode: str, num_parameters: int, options: Options, accelerator: Accelerator) -> None:

@@ -20,6 +20,7 @@ from hf_memopt.recipes.lgt.config import CheckpointConfig, Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, describe
 from hf_memopt.recipes.lgt.model import LatentTransfer
 from hf_memopt.recipes.lgt.run import Run
+from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
         return Check(name, "not applicable", "needs two epochs")
     first, last = memory_bytes[0], memory_bytes[-1]
     growth = last / first - 1
-    measured = f"at most {last / 2**30:.2f} GiB, {growth:+.1%} since the first epoch"
+    measured = f"at most {format_gib(last)}, {growth:+.1%} since the first epoch"
     return Check(name, "passed" if growth <= STABLE_MEMORY[where] else "failed", measured)
 
 

@@ -20,7 +20,7 @@ from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.model import LatentTransfer
 from hf_memopt.recipes.lgt.step import Batch, Objective, Outputs, build_model, build_optimizer
-from hf_memopt.training import GradientCache, StepResult, step, train_step
+from hf_memopt.training import GradientCache, StepResult, train_step
 from hf_memopt.training.compile import compile_module
 
 
@@ -161,12 +161,7 @@ def exact_step(run: Run, micro_batches: list[Batch]) -> StepResult:
     """The gradient of all micro-batches as one batch, of all processes."""
     cache = GradientCache(run.accelerator, run.outputs, run.objective.loss, models=[run.model])
     norm = run.config.training.max_grad_norm
-    step.check_supported(run.accelerator, run.optimizer, norm)
-    with step.clean_gradients(run.model, run.optimizer) as watch:
-        loss = cache.backward(micro_batches)
-        watch.end_micro_batch()
-        share = loss / run.accelerator.num_processes  # each process has the whole loss
-        return step.update(run.accelerator, run.model, run.optimizer, None, norm, watch, share, len(micro_batches))
+    return cache.step(micro_batches, run.optimizer, max_grad_norm=norm)
 
 
 def epsilon(config: Config, epoch: int) -> float:

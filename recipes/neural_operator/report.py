@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from hf_memopt.recipes.common.cost import Cost, table
 from hf_memopt.recipes.neural_operator.data import Data, describe
 from hf_memopt.recipes.neural_operator.options import Options
+from hf_memopt.text_table import Table
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +63,12 @@ def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path
 
 def errors_table(results: dict[str, Any]) -> str:
     """Mean relative test error by resolution."""
-    lines = [f"{'resolution':>10}{'relative L2':>14}{'relative H1':>14}"]
-    trained = results["data"]["resolution"]
-    for resolution in results["data"]["test_resolutions"]:
-        errors = [results["final"][f"{name}_{resolution}"] for name in ("l2", "h1")]
-        lines.append(
-            f"{resolution:>10}" + "".join(f"{error:>14.4f}" for error in errors) + "  trained" * (resolution == trained)
-        )
-    return "\n".join(lines)
+    trained, final = results["data"]["resolution"], results["final"]
+    rows = [
+        [resolution, final[f"l2_{resolution}"], final[f"h1_{resolution}"], "trained" * (resolution == trained)]
+        for resolution in results["data"]["test_resolutions"]
+    ]
+    return str(Table(["resolution", "relative L2", "relative H1", ""], rows, digits=4))
 
 
 def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str, Tensor]]]:

@@ -28,6 +28,8 @@ logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
 from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors  # noqa: E402
 from hf_memopt.ranges import SEED  # noqa: E402
 from hf_memopt.recipes.reflow import smolvla_toy as toy  # noqa: E402
+from hf_memopt.text_table import Cell, Table  # noqa: E402
+from hf_memopt.units import KIB  # noqa: E402
 
 NUM_EPISODES = 100
 HELD_OUT = 0.2
@@ -205,21 +207,22 @@ def print_summary(results: dict[str, Any]) -> None:
     teacher, student = evaluation["teacher"], evaluation["student"]
     few = (1, evaluation["teacher_num_steps"])
     print(f"\n{evaluation['num_observations']} held-out observations, normalised actions, the same noise for all\n")
-    print(f"{'':36}{'teacher':>10}{'student':>10}")
-    for key, title, all_steps in (
-        ("error", "difference to the teacher", teacher["error"]),
-        ("action_error", "difference to the data", few),
-        ("spread", "spread over noise", few),
-        ("latency_ms", "ms per chunk", few),
-    ):
-        for steps in all_steps:
-            print(f"{f'{title}, {steps} steps':36}{teacher[key][steps]:10.4f}{student[key][steps]:10.4f}")
     passing = results["passing_rates"]
-    for steps in few:
-        title = f"passes the obstacle, {steps} steps"
-        print(f"{title:36}{passing['teacher'][steps]:10.2f}{passing['student'][steps]:10.2f}")
-    key = "normalized_straightness"
-    print(f"{'straightness (0 is straight)':36}{teacher[key]:10.4f}{student[key]:10.4f}")
+    figures = (
+        ("difference to the teacher", teacher["error"], student["error"], teacher["error"]),
+        ("difference to the data", teacher["action_error"], student["action_error"], few),
+        ("spread over noise", teacher["spread"], student["spread"], few),
+        ("ms per chunk", teacher["latency_ms"], student["latency_ms"], few),
+        ("passes the obstacle", passing["teacher"], passing["student"], few),
+    )
+    rows: list[list[Cell]] = [
+        [f"{title}, {steps} steps", of_teacher[steps], of_student[steps]]
+        for title, of_teacher, of_student, all_steps in figures
+        for steps in all_steps
+    ]
+    straightness = (found["normalized_straightness"] for found in (teacher, student))
+    rows.append(["straightness (0 is straight)", *straightness])
+    print(Table(["", "teacher", "student"], rows, digits=4))
     ratio = student["error"][1] / teacher["error"][1]
     print(f"\nThe student's one-step error is {ratio:.2f} of the teacher's (the aim is at most 0.5).")
     print_memory(results["memory_bytes"])
@@ -228,9 +231,10 @@ def print_summary(results: dict[str, Any]) -> None:
 def print_memory(memory: dict[str, dict[str, dict[str, int]]]) -> None:
     print("\nKiB held on the device, counted (temporaries within an operation are not)\n")
     phases = list(next(iter(memory.values())))
-    print(f"{'':38}" + "".join(f"{phase:>20}" for phase in phases))
-    for design, by_phase in memory.items():
-        print(f"{design:38}" + "".join(f"{sum(by_phase[phase].values()) / 1024:20.0f}" for phase in phases))
+    rows: list[list[Cell]] = [
+        [design, *(sum(by_phase[phase].values()) / KIB for phase in phases)] for design, by_phase in memory.items()
+    ]
+    print(Table(["", *phases], rows, digits=0))
 
 
 if __name__ == "__main__":

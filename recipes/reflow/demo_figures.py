@@ -14,6 +14,7 @@ from matplotlib.patches import Circle
 
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.recipes.reflow.demo_measurements import Scene
+from hf_memopt.units import MIB
 
 COLORS = {"teacher": "tab:blue", "student": "tab:orange"}
 HOLDERS = {
@@ -87,13 +88,13 @@ def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> Non
     for axes, phase in zip(row, phases, strict=True):
         bottoms = [0.0] * len(designs)
         for holder, color in HOLDERS.items():
-            heights = [memory[design][phase].get(holder, 0) / 2**20 for design in designs]
+            heights = [memory[design][phase].get(holder, 0) / MIB for design in designs]
             axes.bar(range(len(designs)), heights, bottom=bottoms, color=color, label=holder)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.set_title(phase)
         axes.set_xticks(range(len(designs)), [design.replace(" ", "\n") for design in designs], fontsize=8)
     totals = [sum(holders.values()) for by_phase in memory.values() for holders in by_phase.values()]
-    row[0].set_ylim(0, 1.05 * max(totals) / 2**20)
+    row[0].set_ylim(0, 1.05 * max(totals) / MIB)
     row[0].set_ylabel("MiB on the device")
     handles, labels = row[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(HOLDERS))

@@ -160,7 +160,7 @@ def test_a_cpu_is_told_that_nothing_is_moved(caplog: pytest.LogCaptureFixture) -
     (line,) = (record.getMessage() for record in caplog.records)
     assert "nothing is moved" in line
     assert "SyncCopier()" in line
-    assert "nothing is moved" in offloader.report()
+    assert "nothing is moved" in offloader.report().note
     assert offloader.stats.bytes_moved == 0
 
 

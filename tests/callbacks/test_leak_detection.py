@@ -49,7 +49,7 @@ class KeptPerEpoch(TrainerCallback):
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is older than this module is hidden, which makes a census fast."""
+    """What is older than this module is hidden, so that looking at all storages is fast."""
     make_trainer(Trainer, tmp_path_factory.mktemp("warm"), max_steps=1).train()
     gc.collect()
     gc.freeze()
@@ -86,12 +86,12 @@ def weights(trainer: Trainer) -> list[Tensor]:
 def test_a_leak_in_compute_loss_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = LeakDetectionCallback(every_n_steps=1)
     make_trainer(LeakyTrainer, tmp_path, callback).train()
-    assert callback.report is not None
-    largest = callback.report.culprits[0]
+    assert callback.report() is not None
+    largest = callback.report().culprits[0]
     assert largest.kind == "saved for backward"
     assert "self.kept[" in largest.held_by or ".kept[" in largest.held_by
     assert [record.getMessage() for record in caplog.records if "Memory leak" in record.getMessage()] == [
-        str(callback.report)
+        str(callback.report())
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_sound_training_is_left_alone(tmp_path: Path, collects: bool) -> None:
         watched.train()
     finally:
         gc.enable()
-    assert callback.report is None
+    assert callback.report() is None
     assert len(kept.kept) == 10
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
 
@@ -125,10 +125,10 @@ def test_counts_anew_when_training_begins_again(tmp_path: Path) -> None:
     trainer = make_trainer(LeakyTrainer, tmp_path, callback, max_steps=30, save_strategy="steps", save_steps=30)
     trainer.train()
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-    assert callback.report is None
+    assert callback.report() is None
     trainer.args.max_steps = 60
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
-    assert callback.report is None  # 30 steps in each of the two runs are too few for a verdict
+    assert callback.report() is None  # 30 steps in each of the two runs are too few for a verdict
     assert len(trainer.kept) >= 120
 
 

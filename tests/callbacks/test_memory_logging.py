@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from counted_allocator import CountedAllocator, FakeCounters
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_runs import scalars
 from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, _Clock
-from hf_memopt.memory import MemoryLogger, MemoryTracker
-from hf_memopt.memory.logger import high_memory_message, largest_of_ranks
+from hf_memopt.memory import MemoryTracker
 
 GIB = 2**30
 
@@ -77,12 +75,6 @@ def num_hooks(trainer: Trainer) -> int:
 def tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
     return tmp_path / "tensorboard"
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_metrics_reach_tensorboard_and_the_history(tmp_path: Path, tensorboard: Path) -> None:
@@ -254,30 +246,6 @@ def test_a_warning_is_given_once_with_what_to_change(tmp_path: Path, caplog: pyt
     assert "19.00 of 22.00 GiB (86%) at the peak" in warning.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("phase", "remedy"),
-    [
-        ("backward", "offload activations"),
-        ("optimizer", "fused optimizer"),
-        ("teacher", "OffloadedTeacher"),
-        ("evaluation", "eval_accumulation_steps"),
-        (None, "offload activations"),
-    ],
-)
-def test_the_warning_fits_the_phase_of_the_peak(phase: str | None, remedy: str) -> None:
-    counters = FakeCounters(total_bytes=100)
-    tracker = MemoryTracker(counters=counters)
-    tracker.switch_to(phase)
-    counters.move(90)
-    tracker.step()
-    message = high_memory_message(tracker, tracker.read(), 0.85) or ""
-    assert remedy in message
-    assert (f"in the {phase} phase" in message) is (phase is not None)
-    assert "expandable_segments" not in message
-    counters.move(-30)
-    assert "expandable_segments:True" in (high_memory_message(tracker, tracker.read(), 0.85) or "")
-
-
 def test_resuming_goes_on_with_the_same_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = make_trainer(tmp_path / "whole", MemoryLoggingCallback())
     whole.train()
@@ -361,44 +329,3 @@ def test_resetting_refuses_to_disturb_trainers_own_figures(tmp_path: Path) -> No
 def test_a_share_outside_of_its_range_is_refused(warn_at: float) -> None:
     with pytest.raises(ValueError, match=f"warn_at={warn_at} must be"):
         MemoryLoggingCallback(warn_at=warn_at)
-
-
-@pytest.fixture
-def accelerator(tmp_path: Path) -> Accelerator:
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    accelerator.init_trackers("run")
-    return accelerator
-
-
-def test_an_accelerate_loop_logs_every_nth_step(
-    accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    counters = FakeCounters(total_bytes=8 * GIB)
-    memory = MemoryLogger(accelerator, log_every=2, reset_peaks=True, counters=counters)
-    for step in range(5):
-        with memory.phase("forward"):
-            counters.move((step + 1) * GIB)
-            counters.move(-(step + 1) * GIB)
-        logged = memory.log(step)
-        assert (logged is None) is (step % 2 == 1)
-    accelerator.end_training()
-    recorded = scalars(tmp_path / "run")
-    assert recorded["memory/forward_peak_gib"] == [(0, 1.0), (2, 3.0), (4, 5.0)]
-    assert recorded["memory/peak_allocated_gib"] == [(0, 1.0), (2, 3.0), (4, 5.0)]
-    assert "high device memory" not in caplog.text
-    counters.move(7 * GIB)
-    memory.log(6)
-    memory.log(8)
-    assert caplog.text.count("high device memory") == 1
-
-
-@pytest.mark.parametrize("options", [{"log_every": 0}, {"warn_at": 2.0}])
-def test_the_accelerate_form_names_what_is_wrong(accelerator: Accelerator, options: dict[str, Any]) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value} must be"):
-        MemoryLogger(accelerator, **options)
-
-
-def test_alone_a_process_keeps_its_figures() -> None:
-    metrics = {"memory/host_rss_gib": 1.0}
-    assert largest_of_ranks(metrics) == metrics

@@ -1,132 +1,31 @@
 """Activation offloading in transformers' Trainer: the weights of the plain run, whatever happens in between."""
 
-import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from adversarial_copier import AdversarialCopier
+from offload_trainers import (
+    HOWS,
+    SETTINGS,
+    equal,
+    everything,
+    packed,
+    run,
+    switch_on,
+    weights,
+)
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
-from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt import SyncCopier
 from hf_memopt.activations import OffloadStats
-from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.callbacks.offloading import summary
-
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "attention_dropout": 0.1,
-}
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": True},
-    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-}
-
-HOWS = ["attach", "callback"]
-
-
-def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
-
-
-@functools.cache
-def examples() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(32)]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Trainer]:
-    """A trainer of the tiny decoder: 6 steps of 2 micro-batches, an evaluation after every second."""
-
-    def make(model: nn.Module | None = None, **options: Any) -> Trainer:
-        of_trainer = {
-            name: options.pop(name) for name in ("callbacks", "compute_loss_func", "model_init") if name in options
-        }
-        settings = {
-            "max_steps": 6,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-2,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_strategy": "no",
-            "logging_steps": 2,
-        }
-        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "output_dir": str(tmp_path / "out")}
-        arguments = TrainingArguments(**{**settings, **quiet, **options})
-        if "model_init" not in of_trainer:
-            of_trainer["model"] = decoder() if model is None else model
-        return Trainer(args=arguments, train_dataset=examples(), eval_dataset=examples()[:4], **of_trainer)
-
-    return make
-
-
-def everything(copier: Any = None, **options: Any) -> ActivationOffloader:
-    return ActivationOffloader(
-        **{"mode": "all", "offload_threshold_mb": 0, "copier": copier or SyncCopier(), **options}
-    )
-
-
-def switch_on(how: str, trainer: Trainer, offloader: ActivationOffloader) -> None:
-    if how == "attach":
-        attach(trainer, offloader=offloader)
-    elif how == "callback":
-        trainer.add_callback(ActivationOffloadCallback(offloader))
-
-
-def weights(trainer: Trainer) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def packed(offloader: ActivationOffloader) -> int:
-    return offloader.stats.bytes_moved + offloader.stats.bytes_kept
-
-
-class GenerateAtEvaluation(TrainerCallback):
-    def __init__(self) -> None:
-        self.generated: list[list[int]] = []
-
-    def on_evaluate(self, *event: Any, model: Any, **kwargs: Any) -> None:
-        prompt = examples()[0]["input_ids"][None, :4]
-        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
-        self.generated.append(output[0].tolist())
-
-
-def run(make: Any, how: str, offloader: ActivationOffloader, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
-    generating = GenerateAtEvaluation()
-    trainer = make(callbacks=[generating], **options)
-    switch_on(how, trainer, offloader)
-    trainer.train()
-    return weights(trainer), generating.generated
-
-
-# ------------------------------------------------------------------------------------------------ equality
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -162,28 +61,6 @@ def test_evaluation_enters_no_context(make: Any, monkeypatch: pytest.MonkeyPatch
     trainer.evaluate()
 
 
-def test_the_trainers_own_context_is_entered_and_its_model_given(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[Any] = []
-    offloader = everything()
-    plain = offloader.offload_context
-    trainer = make(max_steps=1, gradient_accumulation_steps=1, eval_strategy="no", model_init=decoder)
-
-    @contextmanager
-    def own_context() -> Iterator[None]:
-        entered.append("own")
-        yield
-
-    def recording(model: nn.Module) -> Any:
-        entered.append(model)
-        return plain(model)
-
-    monkeypatch.setattr(trainer, "autocast_smart_context_manager", own_context)
-    monkeypatch.setattr(offloader, "offload_context", recording)
-    attach(trainer, offloader=offloader)
-    trainer.train()
-    assert entered == ["own", trainer.model]
-
-
 def test_inputs_of_checkpointed_layers(make: Any) -> None:
     settings = SETTINGS["checkpointing"]
     want, _ = run(make, "plain", everything(), **settings)
@@ -206,33 +83,6 @@ def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureF
         assert offloader.stats.predicted_peak_gib <= 100_000 / 2**30
         assert offloader.stats.host_bytes_live == 0
     assert sum("GiB predicted" in record.message for record in caplog.records) == 2
-
-
-def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    logits = outputs.logits.float().softmax(-1).log()
-    return nn.functional.nll_loss(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
-
-
-def test_attach_sees_a_loss_outside_of_the_model_and_the_callback_does_not(make: Any) -> None:
-    want, _ = run(make, "plain", everything(), compute_loss_func=own_loss)
-    moved = {}
-    for how in HOWS:
-        offloader = everything()
-        assert equal(run(make, how, offloader, compute_loss_func=own_loss)[0], want)
-        moved[how] = offloader.stats.bytes_moved
-    bytes_of_logits = 2 * 16 * 64 * 4
-    assert moved["attach"] - moved["callback"] >= 12 * bytes_of_logits
-
-
-def test_a_model_that_model_init_makes(make: Any) -> None:
-    want, _ = run(make, "plain", everything(), model_init=decoder)
-    for how in HOWS:
-        offloader = everything()
-        assert equal(run(make, how, offloader, model_init=decoder)[0], want)
-        assert offloader.stats.bytes_moved > 0
-
-
-# ------------------------------------------------------------------------------------------------ interruptions
 
 
 class FailOnce:
@@ -334,116 +184,6 @@ def test_a_resumed_run_is_the_uninterrupted_plain_one(make: Any, how: str, tmp_p
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
     assert offloader.stats.bytes_moved > 0
     assert equal(weights(resumed), weights(whole))
-
-
-# ------------------------------------------------------------------------------------------------ refusals
-
-
-def refuses(how: str, trainer: Trainer, offloader: ActivationOffloader, match: str) -> None:
-    """`attach` refuses at once, the callback as training begins."""
-    callback = ActivationOffloadCallback(offloader)
-    begin = (trainer.args, trainer.state, trainer.control)
-    refusal = pytest.raises(ValueError, match=match)
-    if how == "attach":
-        with refusal:
-            attach(trainer, offloader=offloader)
-    else:
-        with refusal:
-            callback.on_train_begin(*begin, model=trainer.model)
-    assert not trainer.model._forward_pre_hooks
-    assert "compute_loss_context_manager" not in vars(trainer)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_trainer_that_offloads_already_is_refused(make: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kwargs = {"use_reentrant": False, "offload": True}
-    trainer = make(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    refuses(how, trainer, everything(), r"gradient_checkpointing_kwargs=\{'offload': True\}.*switch it off")
-
-    trainer = make()
-    trainer.args.activation_offloading = True  # what TRL's arguments have
-    refuses(how, trainer, everything(), "activation_offloading=True")
-
-    fsdp = FullyShardedDataParallelPlugin(
-        fsdp_version=2, activation_checkpointing=True, activation_checkpointing_offload=True
-    )
-    trainer = make()
-    with monkeypatch.context() as patch:
-        patch.setitem(AcceleratorState._shared_state, "fsdp_plugin", fsdp)
-        refuses(how, trainer, everything(), "fsdp_activation_checkpointing_offload")
-
-    deepspeed = SimpleNamespace(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
-    trainer = make()
-    with monkeypatch.context() as patch:
-        patch.setattr(AcceleratorState, "deepspeed_plugin", deepspeed)
-        refuses(how, trainer, everything(), "cpu_checkpointing")
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_what_offloading_would_not_reach_is_refused(make: Any, how: str) -> None:
-    refuses(how, make(), everything(mode="inputs"), "mode='inputs'.*gradient_checkpointing=True")
-    selective = decoder()
-    apply_selective_checkpointing(selective, policy="heavy_ops")
-    switch_on(how, make(selective), everything(mode="inputs"))
-    trainer = make()
-    trainer.args._n_gpu = 2
-    refuses(how, trainer, everything(), "n_gpu=2.*one process per GPU")
-
-
-def test_offloading_twice_is_refused(make: Any) -> None:
-    trainer = make()
-    attach(trainer, offloader=everything())
-    with pytest.raises(ValueError, match="replaced already"):
-        attach(trainer, offloader=everything())
-    trainer.add_callback(ActivationOffloadCallback(everything()))
-    with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
-        trainer.train()
-
-    with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
-        attach(make(callbacks=[ActivationOffloadCallback(everything())]), offloader=everything())
-
-    both = make(callbacks=[ActivationOffloadCallback(everything()), ActivationOffloadCallback(everything())])
-    with pytest.raises(ValueError, match="wraps the model already"):
-        both.train()
-
-    model = decoder()
-    everything().wrap(model)
-    with pytest.raises(ValueError, match="wraps the model already"):
-        attach(make(model), offloader=everything())
-
-
-def test_bad_offloaders_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="offloader=3"):
-        attach(make(), offloader=3)
-    with pytest.raises(ValueError, match="prefetch_ahead: give them to the ActivationOffloader"):
-        ActivationOffloadCallback(everything(), prefetch_ahead=3)
-
-
-# ------------------------------------------------------------------------------------------------ use
-
-
-def test_remove_restores_the_trainer(make: Any) -> None:
-    trainer = make()
-    before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
-    offloader = everything()
-    handle = attach(trainer, offloader=offloader)
-    handle.remove()
-    handle.remove()
-    assert (set(vars(trainer)), trainer.callback_handler.callbacks) == before
-    trainer.train()
-    assert packed(offloader) == 0
-    again = attach(trainer, offloader=offloader)
-    handle.remove()
-    trainer.train()
-    assert packed(offloader) > 0
-    again.remove()
-
-
-def test_attaching_nothing_changes_nothing(make: Any) -> None:
-    trainer = make()
-    before = set(vars(trainer))
-    attach(trainer).remove()
-    assert set(vars(trainer)) == before
 
 
 def test_the_end_of_training_says_what_was_moved(make: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.memory import MemoryTracker, detect_leaks, explain_oom
 from hf_memopt.memory.attribution import GRADIENT, OPTIMIZER_STATE, OTHER, PARAMETER, SAVED
-from hf_memopt.memory.logger import size
+from hf_memopt.units import format_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,9 +106,11 @@ def device_line() -> str:
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     in_pieces = torch.cuda.memory_stats()["inactive_split_bytes.all.current"]
     return (
-        f"Of {size(total_bytes)} on cuda:0: {size(allocated)} in tensors, {size(reserved - allocated)} reserved beside "
-        f"them ({size(in_pieces)} of it in pieces between tensors), {size(total_bytes - free_bytes - reserved)} used "
-        f"by others and by the device context, {size(free_bytes)} free."
+        f"Of {format_bytes(total_bytes)} on cuda:0: {format_bytes(allocated)} in tensors, "
+        f"{format_bytes(reserved - allocated)} reserved beside them "
+        f"({format_bytes(in_pieces)} of it in pieces between tensors), "
+        f"{format_bytes(total_bytes - free_bytes - reserved)} used by others "
+        f"and by the device context, {format_bytes(free_bytes)} free."
     )
 
 
@@ -132,11 +134,11 @@ def test_the_report(phase: str) -> None:
     found = live_by_kind(report)
     found.pop(OTHER)
     saved = {
-        "forward": {SAVED: size(BIG)},
-        "backward": {SAVED: size(2 * BIG)},
-        "optimizer": {GRADIENT: size(num_bytes)},
+        "forward": {SAVED: format_bytes(BIG)},
+        "backward": {SAVED: format_bytes(2 * BIG)},
+        "optimizer": {GRADIENT: format_bytes(num_bytes)},
     }
-    assert found == {PARAMETER: size(num_bytes), OPTIMIZER_STATE: size(2 * num_bytes), **saved[phase]}
+    assert found == {PARAMETER: format_bytes(num_bytes), OPTIMIZER_STATE: format_bytes(2 * num_bytes), **saved[phase]}
 
 
 @pytest.mark.parametrize("phase", ROOM)

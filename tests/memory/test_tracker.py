@@ -11,7 +11,7 @@ from counted_allocator import CountedAllocator, FakeCounters
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from hf_memopt.memory import MemoryTracker, PhaseMemory, PhasePeak
+from hf_memopt.memory import MemoryTracker, PhasePeak
 from hf_memopt.memory import device_counters as counters_module
 from hf_memopt.memory.device_counters import AcceleratorCounters, Host
 from hf_memopt.memory.logger import phase_table
@@ -318,19 +318,3 @@ def test_tables_for_people() -> None:
     ]
     on_cpu = {"forward": PhasePeak(host_rss_bytes=5 * 2**29)}
     assert phase_table(on_cpu).splitlines() == ["phase    host memory", "forward  2.50 GiB"]
-
-
-def test_marks_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu = PhaseMemory("cpu")
-    on_cpu.mark("forward")
-    assert 0 < on_cpu.figures()["forward_rss_gib"] < 1000
-
-    counters = FakeCounters()
-    monkeypatch.setattr("hf_memopt.memory.step_memory.counters_for", lambda device: counters)
-    memory = PhaseMemory("cuda")
-    counters.move(3 * 2**28)
-    memory.mark("teacher")
-    counters.move(-(2**28))
-    memory.mark("forward")
-    assert memory.figures() == {"teacher_peak_gib": 0.75, "forward_peak_gib": 0.75}
-    assert counters.num_resets == 0

@@ -1,5 +1,6 @@
 """GradientCache: the full batch's gradient for losses that do not add up, where accumulating gives another one."""
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.training import GradientCache
+from hf_memopt.training import GradientCache, NonFiniteGradientError
 
 NUM_SAMPLES = 24
 
@@ -293,3 +294,72 @@ def test_what_would_go_wrong_is_refused() -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
     with pytest.raises(ValueError, match="FSDP"):
         GradientCache(accelerator, Encoder(), sliced_wasserstein)
+
+
+def trained(take_step: Callable[[GradientCache, Accelerator, Any, Any], None], loss_fn: Any) -> list[Tensor]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    encoder = Encoder(dropout=0.5)
+    parameters = [*encoder.parameters(), *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
+    model, optimizer = accelerator.prepare(encoder, torch.optim.Adam(parameters, lr=0.1))
+    cache = GradientCache(accelerator, model, loss_fn)
+    torch.manual_seed(3)
+    for batch in samples(48).split(NUM_SAMPLES):
+        take_step(cache, accelerator, optimizer, batch.split(5))
+    assert all(parameter.grad is None for parameter in parameters)
+    return [parameter.detach() for parameter in parameters]
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return batch_statistics(self.scale * output)
+
+
+@pytest.mark.parametrize("make_loss", [lambda: sliced_wasserstein, Scaled], ids=["function", "module"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_a_step_is_backward_clip_and_update(make_loss: Callable[[], Any], max_grad_norm: float | None) -> None:
+    results = []
+
+    def in_one(cache: GradientCache, accelerator: Accelerator, optimizer: Any, micro_batches: Any) -> None:
+        results.append(cache.step(micro_batches, optimizer, max_grad_norm=max_grad_norm))
+
+    by_hand = []
+
+    def in_parts(cache: GradientCache, accelerator: Accelerator, optimizer: Any, micro_batches: Any) -> None:
+        loss = cache.backward(micro_batches)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        norm = accelerator.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand.append((loss.item(), norm.item()))
+
+    ours, theirs = trained(in_one, make_loss()), trained(in_parts, make_loss())
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert [(result.loss, result.grad_norm) for result in results] == by_hand
+    assert [result.num_micro_batches for result in results] == [5, 5]
+    assert not any(result.skipped for result in results)
+
+
+def test_a_step_that_is_not_finite_is_not_taken() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(encoder := Encoder(), torch.optim.SGD(encoder.parameters(), lr=1.0))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    cache = GradientCache(accelerator, model, lambda output: output.sum() * math.nan)
+    with pytest.raises(NonFiniteGradientError, match=r"rank 0, micro-batch 1: last\.") as caught:
+        cache.step(samples().split(6), optimizer)
+    assert caught.value.step == 1
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_needs_to_know_the_models() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(encoder := Encoder(), torch.optim.SGD(encoder.parameters()))
+    cache = GradientCache(accelerator, lambda batch: model(batch), contrastive)
+    with pytest.raises(ValueError, match="models=None: step clips and checks"):
+        cache.step(samples().split(6), optimizer)

@@ -21,8 +21,7 @@ from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.search import search_plans
 from hf_memopt.activations.planner.simulator import Action, Link, Profile, count_needs
-
-_GIB = 2**30
+from hf_memopt.units import GIB, format_bytes
 
 
 class InfeasibleBudgetError(ValueError):
@@ -34,16 +33,16 @@ class InfeasibleBudgetError(ValueError):
 
     def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
         # Rounded up, so that the number that is shown can be used.
-        smallest_gib = -(-smallest_bytes * 10_000 // _GIB) / 10_000
+        smallest_gib = -(-smallest_bytes * 10_000 // GIB) / 10_000
         if is_device_limit:
             message = (
-                f"the device has room for {budget_bytes / _GIB:.4f} GiB of saved activations, and those of this model "
+                f"the device has room for {budget_bytes / GIB:.4f} GiB of saved activations, and those of this model "
                 f"and batch need at least {smallest_gib:.4f} GiB, whatever is offloaded or recomputed; free device "
                 "memory or use a smaller batch"
             )
         else:
             message = (
-                f"budget_gib={budget_bytes / _GIB:.4f} is too small: the saved activations of this model and batch "
+                f"budget_gib={budget_bytes / GIB:.4f} is too small: the saved activations of this model and batch "
                 f"need at least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib "
                 "or use a smaller batch"
             )
@@ -91,10 +90,11 @@ class Plan:
     def summary(self) -> str:
         """One line for a log."""
         return (
-            f"saved activations: {_size(self.kept_bytes)} kept, {_size(self.offloaded_bytes)} offloaded, "
-            f"{_size(self.recomputed_bytes)} recomputed; predicted peak {_size(self.predicted_peak_bytes)}, "
-            f"step {1e3 * self.predicted_step_s:.1f} ms (+{100 * self.slowdown:.1f} %: "
-            f"{1e3 * self.recompute_s:.1f} ms recomputing, {1e3 * self.stall_s:.1f} ms waiting for copies)"
+            f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded, "
+            f"{format_bytes(self.recomputed_bytes)} recomputed; predicted peak "
+            f"{format_bytes(self.predicted_peak_bytes)}, step {1e3 * self.predicted_step_s:.1f} ms "
+            f"(+{100 * self.slowdown:.1f} %: {1e3 * self.recompute_s:.1f} ms recomputing, "
+            f"{1e3 * self.stall_s:.1f} ms waiting for copies)"
         )
 
 
@@ -166,10 +166,6 @@ def _smallest(trials: Trials, max_step_s: float) -> Candidate:
     limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)
     polish(trials, smallest, limits)
     return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _plan(profile: Profile, candidate: Candidate) -> Plan:

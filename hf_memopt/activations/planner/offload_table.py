@@ -3,26 +3,64 @@
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.simulator import Action
-
-_MIB = 2**20
-_COLUMNS = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "recomputed"}
-
-
-def plan_report(plan: Plan, owners: Sequence[str], sizes: Sequence[int]) -> str:
-    """MiB by owner and action, owners that differ only in a layer's number together; the largest first."""
-    rows = _by_owner(plan, owners, sizes)
-    width = max(len("saved by"), *(len(owner) for owner in rows))
-    lines = [f"{'saved by':{width}}  " + "".join(f"{title:>12}" for title in _COLUMNS.values()) + "   (MiB)"]
-    for owner, by_action in sorted(rows.items(), key=lambda row: -sum(row[1].values())):
-        lines.append(f"{owner:{width}}  " + "".join(f"{by_action[action] / _MIB:12.2f}" for action in _COLUMNS))
-    return "\n".join([*lines, plan.summary()])
+from hf_memopt.text_table import Table
+from hf_memopt.units import MIB
 
 
-def _by_owner(plan: Plan, owners: Sequence[str], sizes: Sequence[int]) -> dict[str, dict[Action, int]]:
+@dataclass(frozen=True)
+class SavedBy:
+    """What a plan does with the bytes that one kind of module saves for backward.
+
+    Attributes:
+        owner: name of the modules, with a star for a layer's number.
+    """
+
+    owner: str
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """One plan, and its rows by kind of module, the largest first; `str` makes a table of it."""
+
+    plan: Plan
+    rows: tuple[SavedBy, ...]
+
+    def __str__(self) -> str:
+        cells = [[row.owner, *(num_bytes / MIB for num_bytes in astuple(row)[1:])] for row in self.rows]
+        table = Table(["saved by (MiB)", "kept", "offloaded", "recomputed"], cells, digits=2)
+        return f"{table}\n{self.plan.summary()}"
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an `ActivationOffloader` does with what models save; printing it gives tables.
+
+    Attributes:
+        plans: the newest one for each model and device that has one.
+        note: why there is none; empty where there is one.
+    """
+
+    plans: tuple[PlanReport, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.plans)) or self.note
+
+
+def plan_report(plan: Plan, owners: Sequence[str], sizes: Sequence[int]) -> PlanReport:
+    """Sum up bytes by owner and action; owners that differ only in a layer's number count together."""
     rows: defaultdict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for owner, num_bytes, action in zip(owners, sizes, plan.actions, strict=False):
         rows[re.sub(r"\.\d+(?=\.|$)", ".*", owner) or "outside the model"][action] += num_bytes
-    return dict(rows)
+    largest_first = sorted(rows.items(), key=lambda row: -sum(row[1].values()))
+    actions = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
+    return PlanReport(
+        plan, tuple(SavedBy(owner, *(sums[action] for action in actions)) for owner, sums in largest_first)
+    )

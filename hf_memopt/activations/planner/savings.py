@@ -1,6 +1,7 @@
 """What activation offloading saves, and what the link lets it hide: arithmetic for a first estimate."""
 
 from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, Range
+from hf_memopt.units import MIB
 
 
 def estimate_offloading_memory_savings(
@@ -48,7 +49,7 @@ def estimate_offloading_memory_savings(
             raise ValueError(f"compute_ms={compute_ms} needs link_gb_per_s, the bandwidth to compare it with")
         return savings
     POSITIVE.check("link_gb_per_s", link_gb_per_s)
-    transfer_ms = offloaded_mb * 2**20 / (link_gb_per_s * 1e9) * 1e3
+    transfer_ms = offloaded_mb * MIB / (link_gb_per_s * 1e9) * 1e3
     savings["transfer_ms"] = transfer_ms
     return savings if compute_ms is None else savings | _overlap(transfer_ms, compute_ms)
 

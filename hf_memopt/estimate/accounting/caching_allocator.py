@@ -9,7 +9,8 @@ the device is full are segments without tensors returned.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-MIB = 2**20
+from hf_memopt.units import MIB
+
 BLOCK_BYTES = 512
 _SMALL_BYTES, _SMALL_SEGMENT_BYTES = MIB, 2 * MIB
 _MEDIUM_BYTES, _MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB

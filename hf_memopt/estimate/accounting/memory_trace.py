@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hf_memopt.estimate.accounting.caching_allocator import CachingAllocator, OutOfDeviceMemoryError, replay
+from hf_memopt.units import MIB
 
-_STEP_BYTES = 2 * 2**20
+_STEP_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True)

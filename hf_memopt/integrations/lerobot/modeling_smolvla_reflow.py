@@ -26,9 +26,10 @@ from hf_memopt.integrations.lerobot.reflow.prefix import (
 )
 from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.integrations.lerobot.reflow.self_teacher import SelfTeacher
-from hf_memopt.memory import PhaseMemory
+from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.teacher import TeacherReport
+from hf_memopt.units import GIB
 
 
 class SmolVLAReflowPolicy(SmolVLAPolicy):
@@ -233,7 +234,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         assert self.memory is not None
         if report is None:
             return self.memory.figures()
-        return {**self.memory.figures(), "teacher_own_gib": (report.host_bytes or report.device_bytes) / 2**30}
+        return {**self.memory.figures(), "teacher_own_gib": (report.host_bytes or report.device_bytes) / GIB}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ __all__ = ["Culprit", "LeakMonitor", "LeakReport", "MemoryLeakError", "detect_le
 
 logger = logging.getLogger(__name__)
 
+# Looks before the tested ones, the tested ones, and those after them whose tensors may still be in use.
 _WARM_UP, _TESTED, _IN_FLIGHT = 8, 30, 8
 _MAX_OVERHEAD = 0.01
 
@@ -29,7 +30,7 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
         num_steps: at least 24.
         min_bytes_per_step: less than this counts as none.
 
-    Works on any device and does not synchronise it. Costs a census after each step (`census.live_storages`).
+    Works on any device and does not synchronise it. Costs one `live_storages` after each step.
 
     Raises:
         ValueError: if `num_steps` is too small.
@@ -37,7 +38,8 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
     Range(at_least=24, whole=True, why=", to tell a leak from a start").check("num_steps", num_steps)
     COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
     margin = num_steps // 6
-    # The oldest sample that is kept is the last one of the warm-up: what the first tested step adds counts from there.
+    # StorageAges keeps one sample more than it tests. That is the last one of the warm-up, so that the growth in the
+    # first tested step has a level to start from.
     ages = StorageAges(num_steps - 2 * margin, margin, min_bytes_per_step, allocator_counter())
     for step in range(1, num_steps + 1):
         step_fn()
@@ -71,7 +73,7 @@ class LeakMonitor:
         COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
         if action not in ("warn", "raise"):
             raise ValueError(f"action={action!r} is unknown; use 'warn' or 'raise'")
-        self.report: LeakReport | None = None
+        self._found: LeakReport | None = None
         self._every_n_steps = every_n_steps
         self._raises = action == "raise"
         self._ages = StorageAges(_TESTED, _IN_FLIGHT, min_bytes_per_step, allocator_counter())
@@ -85,15 +87,20 @@ class LeakMonitor:
             MemoryLeakError: at that step, with `action="raise"`.
         """
         self._num_steps += 1
-        if self.report is not None or not self._is_due():
+        if self._found is not None or not self._is_due():
             return None
         start = time.perf_counter()
         self._ages.sample(self._num_steps)
         self._num_looks += 1
         leaking = self._num_looks >= _WARM_UP + _TESTED + _IN_FLIGHT and self._ages.is_leaking()
         now = time.perf_counter()
+        # The next look waits until this one's cost is at most a hundredth of the time in between.
         self._next_look_s = now + (now - start) / _MAX_OVERHEAD
         return self._announce() if leaking else None
+
+    def report(self) -> LeakReport | None:
+        """Return what was found; None while there is no verdict."""
+        return self._found
 
     def _is_due(self) -> bool:
         if self._every_n_steps is None:
@@ -101,11 +108,11 @@ class LeakMonitor:
         return self._num_steps % self._every_n_steps == 0
 
     def _announce(self) -> LeakReport:
-        self.report = _report(self._ages)
+        self._found = _report(self._ages)
         if self._raises:
-            raise MemoryLeakError(self.report)
-        logger.warning("%s", self.report)
-        return self.report
+            raise MemoryLeakError(self._found)
+        logger.warning("%s", self._found)
+        return self._found
 
 
 def _report(ages: StorageAges) -> LeakReport:
@@ -118,6 +125,7 @@ def _report(ages: StorageAges) -> LeakReport:
         culprits = find_culprits(ages.suspects(), len(steps) - 1)
         if ages.unreached_bytes_per_step() > 0:
             culprits = (*culprits, unreached(ages.unreached_growth_bytes()))
+        # Only after the culprits were described: what only reference cycles hold is gone afterwards.
         before = ages.suspect_bytes()
         gc.collect()
         freed = before - ages.suspect_bytes()

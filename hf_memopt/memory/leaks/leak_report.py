@@ -8,6 +8,7 @@ import torch
 from hf_memopt.memory.leaks.live_storages import GRADIENT, SAVED, WITH_GRAPH, Held, count_graph_nodes, live_storages
 from hf_memopt.memory.leaks.referrers import describe_holder
 from hf_memopt.transfer.host_arena import HostHoldings
+from hf_memopt.units import format_bytes
 
 _MAX_CULPRITS = 6
 
@@ -75,7 +76,7 @@ class LeakReport:
         if not self.leaking:
             lines = [f"No memory leak: nothing stays behind regularly in {steps}."]
         else:
-            lines = [f"Memory leak: {format_bytes(round(self.bytes_per_step))} stay behind per step, {steps}."]
+            lines = [f"Memory leak: {format_bytes(self.bytes_per_step)} stay behind per step, {steps}."]
             lines += [f"  {culprit}" for culprit in self.culprits]
         if self.bytes_freed_by_gc:
             freed = format_bytes(self.bytes_freed_by_gc)
@@ -97,7 +98,7 @@ class MemoryLeakError(RuntimeError):
 
 
 def unreached(num_bytes: int) -> Culprit:
-    """Memory that the allocator counts and no census finds."""
+    """Describe memory that the allocator counts and no live storage accounts for."""
     remedy = "neither Python nor an autograd graph reaches it: a C++ extension, or a library's workspace"
     return Culprit("unreached", (), None, 0, num_bytes, 0, remedy)
 
@@ -109,14 +110,17 @@ def find_culprits(suspects: dict[int, int], num_samples: int) -> tuple[Culprit, 
         suspects: address and step of birth of live storages.
         num_samples: samples in which they were born. Kinds that occur in fewer than half of them are left out.
 
-    Costs a census and the search for who holds it, up to seconds in a large process.
+    Costs one `live_storages` and the search for who holds them, up to seconds in a large process.
     """
     held = live_storages()
-    # The newest last: chains of references to it are the shortest.
+    # The newest last, because `_culprit` describes the last one of a group: a list that grows is reached from its end,
+    # and in a linked chain the newest object has the shortest way to a name in the program.
     leaked = [(held[address], step) for address, step in sorted(suspects.items(), key=_step) if address in held]
+    # What is not leaking must not be held while referrers are searched for.
     del held
     groups = _group(leaked, num_samples / 2, by_shape=True) or _group(leaked, num_samples / 2, by_shape=False)
     groups.sort(key=lambda group: (-_num_bytes(group), -len(group)))
+    # This function's own references to the tensors are no holders.
     entries = [entry for entries, _ in leaked for entry in entries]
     return tuple(_culprit(group, entries) for group in groups[:_MAX_CULPRITS])
 
@@ -187,13 +191,3 @@ def _name(dtype: torch.dtype) -> str:
 def format_shape(shape: tuple[int | None, ...]) -> str:
     """`(8, *, 32)`, with a star for a size that differs."""
     return f"({', '.join('*' if size is None else str(size) for size in shape)})"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """`1.5 MiB`."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -7,18 +7,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# How a storage is held, beside "parameter" and "tensor".
 WITH_GRAPH = "tensor with its graph"
 GRADIENT = "gradient"
 SAVED = "saved for backward"
 
 
 class Held(NamedTuple):
-    """A tensor on a live storage, and by what it is known."""
+    """A tensor on a live storage, and what holds it.
+
+    Attributes:
+        tensor: on the storage.
+        kind: "parameter", "tensor", WITH_GRAPH, GRADIENT or SAVED.
+        root: the tensor of Python's to look for holders of. It is `tensor` itself if Python holds that, the leaf whose
+            `.grad` it is, or the tensor whose graph (or whose gradient's graph) saved it.
+        node: name of the autograd node that saved it, else empty.
+    """
 
     tensor: Tensor
-    kind: str  # "parameter", "tensor", WITH_GRAPH, GRADIENT or SAVED
-    root: Tensor  # whose gradient it is, or whose graph or gradient's graph saved it; itself where Python holds it
-    node: str = ""  # name of the autograd node that saved it
+    kind: str
+    root: Tensor
+    node: str = ""
 
 
 def live_storages() -> dict[int, list[Held]]:
@@ -33,7 +42,8 @@ def live_storages() -> dict[int, list[Held]]:
     autograd node; no device synchronisation. The result holds the tensors: drop it before the next step.
     """
     held: dict[int, list[Held]] = {}
-    # A subclass's __torch_function__ must not see what only looks.
+    # Tensor subclasses must not notice this: without the guard, each attribute that is read here would go through their
+    # __torch_function__, which may log, compute or fail.
     with torch._C.DisableTorchFunctionSubclass():
         tensors = _python_tensors()
         for tensor in tensors:
@@ -50,6 +60,7 @@ def count_graph_nodes(tensor: Tensor) -> int:
 
 def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[Any]:
     """The autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
+    # With a stack and not by recursion: graphs of deep models are longer than Python's recursion limit.
     stack = [tensor.grad_fn for tensor in starts if tensor is not None and tensor.grad_fn is not None]
     while stack:
         node: Any = stack.pop()
@@ -59,7 +70,8 @@ def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
-_RAW_NAMES: dict[type, list[str]] = {}  # dir() is slow, and there are few types of nodes
+# Names of the attributes with what a type of node has saved. dir() is slow, and there are few types of nodes.
+_RAW_NAMES: dict[type, list[str]] = {}
 
 
 def saved_tensors(node: Any) -> Iterator[Tensor]:
@@ -77,6 +89,8 @@ def saved_values(node: Any) -> Iterator[Any]:
             raw = getattr(node, name)
         except RuntimeError:  # how a custom Function says that backward has freed what it saved
             continue
+        # `data` is what the pack hook returned, or the tensor itself where there was no hook. Asking for the attribute
+        # without `_raw` would call the unpack hook, which fetches or recomputes.
         for saved in raw if isinstance(raw, tuple | list) else (raw,):
             yield getattr(saved, "data", None)
 
@@ -99,6 +113,7 @@ def _add(held: dict[int, list[Held]], item: Held) -> None:
         return
     storage = item.tensor.untyped_storage()
     if storage.device.type != "meta":
+        # One entry per kind is enough to describe a holder, and keeps this list short for storages with many views.
         known = held.setdefault(storage._cdata, [])
         if all(other.kind != item.kind for other in known):
             known.append(item)
@@ -111,7 +126,9 @@ def _behind(tensors: list[Tensor]) -> Iterator[Held]:
         yield Held(gradient, GRADIENT, leaf)
     leaf_of = {id(gradient): leaf for gradient, leaf in gradients}
     visited: set[Any] = set()
-    # The newest first, so that what a graph saved is put down to its last output and not to one on the way.
+    # Graphs of several tensors overlap, and each node is visited once, from the first tensor that leads to it. Newest
+    # tensors come first, so that what a graph saved is put down to its last output, such as the loss, and not to one of
+    # the tensors on the way.
     for start in sorted([*tensors, *(gradient for gradient, _ in gradients)], key=_sequence_number, reverse=True):
         yield from _graph(start, leaf_of.get(id(start), start), visited)
 

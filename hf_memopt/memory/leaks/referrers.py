@@ -34,6 +34,8 @@ def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
 
     Cost: one pass over all tracked objects for each link of the chain, tens of milliseconds each.
     """
+    # Breadth first, from `thing` up to whoever refers to it, until something has a name that a person can look up. Each
+    # object of a level comes with the expression that leads from it down to `thing`.
     running = _running_locals()
     seen = {id(thing), *map(id, ignore)}
     unrooted: str | None = None
@@ -45,8 +47,11 @@ def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
                 return _shorten(f"{name}{expression}, in {place}")
             if isinstance(holder, type):
                 return _shorten(f"{holder.__module__}.{holder.__qualname__}{expression}")
+            # A module's namespace has put its name into the expression already. A function counts as a name only if the
+            # chain came through its closure; otherwise it is code like any other object.
             if _module_of(holder) or (isinstance(holder, FunctionType) and expression.startswith(_ARROW)):
                 return _shorten(expression.removeprefix(_ARROW))
+            # The nearest object with a type of its own, for chains that lead to no name.
             if unrooted is None and holder is not thing and not isinstance(holder, _PLAIN):
                 unrooted = f"<{type(holder).__name__}>{expression}"
         level, expressions = _one_level_up(level, expressions, seen)
@@ -62,10 +67,12 @@ def _shorten(expression: str) -> str:
 
 def _one_level_up(level: list[Any], expressions: list[str], seen: set[int]) -> tuple[list[Any], list[str]]:
     expression_of = {id(child): expression for child, expression in zip(level, expressions, strict=True)}
-    seen.add(id(level))  # refers to the children like what is searched for
+    # Our own lists refer to the objects too, and gc would report them as holders.
+    seen.add(id(level))
     holders: list[Any] = []
     longer: list[str] = []
     for parent in gc.get_referrers(*level):
+        # The search's own frames hold everything that it looks at.
         if id(parent) in seen or _is_own_frame(parent) or len(holders) == _MAX_BREADTH:
             continue
         child = next((child for child in gc.get_referents(parent) if id(child) in expression_of), None)
@@ -158,7 +165,8 @@ def _place(code: CodeType, line: int | None = None) -> str:
 def _running_locals() -> dict[int, tuple[str, str]]:
     """Name and function of what the running functions' local variables refer to, by address."""
     names: dict[int, tuple[str, str]] = {}
-    # Emptied on the way: a variable that keeps this function's own frame would be a reference cycle.
+    # One of these frames is this function's own. A list that kept it would be a cycle (frame, local variable, list,
+    # frame), so the list is emptied on the way.
     newest = list(sys._current_frames().values())
     while newest:
         frame: FrameType | None = newest.pop()

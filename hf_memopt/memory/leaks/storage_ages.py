@@ -13,13 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, Held, live_storages
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
-# Were a storage of a step as likely to stay as not, three quarters of 30 steps would leave one with probability 0.003
-# (one-sided sign test).
+# How many of the tested steps must leave something. If each step left something with probability 1/2, by chance, then
+# three quarters of 30 steps would do so with probability 0.003 (one-sided sign test).
 _LEAKY_SHARE = 0.75
 _COUNTING_DEVICES = ("cuda", "xpu")
 
 
 class _Birth(NamedTuple):
+    """When a storage was first seen. The weak reference also reserves its address: see `_forget_dead`."""
+
     storage: StorageWeakRef
     step: int
     num_bytes: int
@@ -35,9 +37,12 @@ def _birth(item: Held, step: int) -> _Birth:
 class StorageAges:
     """Tests whether nearly every one of the last steps left something that is still alive.
 
-    In a sound run, what is alive was made at the start or in the last few steps. That tells a leak from what a slope
-    of total live bytes takes for one: optimizer state made late, caches that fill up, a longer batch than the last,
-    evaluation.
+    In a sound run, everything alive was made at the start or in the last few steps. A leak leaves something in nearly
+    every step between. Total live bytes would not show the difference: they also grow when optimizer state is made
+    late, when a cache fills up, in a longer batch, or in an evaluation.
+
+        steps:  1 … 8 | 9 ………………… 38 | 39 … 46
+                start |    tested    | in flight
 
     Args:
         num_tested: samples that are tested, those before the newest `num_in_flight`.
@@ -58,16 +63,17 @@ class StorageAges:
         self._min_bytes_per_step = min_bytes_per_step
         self._measure_unreached = unreached_bytes
         self._births: dict[int, _Birth] = {}
-        # One more than the samples: an interval has two ends.
+        # One more than the samples, because growth is measured between two of them.
         self._steps: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
         self._unreached_bytes: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
         self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
 
     def sample(self, step: int) -> None:
-        """Look at what is alive after `step`, which must grow from call to call. Costs one census."""
+        """Look at what is alive after `step`, which must grow from call to call. Costs one `live_storages`."""
         held = live_storages()
         self._forget_dead()
         for address, items in held.items():
+            # Known storages keep their step of birth; a new one was made since the last look.
             if address not in self._births:
                 self._births[address] = _birth(items[0], step)
         self._steps.append(step)
@@ -103,7 +109,7 @@ class StorageAges:
         return median(self._held_rates())
 
     def unreached_bytes_per_step(self) -> float:
-        """Growth of the allocator's bytes that no census finds, where it is persistent, else 0."""
+        """Growth of the allocator's bytes that no live storage accounts for, where it is persistent, else 0."""
         if self._measure_unreached is None:
             return 0.0
         levels, steps = list(self._unreached_bytes), list(self._steps)
@@ -131,7 +137,8 @@ class StorageAges:
         return _per_step(self.tested_steps, alive)
 
     def _forget_dead(self) -> None:
-        # While there is a weak reference to a storage, its address is not given to another one.
+        # Births are kept by address. A dead storage's address can be given to a new one only when its weak reference is
+        # gone, so an address that is still in this table always means the storage that was seen first.
         self._births = {address: birth for address, birth in self._births.items() if not _is_dead(birth)}
 
 

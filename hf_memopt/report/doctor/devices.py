@@ -9,9 +9,9 @@ from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.transfer import clock_for, copier_for
 from hf_memopt.transfer.host_memory import pinned_empty
 from hf_memopt.transfer.link import measure_link
+from hf_memopt.units import GIB, MIB
 
-_GIB = 2**30
-_PINNED_PROBE_BYTES = 16 * 2**20
+_PINNED_PROBE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _examine_accelerator(device: torch.device, kind: str) -> Device:
         str(device),
         kind,
         model=torch.get_device_module(device).get_device_name(device) if device.type in ("cuda", "xpu") else kind,
-        free_gib=free_bytes / _GIB,
-        total_gib=total_bytes / _GIB,
+        free_gib=free_bytes / GIB,
+        total_gib=total_bytes / GIB,
         pinned=_link(device, pin_memory=True) if can_pin else None,
         pageable=_link(device, pin_memory=False),
         can_pin=can_pin,

@@ -1,10 +1,11 @@
 """The findings as one page of text."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from hf_memopt.report.doctor.devices import Device, LinkSpeed
 from hf_memopt.report.doctor.host import HostLimits
 from hf_memopt.report.doctor.this_machine import Machine
+from hf_memopt.text_table import align
 
 _EXTRAS = {"lerobot": "lerobot", "matplotlib": "report"}
 
@@ -14,8 +15,8 @@ def page(machine: Machine) -> str:
     sections = {
         "Devices": [line for device in machine.devices for line in _device_lines(device)],
         "Host": _host_lines(machine.host),
-        "Versions": _aligned((name, _version(name, found)) for name, found in machine.versions.items()),
-        f"Features on {machine.devices[0].name}": _aligned(
+        "Versions": align((name, _version(name, found)) for name, found in machine.versions.items()),
+        f"Features on {machine.devices[0].name}": align(
             (feature.status, feature.name, feature.reason) for feature in machine.features
         ),
         "Problems": machine.problems or ["none found"],
@@ -40,7 +41,7 @@ def _speed(link: LinkSpeed) -> str:
 
 def _host_lines(host: HostLimits) -> list[str]:
     cgroup, locked_gib = host.cgroup_limit_gib, host.locked_limit_gib
-    return _aligned(
+    return align(
         [
             ("memory", f"{host.available_gib:.2f} GiB available of {host.total_gib:.2f} GiB"),
             ("limit of the control group", "none" if cgroup is None else f"{cgroup:.2f} GiB"),
@@ -54,9 +55,3 @@ def _version(name: str, found: str | None) -> str:
     if found is not None:
         return found
     return f'not installed: pip install "hf_memopt[{_EXTRAS[name]}]"' if name in _EXTRAS else "none"
-
-
-def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -11,11 +11,10 @@ import psutil
 import torch
 
 from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP, cgroup_limits
+from hf_memopt.units import GIB
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
 OPTIONAL = ("lerobot", "trl", "peft", "diffusers", "neuraloperator", "matplotlib")
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostL
     limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostLimits(
-        total_gib=memory.total / _GIB,
-        available_gib=memory.available / _GIB,
-        cgroup_limit_gib=min(limits) / _GIB if limits else None,
-        locked_limit_gib=None if locked == resource.RLIM_INFINITY else locked / _GIB,
+        total_gib=memory.total / GIB,
+        available_gib=memory.available / GIB,
+        cgroup_limit_gib=min(limits) / GIB if limits else None,
+        locked_limit_gib=None if locked == resource.RLIM_INFINITY else locked / GIB,
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
     )
 

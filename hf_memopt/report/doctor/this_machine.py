@@ -11,7 +11,7 @@ from hf_memopt.report.doctor.devices import Device, examine_device, find_devices
 from hf_memopt.report.doctor.features import Feature, find_features, obstacle_to_compile
 from hf_memopt.report.doctor.host import REQUIRED, HostLimits, find_versions, host_limits
 
-# A device of which others hold more than the rest of this share is reported as a problem.
+# A device is reported as a problem if less than this share of its memory is free.
 _FREE_SHARE = 0.5
 
 

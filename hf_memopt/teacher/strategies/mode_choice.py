@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hf_memopt.units import format_gib
+
 # Of the memory that the process's tensors may have: the rest is left to fragmentation.
 _USABLE = 0.95
 
@@ -63,17 +65,12 @@ def choose(measured: Measured) -> Choice:
     usable = usable_bytes(measured.capacity_bytes)
     outside = max(measured.outside_bytes, measured.inside_bytes)
     weights = measured.weights_bytes
+    own, inside = format_gib(weights), format_gib(measured.inside_bytes)
     if weights <= usable - outside:
-        return Choice("resident", f"{_gib(weights)} fit beside the step's peak of {_gib(outside)}", weights, 0.0)
+        return Choice("resident", f"{own} fit beside the step's peak of {format_gib(outside)}", weights, 0.0)
     if weights <= usable - measured.inside_bytes:
-        reason = (
-            f"{_gib(weights)} fit beside the teacher's pass, {_gib(measured.inside_bytes)}, but not the step's peak"
-        )
+        reason = f"{own} fit beside the teacher's pass, {inside}, but not the step's peak"
         return Choice("swap", reason, weights, 1e3 * weights / measured.bytes_per_s)
     stall_s = max(0.0, measured.stream_visit_bytes / measured.bytes_per_s - measured.visit_s)
-    reason = f"{_gib(weights)} do not fit beside the teacher's pass, {_gib(measured.inside_bytes)} of {_gib(usable)}"
+    reason = f"{own} do not fit beside the teacher's pass, {inside} of {format_gib(usable)}"
     return Choice("stream", reason, measured.stream_bytes, 1e3 * stall_s)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -15,6 +15,7 @@ from hf_memopt.teacher.streaming.copy_schedule import StreamPlan, plan_stream, u
 from hf_memopt.teacher.streaming.ring import Ring
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.device_types import readable_in_place
+from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +144,12 @@ class StreamedWeights:
         modules = dict(self._module.named_modules())
         for name, needs in plan.needs.items():
             self._hooks.append(modules[name].register_forward_pre_hook(self._hook(needs)))
-        mib = 2**20
         logger.debug(
             "teacher: streams %d blocks; %.1f MiB stay for a visit, %d slots of %.1f MiB",
             len(set(plan.sequence)),
-            plan.hot_bytes / mib,
+            plan.hot_bytes / MIB,
             plan.num_slots,
-            plan.slot_bytes / mib,
+            plan.slot_bytes / MIB,
         )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from hf_memopt.integrations.lerobot.evaluate.measure import ReflowEvaluation
 from hf_memopt.integrations.lerobot.evaluate.rollouts import RolloutResult
 from hf_memopt.report.figures import render
+from hf_memopt.text_table import align
 
 _SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
 
@@ -31,11 +32,9 @@ def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str
         )
         if rollouts:
             rows[-1] += [f"{rollouts[steps].success_rate:.0%}", f"{rollouts[steps].mean_reward:.3f}"]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(
         [
-            *lines,
+            *align(rows, ">"),
             "",
             f"straightness (0 is straight): teacher {evaluation.teacher.normalized_straightness:.4f}, "
             f"student {evaluation.student.normalized_straightness:.4f}",

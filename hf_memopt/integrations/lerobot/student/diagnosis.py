@@ -6,6 +6,7 @@ from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAR
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import check_processors
+from hf_memopt.units import MIB
 
 
 def diagnose(policy: str, device: str | None = None) -> str:
@@ -37,7 +38,6 @@ def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
     if report is None:
         source = student.config.couplings_path
         return ["Teacher Model: none", f"  Targets: {f'from {source}' if source else 'of the student itself'}"]
-    mib = 2**20
     said = {"swap": "offloaded", "stream": f"offloaded: {report.reason}"}
     status = said.get(report.mode, f"not offloaded: {report.reason}")
     lines = [
@@ -45,12 +45,12 @@ def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
         f"  Checkpoint: {student.config.teacher_model_path}",
         f"  Device: {report.home}",
         f"  Status: {'✓ ON CPU' if report.home == 'cpu' else 'ON ' + report.home.upper()} ({status})",
-        f"  Own weights: {(report.host_bytes or report.device_bytes) / mib:.1f} MiB, "
-        f"of which {report.device_bytes / mib:.1f} MiB on the device between targets",
+        f"  Own weights: {(report.host_bytes or report.device_bytes) / MIB:.1f} MiB, "
+        f"of which {report.device_bytes / MIB:.1f} MiB on the device between targets",
     ]
     if report.shared_bytes:
         lines.append(
-            f"  Shared prefix: on; {report.shared_bytes / mib:.1f} MiB of the VLM are held once, by the student"
+            f"  Shared prefix: on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
         )
     else:
         lines.append(f"  Shared prefix: off; {student.sharing_obstacle}")

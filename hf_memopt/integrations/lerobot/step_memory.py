@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hf_memopt.memory.device_counters import Host, counters_for
+from hf_memopt.units import GIB
 
 
 class PhaseMemory:
@@ -32,9 +33,9 @@ class PhaseMemory:
     def mark(self, phase: str) -> None:
         """Record the memory at the end of `phase`."""
         if self._counters is None:
-            self._figures[f"{phase}_rss_gib"] = self._host.rss_bytes() / 2**30
+            self._figures[f"{phase}_rss_gib"] = self._host.rss_bytes() / GIB
         else:
-            self._figures[f"{phase}_peak_gib"] = self._counters.read().peak_allocated_bytes / 2**30
+            self._figures[f"{phase}_peak_gib"] = self._counters.read().peak_allocated_bytes / GIB
 
     def figures(self) -> dict[str, float]:
         """The newest figure of every phase in GiB: `<phase>_peak_gib`, or `<phase>_rss_gib` on the CPU."""

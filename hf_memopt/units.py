@@ -1,0 +1,16 @@
+"""Binary units of memory: factors, and one form for people. Decimal units, of links and disks, are written as 1e9."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes in the largest unit of which there is at least one: `1.50 MiB`, `12 B`."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_gib(num_bytes: float) -> str:
+    """Return bytes in GiB, for figures that stand next to each other: `0.05 GiB`."""
+    return f"{num_bytes / GIB:.2f} GiB"

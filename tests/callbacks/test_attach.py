@@ -1,0 +1,167 @@
+"""What `attach` puts around a trainer's loss, what it refuses, and that it leaves nothing behind."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from offload_trainers import HOWS, decoder, equal, everything, packed, run, switch_on
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.callbacks import ActivationOffloadCallback, attach
+
+
+def test_the_trainers_own_context_is_entered_and_its_model_given(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+    offloader = everything()
+    plain = offloader.offload_context
+    trainer = make(max_steps=1, gradient_accumulation_steps=1, eval_strategy="no", model_init=decoder)
+
+    @contextmanager
+    def own_context() -> Iterator[None]:
+        entered.append("own")
+        yield
+
+    def recording(model: nn.Module) -> Any:
+        entered.append(model)
+        return plain(model)
+
+    monkeypatch.setattr(trainer, "autocast_smart_context_manager", own_context)
+    monkeypatch.setattr(offloader, "offload_context", recording)
+    attach(trainer, offloader=offloader)
+    trainer.train()
+    assert entered == ["own", trainer.model]
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits.float().softmax(-1).log()
+    return nn.functional.nll_loss(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def test_attach_sees_a_loss_outside_of_the_model_and_the_callback_does_not(make: Any) -> None:
+    want, _ = run(make, "plain", everything(), compute_loss_func=own_loss)
+    moved = {}
+    for how in HOWS:
+        offloader = everything()
+        assert equal(run(make, how, offloader, compute_loss_func=own_loss)[0], want)
+        moved[how] = offloader.stats.bytes_moved
+    bytes_of_logits = 2 * 16 * 64 * 4
+    assert moved["attach"] - moved["callback"] >= 12 * bytes_of_logits
+
+
+def test_a_model_that_model_init_makes(make: Any) -> None:
+    want, _ = run(make, "plain", everything(), model_init=decoder)
+    for how in HOWS:
+        offloader = everything()
+        assert equal(run(make, how, offloader, model_init=decoder)[0], want)
+        assert offloader.stats.bytes_moved > 0
+
+
+def refuses(how: str, trainer: Trainer, offloader: ActivationOffloader, match: str) -> None:
+    """`attach` refuses at once, the callback as training begins."""
+    callback = ActivationOffloadCallback(offloader)
+    begin = (trainer.args, trainer.state, trainer.control)
+    refusal = pytest.raises(ValueError, match=match)
+    if how == "attach":
+        with refusal:
+            attach(trainer, offloader=offloader)
+    else:
+        with refusal:
+            callback.on_train_begin(*begin, model=trainer.model)
+    assert not trainer.model._forward_pre_hooks
+    assert "compute_loss_context_manager" not in vars(trainer)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_trainer_that_offloads_already_is_refused(make: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = {"use_reentrant": False, "offload": True}
+    trainer = make(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    refuses(how, trainer, everything(), r"gradient_checkpointing_kwargs=\{'offload': True\}.*switch it off")
+
+    trainer = make()
+    trainer.args.activation_offloading = True  # what TRL's arguments have
+    refuses(how, trainer, everything(), "activation_offloading=True")
+
+    fsdp = FullyShardedDataParallelPlugin(
+        fsdp_version=2, activation_checkpointing=True, activation_checkpointing_offload=True
+    )
+    trainer = make()
+    with monkeypatch.context() as patch:
+        patch.setitem(AcceleratorState._shared_state, "fsdp_plugin", fsdp)
+        refuses(how, trainer, everything(), "fsdp_activation_checkpointing_offload")
+
+    deepspeed = SimpleNamespace(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    trainer = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(AcceleratorState, "deepspeed_plugin", deepspeed)
+        refuses(how, trainer, everything(), "cpu_checkpointing")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_offloading_would_not_reach_is_refused(make: Any, how: str) -> None:
+    refuses(how, make(), everything(mode="inputs"), "mode='inputs'.*gradient_checkpointing=True")
+    selective = decoder()
+    apply_selective_checkpointing(selective, policy="heavy_ops")
+    switch_on(how, make(selective), everything(mode="inputs"))
+    trainer = make()
+    trainer.args._n_gpu = 2
+    refuses(how, trainer, everything(), "n_gpu=2.*one process per GPU")
+
+
+def test_offloading_twice_is_refused(make: Any) -> None:
+    trainer = make()
+    attach(trainer, offloader=everything())
+    with pytest.raises(ValueError, match="replaced already"):
+        attach(trainer, offloader=everything())
+    trainer.add_callback(ActivationOffloadCallback(everything()))
+    with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
+        trainer.train()
+
+    with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
+        attach(make(callbacks=[ActivationOffloadCallback(everything())]), offloader=everything())
+
+    both = make(callbacks=[ActivationOffloadCallback(everything()), ActivationOffloadCallback(everything())])
+    with pytest.raises(ValueError, match="wraps the model already"):
+        both.train()
+
+    model = decoder()
+    everything().wrap(model)
+    with pytest.raises(ValueError, match="wraps the model already"):
+        attach(make(model), offloader=everything())
+
+
+def test_bad_offloaders_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="offloader=3"):
+        attach(make(), offloader=3)
+    with pytest.raises(ValueError, match="prefetch_ahead: give them to the ActivationOffloader"):
+        ActivationOffloadCallback(everything(), prefetch_ahead=3)
+
+
+def test_remove_restores_the_trainer(make: Any) -> None:
+    trainer = make()
+    before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    offloader = everything()
+    handle = attach(trainer, offloader=offloader)
+    handle.remove()
+    handle.remove()
+    assert (set(vars(trainer)), trainer.callback_handler.callbacks) == before
+    trainer.train()
+    assert packed(offloader) == 0
+    again = attach(trainer, offloader=offloader)
+    handle.remove()
+    trainer.train()
+    assert packed(offloader) > 0
+    again.remove()
+
+
+def test_attaching_nothing_changes_nothing(make: Any) -> None:
+    trainer = make()
+    before = set(vars(trainer))
+    attach(trainer).remove()
+    assert set(vars(trainer)) == before

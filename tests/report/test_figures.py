@@ -1,0 +1,56 @@
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from run_folders import causal_lm_run, demo_run, logged_run
+
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.report import read_run
+from hf_memopt.report.figures import figures_of, render
+from hf_memopt.report.runs import LoggedPeak, Run
+
+
+def drawn(run: Run, name: str) -> Figure:
+    figure = Figure()
+    figures_of(run)[name](figure)
+    return figure
+
+
+def test_bars_are_as_long_as_the_figures(tmp_path: Path) -> None:
+    figure = drawn(read_run(demo_run(tmp_path)), "memory_by_kind")
+    lengths = [sum(bar.get_width() for bar in axes.patches) for axes in figure.axes]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["teacher", "backward"]
+    assert lengths == [5.0 + 5.0, 8.0 + 6.0]
+    ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in figure.axes]
+    assert ends == [5.0, 8.0]  # side by side
+
+
+def test_bars_of_modes_and_phases(tmp_path: Path) -> None:
+    memory, speed = drawn(read_run(causal_lm_run(tmp_path)), "modes").axes
+    assert [bar.get_width() for bar in memory.patches] == [100.0, 25.0, 50.0]
+    assert [bar.get_width() for bar in speed.patches] == [50.0, 75.0, 60.0]
+    (phases,) = drawn(read_run(logged_run(tmp_path)), "peak_by_phase").axes
+    assert [bar.get_width() for bar in phases.patches] == [9.0, 9.0, 6.0, 9.0]
+
+
+def test_the_timeline_stacks_what_the_device_holds(tmp_path: Path) -> None:
+    device, host = drawn(read_run(logged_run(tmp_path)), "memory_over_time").axes
+    tops = [max(area.get_paths()[0].vertices[:, 1]) for area in device.collections]
+    assert tops == [4.0, 9.0, 10.0]  # allocated, and reserved, and elsewhere
+    assert list(device.lines[0].get_ydata()) == [9.0] * 4
+    assert list(host.lines[0].get_xdata()) == [5, 10, 15, 20]
+
+
+def test_a_timeline_of_the_host_alone(tmp_path: Path) -> None:
+    append_metrics(tmp_path / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5, "memory/my phase_host_rss_gib": 1.25})
+    run = read_run(tmp_path)
+    (host,) = drawn(run, "memory_over_time").axes
+    assert list(host.lines[0].get_ydata()) == [1.5]
+    assert run.phases == [LoggedPeak("my phase", 1.25, 1.25)]
+    assert drawn(run, "peak_by_phase").axes[0].get_title() == "Host memory of the process at the ends of phases"
+
+
+def test_light_and_dark_figures_differ(tmp_path: Path) -> None:
+    draw = figures_of(read_run(demo_run(tmp_path)))["memory_by_kind"]
+    light, dark = render(draw, dark=False), render(draw, dark=True)
+    assert light != dark
+    assert render(draw, dark=False) == light

@@ -1,0 +1,128 @@
+"""The page of a run stands alone; the command that writes it."""
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run_folders import HOLDERS, PNG, RUNS, causal_lm_run, demo_run
+
+from hf_memopt.cli import main
+from hf_memopt.report import read_run, tables, write_report
+from hf_memopt.report.figures import figures_of
+
+
+def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    for word in (
+        "holds nothing to report",
+        "memory.jsonl",
+        "trainer_state.json",
+        "MemoryLoggingCallback",
+        "results.json",
+    ):
+        assert word in message
+    assert list(tmp_path.iterdir()) == []
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+class Page(HTMLParser):
+    """Reads a page, and fails where its tags do not close or something lies outside of it."""
+
+    EMPTY = ("meta", "img", "source")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.images: list[bytes] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "iframe")
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        for name, value in attributes:
+            if name in ("src", "srcset", "href"):
+                assert value is not None
+                kind, _, content = value.partition(",")
+                assert kind == "data:image/png;base64"
+                self.images.append(base64.b64decode(content, validate=True))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+@pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
+def test_the_page_stands_alone(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    run = read_run(make(tmp_path / "run"))
+    file = write_report(run, tmp_path / "out")
+    html = file.read_text()
+    page = Page(html)
+    assert "://" not in html
+    assert "@import" not in html
+    assert all(image.startswith(PNG) for image in page.images)
+    files = sorted(file.parent.glob("*.png"))
+    assert [png.stem for png in files] == sorted(figures_of(run))
+    assert all(png.read_bytes() in page.images for png in files)
+    assert all(line in page.text for line in (*run.missing, *tables.headlines(run)))
+
+
+def test_the_page_shows_the_table(tmp_path: Path) -> None:
+    run = read_run(causal_lm_run(tmp_path))
+    page = Page(write_report(run, tmp_path / "out").read_text())
+    assert page.rows == [
+        ["mode", "saved MiB", "predicted MiB", "moved MiB/step", "step ms", "losses"],
+        ["off", "100.0", "-", "-", "50.0", "reference"],
+        ["<all>", "25.0", "-", "80.5", "75.0", "bitwise equal"],
+        ["auto", "50.0", "50.0", "-", "60.0", "1 of 2 equal"],
+    ]
+    assert "The device is a CPU" in page.text
+    assert (tmp_path / "results.png").read_bytes() in page.images  # the run's own figure
+
+
+def test_an_out_of_memory_report_is_shown_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "out_of_memory_rank0.txt").write_text("backward <phase>\n  40.00 MiB  saved & kept\n")
+    page = Page(write_report(read_run(tmp_path), tmp_path / "out").read_text())
+    assert "backward <phase>\n  40.00 MiB  saved & kept\n" in page.text
+    assert page.images == []
+
+
+def test_without_matplotlib_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 2
+    assert 'pip install "hf_memopt[report]"' in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+    assert main(["report", str(tmp_path), "--json"]) == 0  # needs no figures
+
+
+def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo_run(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"report: {tmp_path / 'report' / 'report.html'}\n" in printed
+    assert "not in the report: memory over time" in printed
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holders"] == HOLDERS
+    assert main(["report", str(tmp_path), "--json", "--output", str(tmp_path / "elsewhere")]) == 2
+    assert "not allowed with argument --json" in capsys.readouterr().err
+    (tmp_path / "file").write_text("precious")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "file")]) == 2
+    assert (tmp_path / "file").read_text() == "precious"

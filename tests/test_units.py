@@ -1,0 +1,15 @@
+import pytest
+
+from hf_memopt.units import GIB, MIB, format_bytes, format_gib
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (MIB - 1, "1024.00 KiB"), (1.5 * MIB, "1.50 MiB")],
+)
+def test_bytes_are_shown_in_their_largest_unit(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_gib_are_shown_however_few() -> None:
+    assert format_gib(GIB // 20) == "0.05 GiB"
