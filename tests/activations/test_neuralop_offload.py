@@ -89,6 +89,7 @@ LEVERS: dict[str, tuple[dict[str, bool], Callable[[], ActivationOffloader] | Non
 }
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_lever_gives_the_gradients_of_the_plain_run(kind: str, lever: str) -> None:
@@ -238,6 +239,7 @@ def test_complex_and_strided_tensors_are_among_those_that_move(kind: str, has_st
 # ---------------------------------------------------------------------------------------------- copies and files
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles_of_a_wrapped_model(kind: str, remake: Callable[[nn.Module], nn.Module]) -> None:

@@ -14,6 +14,7 @@ from hf_memopt.recipes.reflow_smolvla import main as recipe
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow  # two processes import lerobot; test_training_two_processes.py checks the same of plain models
 def test_two_processes_train_as_one(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

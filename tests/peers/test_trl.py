@@ -17,6 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hf_memopt import ActivationOffloader
 from hf_memopt.transfer import Copier
 
+pytestmark = pytest.mark.sweep(share=1 / 4)
+
 NUM_STEPS = 4  # two are recorded in mode "auto"
 KIB = 2**10
 

@@ -119,6 +119,7 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------ budgets
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.usefixtures("search_once")
 def test_larger_budget_is_never_slower_and_moves_less(name: str) -> None:
@@ -185,6 +186,7 @@ def test_limit_of_the_device_counts_where_there_is_no_budget() -> None:
         plan_for(profile, link, 2, None, device_limit_bytes=1)
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize(
     ("profile", "share", "budget", "slowdown"),
     [(decoder(8, 5), 0.2, 0.12, 0.04), (u_net(4), 0.6, 0.15, 0.2), (u_net(8), 0.2, 0.15, 1.2)],
