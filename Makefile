@@ -54,8 +54,9 @@ demo-fluxflow: $(READY) ## a VAE-GAN on drawn shapes on the CPU, in some minutes
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_fluxflow @recipes/configs/fluxflow_demo.args
 
+# Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
 test: $(READY) ## the default test suite (CPU, no network)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m slow

@@ -7,11 +7,13 @@ may still be queued for some operations more, and host memory that is freed befo
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.copier import HostEnds
 
 POISON = 0xFF  # NaN in every floating-point dtype
@@ -160,3 +162,12 @@ class AdversarialTransfer:
         if not self._was_waited_for:
             self._was_waited_for = True
             self._copier.waited(self)
+
+
+# For tests that run with every schedule of copies.
+COPIERS: dict[str, Callable[[], Copier]] = {
+    "sync": SyncCopier,
+    "early": lambda: AdversarialCopier("early"),
+    "late": lambda: AdversarialCopier("late"),
+    "random": lambda: AdversarialCopier("random"),
+}

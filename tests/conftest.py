@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import math
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import pytest
 # way, and no test may depend on the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.
+SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 
 # These need a process that runs on the fake CUDA runtime: tests/test_fake_gpu.py starts it.
 collect_ignore_glob = [] if "FAKE_CUDA_LIBRARIES" in os.environ else ["fake_cuda/*"]
@@ -32,6 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
     os.environ["HF_HOME"] = home.name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark most of each sweep as slow, before the marker expression is applied."""
+    sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps.setdefault((item.path, item.originalname), []).append(item)
+    for sweep in sweeps.values():
+        share = sweep[0].get_closest_marker("sweep").kwargs["share"]
+        by_lot = sorted(sweep, key=lambda item: zlib.crc32(f"{SEED} {item.name}".encode()))
+        for item in by_lot[math.ceil(share * len(sweep)) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,13 +143,12 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
 
 
-@pytest.fixture(scope="module")
-def small_heap() -> Iterator[None]:
-    """What is older than the module's tests is hidden, which makes a census of all objects fast."""
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Hide what is older than the module's tests from the collector: a million objects of imported libraries, which
+    every `gc.collect()` and every census of all objects would visit."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,3 +14,8 @@ def take_gradients(model: nn.Module) -> list[Tensor]:
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     """Whether there are as many and all are the same."""
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What a transformers language model computes for the very tokens that it is given."""
+    return model(input_ids=tokens, labels=tokens).loss

@@ -29,8 +29,6 @@ ALL = ARCHITECTURES | OWN_ARCHITECTURES
 NAMES = list(ALL)
 CHECKPOINTED = [name for name in NAMES if ALL[name].can_checkpoint]
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
-# The search for a plan takes longer than everything else, so that the others are slow tests.
-PLANNED = ["gpt_neox", "opt", "bert", "mixtral", "resnet", "convnext", "hubert"]
 BUDGET_SHARES = {"gpt2": 0.95}  # its logits alone are most of what it saves
 
 
@@ -81,6 +79,7 @@ def make_offloader(workload: Workload, settings: Settings) -> ActivationOffloade
     )
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize(("name", "settings"), ROWS, ids=identify)
 def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> None:
     workload = build(name, settings.checkpointing)
@@ -93,6 +92,7 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> 
     assert stats.host_bytes_live == 0
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize(("index", "name"), list(enumerate(NAMES)))
 def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = RandomPlanner(random.Random(index))
@@ -108,9 +108,8 @@ def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monke
     assert offloader.stats.host_bytes_live == 0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in PLANNED else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.sweep(share=1 / 10)  # the search for a plan takes longer than everything else
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: str) -> None:
     workload = build(name)
     want = gradients(workload)
@@ -128,6 +127,7 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
     assert stats.host_bytes_live == 0
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "unet2d"])
 def test_fifty_adamw_steps_end_on_bitwise_the_plain_weights(name: str) -> None:
     plain, offloaded = build(name), build(name)
@@ -170,6 +170,7 @@ def test_there_are_architectures_of_every_family() -> None:
     assert families == text | {"vision", "audio", "diffusion", "operator"} | own
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_gradient_is_zero_and_every_build_is_the_same(name: str) -> None:
     found = gradients(build(name))
@@ -177,6 +178,7 @@ def test_no_gradient_is_zero_and_every_build_is_the_same(name: str) -> None:
     assert equal(gradients(build(name)), found)
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpointing_is_really_on(name: str) -> None:
     saved = []

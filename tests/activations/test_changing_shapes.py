@@ -78,6 +78,7 @@ def test_host_memory_stays_near_the_largest_need_for_3000_steps(mode: str) -> No
     Training(mode, SyncCopier()).check_many(3000, 1000)
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
 def test_gradients_are_exact_whatever_block_a_tensor_is_in(mode: str, schedule: str) -> None:

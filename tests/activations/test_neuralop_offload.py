@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
-from neuralop import H1Loss, LpLoss, Trainer
-from neuralop.data.datasets.pt_dataset import PTDataset
-from neuralop.models import FNO, TFNO, UNO
-from neuralop.training import AdamW
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
@@ -28,13 +24,24 @@ from hf_memopt import (
     wrap_forward_with_offload,
 )
 from hf_memopt.memory import SavedBytes
-from hf_memopt.recipes.neural_operator.darcy import Darcy, cached_folder
-from hf_memopt.recipes.neural_operator.model import make_model
-from hf_memopt.recipes.neural_operator.options import ModelOptions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global AdamW, cached_folder, Darcy, FNO, H1Loss, LpLoss, make_model, ModelOptions, PTDataset, TFNO, Trainer
+    from neuralop import H1Loss, LpLoss, Trainer
+    from neuralop.data.datasets.pt_dataset import PTDataset
+    from neuralop.models import FNO, TFNO
+    from neuralop.training import AdamW
+
+    from hf_memopt.recipes.neural_operator.darcy import Darcy, cached_folder
+    from hf_memopt.recipes.neural_operator.model import make_model
+    from hf_memopt.recipes.neural_operator.options import ModelOptions
+
 
 CPU = torch.device("cpu")
-CLASSES = {"fno": FNO, "tfno": TFNO, "uno": UNO}
-KINDS = list(CLASSES)
+KINDS = ["fno", "tfno", "uno"]
 
 Saving = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -89,6 +96,7 @@ LEVERS: dict[str, tuple[dict[str, bool], Callable[[], ActivationOffloader] | Non
 }
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_lever_gives_the_gradients_of_the_plain_run(kind: str, lever: str) -> None:
@@ -238,6 +246,7 @@ def test_complex_and_strided_tensors_are_among_those_that_move(kind: str, has_st
 # ---------------------------------------------------------------------------------------------- copies and files
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles_of_a_wrapped_model(kind: str, remake: Callable[[nn.Module], nn.Module]) -> None:
@@ -261,7 +270,7 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
     offloader().wrap(model)
     model.save_checkpoint(tmp_path, "model")
     torch.manual_seed(1)
-    loaded = CLASSES[kind].from_checkpoint(tmp_path, "model")
+    loaded = {"fno": FNO, "tfno": TFNO}[kind].from_checkpoint(tmp_path, "model")
     assert equal(gradients(loaded), plain_gradients(kind, 32))
 
 
@@ -269,7 +278,7 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> PTDataset:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> "PTDataset":
     tests = [Darcy("test", resolution, 4) for resolution in (16, 32)]
     folder = cached_folder(tmp_path_factory.mktemp("darcy"), Darcy("train", 16, 16), tests, CPU)
     return PTDataset(folder, "darcy", 16, [4, 4], 8, [4, 4], 16, [16, 32])
@@ -280,7 +289,7 @@ def small_fno() -> nn.Module:
     return FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=8, projection_channel_ratio=2)
 
 
-def train_in_a_loop(samples: PTDataset, model: nn.Module) -> list[Tensor]:
+def train_in_a_loop(samples: "PTDataset", model: nn.Module) -> list[Tensor]:
     """Steps 1, 2 and 4 of neuralop's guide to CPU offloading, with the two lines that the documentation changes."""
     train_loader = DataLoader(samples.train_db, 8)
     data_processor = samples.data_processor.to(CPU)
@@ -297,7 +306,7 @@ def train_in_a_loop(samples: PTDataset, model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_the_guides_four_steps_with_our_wrapper(samples: PTDataset) -> None:
+def test_the_guides_four_steps_with_our_wrapper(samples: "PTDataset") -> None:
     model, start = small_fno(), [parameter.detach().clone() for parameter in small_fno().parameters()]
     moved = AdversarialCopier("late")
     model.forward = wrap_forward_with_offload(model.forward, mode="all", offload_threshold_mb=0, copier=moved)
@@ -307,7 +316,7 @@ def test_the_guides_four_steps_with_our_wrapper(samples: PTDataset) -> None:
     assert min(moved.bytes_to_host, moved.bytes_to_device) > 0
 
 
-def train_by_trainer(samples: PTDataset, model: nn.Module) -> tuple[list[Tensor], dict[str, float]]:
+def train_by_trainer(samples: "PTDataset", model: nn.Module) -> tuple[list[Tensor], dict[str, float]]:
     optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
     trainer = Trainer(model=model, n_epochs=2, device="cpu", data_processor=samples.data_processor)
     tests = {nodes: DataLoader(test, 4) for nodes, test in samples.test_dbs.items()}
@@ -324,7 +333,7 @@ def train_by_trainer(samples: PTDataset, model: nn.Module) -> tuple[list[Tensor]
     return [parameter.detach().clone() for parameter in model.parameters()], found
 
 
-def test_neuralops_trainer_needs_nothing_but_a_wrapped_model(samples: PTDataset) -> None:
+def test_neuralops_trainer_needs_nothing_but_a_wrapped_model(samples: "PTDataset") -> None:
     plain, errors = train_by_trainer(samples, small_fno())
     model, used = small_fno(), offloader(copier=AdversarialCopier("random"))
     handle = used.wrap(model)

@@ -58,6 +58,7 @@ def with_a_metric(model: nn.Module) -> None:
 PATTERNS = [micro_batches, interleaved, in_reverse, twice, with_a_metric]
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.__name__)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_predicted_of_several_backwards_is_what_is_measured(

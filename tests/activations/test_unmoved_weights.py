@@ -133,6 +133,7 @@ def any_plan(monkeypatch: pytest.MonkeyPatch) -> RandomPlanner:
     return planner
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.usefixtures("any_plan")
 @pytest.mark.parametrize("copier", COPIERS)
 @pytest.mark.parametrize("mode", ["all", "auto"])
@@ -147,6 +148,7 @@ def test_no_form_of_a_frozen_weight_is_sent_to_the_host(name: str, mode: str, co
     check(workload, autocast, mode, COPIERS[copier]())
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.usefixtures("any_plan")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", ["all", "auto"])

@@ -8,18 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot_runs import run, train_flags
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import load_config
-from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, SharedPrefix, demonstrated_actions, observe
-from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
-from hf_memopt.integrations.lerobot.student.prepare import prepare_student
-from hf_memopt.recipes.reflow import smolvla_toy as toy
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 from hf_memopt.reflow import chunk_loss
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global ConditionedExpert, demonstrated_actions, diagnose, held_out_batches, load_config, observe
+    global prepare_student, recipe, run, SharedPrefix, SmolVLAReflowPolicy, toy, train_flags
+    from lerobot_runs import run, train_flags
+
+    from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.policy_files import load_config
+    from hf_memopt.integrations.lerobot.reflow.prefix import (
+        ConditionedExpert,
+        SharedPrefix,
+        demonstrated_actions,
+        observe,
+    )
+    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
+    from hf_memopt.integrations.lerobot.student.prepare import prepare_student
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+    from hf_memopt.recipes.reflow_smolvla import main as recipe
+
 
 DIMS = 2  # of the toy's actions; the model pads them to 4
 
@@ -41,7 +55,7 @@ def time() -> Tensor:
     return torch.linspace(0.1, 1, 6)
 
 
-def load(folder: Path, **changes: Any) -> SmolVLAReflowPolicy:
+def load(folder: Path, **changes: Any) -> "SmolVLAReflowPolicy":
     """A student whose trained weights have moved away from its teacher's."""
     config = dataclasses.replace(load_config(folder), device="cpu", **changes)
     student = SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()

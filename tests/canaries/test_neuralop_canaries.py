@@ -7,19 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from neuralop import H1Loss, LpLoss, Trainer
-from neuralop.data.datasets.pt_dataset import PTDataset
-from neuralop.data.transforms.data_processors import DefaultDataProcessor
-from neuralop.layers.fno_block import FNOBlocks
-from neuralop.layers.spectral_convolution import SpectralConv
-from neuralop.models import FNO, TFNO, UNO
-from neuralop.training import AdamW
 from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_memopt.recipes.neural_operator.model import make_model
-from hf_memopt.recipes.neural_operator.options import ModelOptions
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global AdamW, DefaultDataProcessor, FNO, FNOBlocks, H1Loss, LpLoss, make_model, ModelOptions, PTDataset
+    global SpectralConv, TFNO, Trainer, UNO
+    from neuralop import H1Loss, LpLoss, Trainer
+    from neuralop.data.datasets.pt_dataset import PTDataset
+    from neuralop.data.transforms.data_processors import DefaultDataProcessor
+    from neuralop.layers.fno_block import FNOBlocks
+    from neuralop.layers.spectral_convolution import SpectralConv
+    from neuralop.models import FNO, TFNO, UNO
+    from neuralop.training import AdamW
+
+    from hf_memopt.recipes.neural_operator.model import make_model
+    from hf_memopt.recipes.neural_operator.options import ModelOptions
+
 
 pytestmark = pytest.mark.canary
 
@@ -93,7 +101,7 @@ def test_the_processor_normalises_solutions_in_training_and_predictions_in_evalu
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> PTDataset:
+def files(tmp_path: Path) -> "PTDataset":
     for name in ("train_5", "test_5", "test_7"):
         nodes = int(name[-1])
         x = torch.randint(0, 2, (4, nodes, nodes), generator=torch.Generator().manual_seed(0)).bool()
@@ -101,7 +109,7 @@ def files(tmp_path: Path) -> PTDataset:
     return PTDataset(tmp_path, "darcy", 3, [2, 2], 1, [1, 1], 5, [5, 7])
 
 
-def test_files_are_read_at_any_resolution(files: PTDataset) -> None:
+def test_files_are_read_at_any_resolution(files: "PTDataset") -> None:
     with relied_on_by(f"{DATA} and {DARCY}"):
         assert len(files.train_db) == 3
         assert {nodes: len(test) for nodes, test in files.test_dbs.items()} == {5: 2, 7: 2}
@@ -120,7 +128,7 @@ def test_files_are_read_at_any_resolution(files: PTDataset) -> None:
         torch.testing.assert_close(output, batch["y"])
 
 
-def train(files: PTDataset, epochs: int, **options: object) -> None:
+def train(files: "PTDataset", epochs: int, **options: object) -> None:
     model = small()
     optimizer = AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -128,7 +136,7 @@ def train(files: PTDataset, epochs: int, **options: object) -> None:
     trainer.train(DataLoader(files.train_db), {}, optimizer, scheduler, **options)
 
 
-def test_trainer_still_passes_more_than_models_and_losses_take(files: PTDataset) -> None:
+def test_trainer_still_passes_more_than_models_and_losses_take(files: "PTDataset") -> None:
     with relied_on_by(TRAINER), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(files, 1)
@@ -137,7 +145,7 @@ def test_trainer_still_passes_more_than_models_and_losses_take(files: PTDataset)
 
 
 @pytest.mark.filterwarnings("ignore:.*received unexpected keyword arguments")
-def test_trainer_still_cannot_read_its_own_checkpoints(files: PTDataset, tmp_path: Path) -> None:
+def test_trainer_still_cannot_read_its_own_checkpoints(files: "PTDataset", tmp_path: Path) -> None:
     """Otherwise the recipe need not refuse to resume it."""
     with relied_on_by("recipes/neural_operator/options.py"):
         train(files, 1, save_every=1, save_dir=tmp_path / "saved")

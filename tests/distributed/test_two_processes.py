@@ -4,16 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot_runs import PLAIN_SGD, pin_draws, run, train_flags, weights
 from safetensors.torch import load_file
 from two_processes import torchrun
 
-from hf_memopt.recipes.reflow_smolvla import main as recipe
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global pin_draws, PLAIN_SGD, recipe, run, SmolVLAPolicy, train_flags, weights
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot_runs import PLAIN_SGD, pin_draws, run, train_flags, weights
+
+    from hf_memopt.recipes.reflow_smolvla import main as recipe
+
 
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow  # two processes import lerobot; test_training_two_processes.py checks the same of plain models
 def test_two_processes_train_as_one(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.recipes.fluxflow.levers import WeightAverage
-from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global Darcy, samples, WeightAverage
+    from hf_memopt.recipes.fluxflow.levers import WeightAverage
+    from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
+
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,15 +8,23 @@ from typing import Any
 import accelerators
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.recipes import train_causal_lm, train_fluxflow, train_lgt, train_neural_operator
-from hf_memopt.recipes.fluxflow import report as fluxflow_report
-from hf_memopt.recipes.lgt import images as lgt_images
-from hf_memopt.recipes.neural_operator import report as neural_operator_report
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global AutoencoderKL, fluxflow_report, lgt_images, neural_operator_report, train_causal_lm, train_fluxflow
+    global train_lgt, train_neural_operator
+    from diffusers import AutoencoderKL
+
+    from hf_memopt.recipes import train_causal_lm, train_fluxflow, train_lgt, train_neural_operator
+    from hf_memopt.recipes.fluxflow import report as fluxflow_report
+    from hf_memopt.recipes.lgt import images as lgt_images
+    from hf_memopt.recipes.neural_operator import report as neural_operator_report
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,26 +66,26 @@ def neural_operator_weights(folder: Path) -> Weights:
 
 RECIPES = {
     "language model": Recipe(
-        train_causal_lm.main,
+        lambda flags: train_causal_lm.main(flags),
         (*CAUSAL_LM, "--max_steps=4", "--eval_every=4"),
         "--output_dir",
         lambda folder: load_file(folder / "model.safetensors"),
     ),
     "neural operator": Recipe(
-        train_neural_operator.main,
+        lambda flags: train_neural_operator.main(flags),
         (*NEURAL_OPERATOR, "--epochs=2"),
         "--output_dir",
         neural_operator_weights,
     ),
     "LGT": Recipe(
-        train_lgt.main,
+        lambda flags: train_lgt.main(flags),
         tuple(flag for flag in LGT if "cpu_copies" not in flag),
         "--checkpoint.save_dir",
         lambda folder: load_file(folder / "model.safetensors"),
         offload="--offload.",
     ),
     "FluxFlow": Recipe(
-        train_fluxflow.main,
+        lambda flags: train_fluxflow.main(flags),
         (*FLUXFLOW, "--max_steps=4", "--offload_threshold_mb=0.001"),
         "--output_dir",
         lambda folder: AutoencoderKL.from_pretrained(folder / "vae").state_dict(),

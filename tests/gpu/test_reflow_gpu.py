@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 from torch import Tensor
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 from hf_memopt.report import read_run
 from hf_memopt.teacher import TeacherReport
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global lerobot_train, PLUGIN, recipe, run, SmolVLAReflowPolicy, train_flags, weights
+    from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
+
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.recipes.reflow_smolvla import main as recipe
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +63,7 @@ def runs(toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pyte
     reports: list[TeacherReport] = []
     update = SmolVLAReflowPolicy.update
 
-    def noted(policy: SmolVLAReflowPolicy) -> None:
+    def noted(policy: "SmolVLAReflowPolicy") -> None:
         report = policy.teacher_report()
         assert report is not None
         reports.append(report)
@@ -73,7 +81,7 @@ def offload_activations(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Acti
     def offload(mode: str) -> ActivationOffloader:
         offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0)
 
-        def offloaded(policy: SmolVLAReflowPolicy, *arguments: Any, **options: Any) -> Any:
+        def offloaded(policy: "SmolVLAReflowPolicy", *arguments: Any, **options: Any) -> Any:
             with offloader.offload_context(policy):
                 return forward(policy, *arguments, **options)
 

@@ -7,13 +7,21 @@ import pytest
 import torch
 from fake_hub import TOKEN, FakeHub, serve
 from huggingface_hub import constants
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot_runs import weights
 
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.integrations.lerobot.student.prepare import push_to_hub
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global load_config, push_to_hub, resolve_checkpoint, SmolVLAPolicy, SmolVLAReflowPolicy, weights
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot_runs import weights
+
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
+    from hf_memopt.integrations.lerobot.student.prepare import push_to_hub
+
 
 TEACHER = "robots/teacher"
 

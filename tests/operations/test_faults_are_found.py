@@ -33,6 +33,7 @@ def test_a_sound_offloader_has_no_faults() -> None:
     assert not faults_of([try_everything(a_case())], (), is_whole=True)
 
 
+@pytest.mark.sweep(share=1 / 5)
 @pytest.mark.parametrize(
     ("strategy", "setting"),
     [

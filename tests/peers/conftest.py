@@ -1,22 +1,14 @@
 """Offloaders in every mode and with every copier, for tests that were written for something else."""
 
 import random
-from collections.abc import Callable
 
 import pytest
-from adversarial_copier import AdversarialCopier
+from adversarial_copier import COPIERS
 from random_plans import RandomPlanner
 
-from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
 from hf_memopt.transfer import Copier
-
-COPIERS: dict[str, Callable[[], Copier]] = {
-    "sync": SyncCopier,
-    "early": lambda: AdversarialCopier("early"),
-    "late": lambda: AdversarialCopier("late"),
-    "random": lambda: AdversarialCopier("random"),
-}
 
 
 @pytest.fixture(params=COPIERS)

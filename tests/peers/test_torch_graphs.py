@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_memopt import ActivationOffloader
 
+pytestmark = pytest.mark.sweep(share=1 / 4)
+
 # ---------------------------------------------------------------------------- custom functions
 
 

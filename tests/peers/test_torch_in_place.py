@@ -15,6 +15,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from hf_memopt import ActivationOffloader
 
+pytestmark = pytest.mark.sweep(share=1 / 4)
+
 # ---------------------------------------------------------------------------- modification that autograd refuses
 
 

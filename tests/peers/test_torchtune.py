@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader
 
+pytestmark = pytest.mark.sweep(share=1 / 4)
+
 NUM_STEPS = 4  # two are recorded in mode "auto"
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from gradients import equal, take_gradients
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.transfer import Copier
+
+pytestmark = pytest.mark.sweep(share=1 / 4)
 
 NUM_STEPS = 4  # two are recorded in mode "auto"
 KIB = 2**10
@@ -23,6 +23,8 @@ KIB = 2**10
 
 @pytest.fixture
 def decoder() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     return Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).train()
@@ -39,6 +41,8 @@ def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def test_adapters_get_the_plain_gradients(offloader: ActivationOffloader, decoder: nn.Module, tokens: Tensor) -> None:
+    from peft import LoraConfig, get_peft_model
+
     model = get_peft_model(decoder, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
