@@ -78,7 +78,11 @@ style: $(READY) ## format and fix
 quality: $(READY) ## what continuous integration checks before the tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy hf_memopt
+# mypy sees the tree as it is installed: with callbacks/ and recipes/ inside hf_memopt.
+	@rm -rf build/types && mkdir -p build/types/hf_memopt
+	@ln -s $(CURDIR)/hf_memopt/* build/types/hf_memopt/
+	@ln -sfn $(CURDIR)/callbacks $(CURDIR)/recipes build/types/hf_memopt/
+	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
 bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
 	$(PY) -m benchmarks.campaign --minutes 28

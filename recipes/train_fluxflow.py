@@ -27,45 +27,45 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import get_scheduler
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import LeakMonitor, MemoryLogger
-from hf_memopt.recipes.causal_lm.model import make_offloader
-from hf_memopt.recipes.common import auto_plan
-from hf_memopt.recipes.common.cost import Cost, Meter, explain_idleness
-from hf_memopt.recipes.common.loop import lock_output
+from hf_memopt.recipes.common import loop
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.options import checkpoints_folder
 from hf_memopt.recipes.fluxflow import data as data
 from hf_memopt.recipes.fluxflow import report as report
 from hf_memopt.recipes.fluxflow.levers import WeightAverage, averaging, make_average, use_expandable_segments
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models, stride
 from hf_memopt.recipes.fluxflow.options import Options, parse
-from hf_memopt.recipes.fluxflow.step import Gan, Optimizers, make_optimizers, step
+from hf_memopt.recipes.fluxflow.plan import FluxFlow
+from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; returns what is written to `results.json`."""
+    """Train as the command line says; return what is written to `results.json`."""
     options = parse(__doc__, arguments)
     if options.levers.expandable_segments:
         use_expandable_segments()
     accelerator = make_accelerator(options)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
-    lock = lock_output(accelerator, options.training.output_dir)
-    options, accelerator, predicted = auto_plan.applied(
-        options, accelerator, partial(workload, options), make_accelerator
+    loop.set_up_logging(accelerator)
+    lock = loop.lock_output(accelerator, options.training.output_dir)
+    options, accelerator, predicted = apply_auto_plan(
+        options, accelerator, partial(FluxFlow, options), make_accelerator
     )
     run = prepare(accelerator, options)
     report.announce(run.gan.models, options, accelerator, data.describe(options.data))
     with logging_redirect_tqdm():
-        cost = train(run, options)
+        cost = train(run)
     results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-    auto_plan.compare(predicted, accelerator)
-    explain_idleness(results, options.offload)
+    log_prediction(predicted, accelerator)
+    warn_if_nothing_offloaded(results, options.offload)
     if accelerator.is_main_process:
         save_vae(run, Path(options.training.output_dir))
         panels = report.panels(run.gan, panel_images(run.source, options))
@@ -75,15 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def workload(options: Options, precision: str) -> auto_plan.RecipeWorkload:
-    """What `--plan` simulates; its module runs the functions of this one."""
-    from hf_memopt.recipes.fluxflow.plan import FluxFlow
-
-    return FluxFlow(options, precision=precision)
-
-
 def make_accelerator(options: Options) -> Accelerator:
-    """In float32 or bfloat16.
+    """Return one in float32 or bfloat16.
 
     Raises:
         ValueError: float16, for which the losses would have to be scaled.
@@ -98,19 +91,10 @@ def make_accelerator(options: Options) -> Accelerator:
 
 
 @dataclass
-class Progress:
-    """How far training has come; goes into checkpoints."""
+class Progress(loop.Progress):
+    """How far training has come; goes into checkpoints. An update is a global step."""
 
-    num_steps: int = 0
     num_discriminator_updates: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps, self.history = state["num_steps"], state["history"]
-        self.num_discriminator_updates = state["num_discriminator_updates"]
 
 
 @dataclass
@@ -126,17 +110,17 @@ class Run:
     batches: data.EndlessBatches
     memory: MemoryLogger
     checkpoints: Checkpoints
-    progress: Progress
+    progress: Progress = field(default_factory=Progress)
     position: tuple[int, int] = (0, 0)  # in the data, after the last whole step
 
     def save(self) -> Path:
-        """A checkpoint of the last whole step, or of what an error has left of the next one."""
+        """Save a checkpoint of the last whole step, or of what an error has left of the next one."""
         positions = gather_object([list(self.position)])  # of each process: buckets fill up at different times
-        return self.checkpoints.save(self.progress.num_steps, {"data": positions})
+        return self.checkpoints.save(self.progress.num_updates, {"data": positions, **asdict(self.progress)})
 
 
 def prepare(accelerator: Accelerator, options: Options) -> Run:
-    """Models, optimizers, schedules and batches, the same for every call."""
+    """Return models, optimizers, schedules and batches, the same for every call."""
     training = options.training
     set_seed(training.seed)  # the same weights on all processes
     models = build_models(options.model, options.losses, options.levers, training.seed)
@@ -147,55 +131,35 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
         vae=accelerator.prepare_model(models.vae, evaluation_mode=True),
         discriminator=accelerator.prepare_model(models.discriminator, evaluation_mode=True),
     )
-    optimizers = make_optimizers(models, training)
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    gan = Gan(
-        models,
-        Optimizers(*map(accelerator.prepare_optimizer, optimizers)),
-        options.losses,
-        options.levers,
-        micro_batch_size=training.micro_batch_size,
-        max_grad_norm=training.max_grad_norm,
-        stop_on_non_finite=True,
-        autocast=accelerator.autocast,
-        offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
-        synchronize=averaging(accelerator),
-        phase=memory.phase,
-    )
+    hooks = {"synchronize": averaging(accelerator), "phase": memory.phase}
+    gan = make_gan(models, options, accelerator, stop_on_non_finite=True, **hooks)
     schedulers = [
-        get_scheduler(training.lr_scheduler_type, each, training.warmup_steps, training.max_steps)
-        for each in optimizers
+        # Of torch's optimizers: accelerate does not step these schedules, and so not once per process.
+        loop.make_schedule(each.optimizer, training, training.max_steps, 1)
+        for each in gan.optimizers
     ]
-    home = torch.device("cpu") if options.levers.ema_on_cpu else accelerator.device
     source = data.load(options.data, stride(models.vae), training.seed)
     loader = data.make_loader(
         source, options.data, training.batch_size, training.seed, accelerator.process_index, accelerator.num_processes
     )
-    run = Run(
-        accelerator,
-        options,
-        gan,
-        make_average(models.vae, training.ema_decay, home),
-        schedulers,
-        source,
-        data.EndlessBatches(loader),
-        memory,
-        Checkpoints(accelerator, Path(training.output_dir) / "checkpoints"),
-        Progress(),
-    )
-    accelerator.register_for_checkpointing(run.progress, *schedulers, *([run.average] if run.average else []))
+    average = make_average(models.vae, options, accelerator.device)
+    checkpoints = Checkpoints(accelerator, checkpoints_folder(training.output_dir), training.checkpoints_total_limit)
+    accelerator.register_for_checkpointing(*schedulers, *([average] if average else []))
+    # All that has to be the same on all processes is made.
     set_seed(training.seed, device_specific=True)  # other latents on each process
-    return run
+    batches = data.EndlessBatches(loader)
+    return Run(accelerator, options, gan, average, schedulers, source, batches, memory, checkpoints)
 
 
 def train_batch(run: Run, images: Tensor) -> Figures:
-    """One global step: `training_steps` times the updates at each resolution. Returns the last ones' losses.
+    """Make one global step: `training_steps` times the updates at each resolution. Return the last ones' losses.
 
     R1 is due at every `r1_interval`-th update of the discriminator, so that its rate does not depend on how many
     updates a batch makes.
     """
     options, progress = run.options, run.progress
-    weights = weights_at(progress.num_steps, options.losses)
+    weights = weights_at(progress.num_updates, options.losses)
     images = images.to(run.accelerator.device, non_blocking=True)
     figures: Figures = {}
     for _ in range(options.training.training_steps):
@@ -209,40 +173,43 @@ def train_batch(run: Run, images: Tensor) -> Figures:
                     run.average.step()
     for scheduler in run.schedulers:
         scheduler.step()
-    progress.num_steps += 1
+    progress.num_updates += 1
     return figures
 
 
-def train(run: Run, options: Options) -> Cost:
-    """The training loop. Returns what a global step cost."""
-    training, progress = options.training, run.progress
-    run.accelerator.init_trackers("fluxflow", config=options.settings)
+def train(run: Run) -> RunCost:
+    """Run the training loop. Return what a global step cost."""
+    training = run.options.training
+    run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
     if training.resume_from_checkpoint is not None:
         resume(run, training.resume_from_checkpoint)
-    meter = Meter(options.offload.offload, run.accelerator.device, run.gan.offloader)
+    progress = run.progress
+    timer = StepTimer(run.options.offload.offload, run.accelerator.device, run.gan.offloader)
     watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
     with (
         run.checkpoints.stopping_on_signal(),
         saving_after_errors(run),
-        tqdm(total=training.max_steps, initial=progress.num_steps, unit="step", desc="Training") as bar,
+        tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
     ):
         for images in run.batches:
-            meter.begin()
+            timer.begin()
             figures = train_batch(run, images)
-            meter.end()
+            timer.end()
+            # Only now is the step whole: an error within it leaves the position before it for the checkpoint.
             run.position = run.batches.position
             bar.update()
-            run.memory.log(progress.num_steps)
-            if progress.num_steps % training.log_every == 0 or progress.num_steps == training.max_steps:
+            run.memory.log(progress.num_updates)
+            at_end = progress.num_updates == training.max_steps
+            if at_end or loop.is_due(progress.num_updates, training.log_every):
                 record(run, figures)
             if watch is not None:
                 watch.step()
             stop = run.checkpoints.stop_requested()
-            if stop or (training.checkpointing_steps and progress.num_steps % training.checkpointing_steps == 0):
+            if stop or loop.is_due(progress.num_updates, training.checkpointing_steps):
                 logger.info(f"Saved {run.save()}")
-            if stop or progress.num_steps == training.max_steps:
+            if stop or at_end:
                 break
-    return meter.cost()
+    return timer.cost()
 
 
 def resume(run: Run, name: str) -> None:
@@ -252,15 +219,17 @@ def resume(run: Run, name: str) -> None:
         ValueError: there is nothing left to train.
     """
     position = run.checkpoints.resume(name)
-    if run.progress.num_steps >= run.options.training.max_steps:
-        raise ValueError(f"max_steps={run.options.training.max_steps}: {name} has {run.progress.num_steps}; use more")
-    run.position = run.batches.position = tuple(position["data"][run.accelerator.process_index])
-    logger.info(f"Resumed {name} after {run.progress.num_steps} steps")
+    positions = position.pop("data")
+    run.progress = Progress(**position)
+    if run.progress.num_updates >= run.options.training.max_steps:
+        raise ValueError(f"max_steps={run.options.training.max_steps}: {name} has {run.progress.num_updates}; use more")
+    run.position = run.batches.position = tuple(positions[run.accelerator.process_index])
+    logger.info(f"Resumed {name} after {run.progress.num_updates} steps")
 
 
 @contextmanager
 def saving_after_errors(run: Run) -> Iterator[None]:
-    """An error ends the run, and what has been trained until then is saved first.
+    """Save what has been trained when an error ends the run.
 
     Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
     whole steps, so that going on begins that step anew. The other processes of a run cannot take part in saving when
@@ -272,23 +241,20 @@ def saving_after_errors(run: Run) -> Iterator[None]:
         if run.accelerator.num_processes > 1:
             logger.exception("Stopped by an error on this process; resume from the last checkpoint")
         else:
-            logger.exception(f"Stopped by an error after {run.progress.num_steps} steps; saved {run.save()}")
+            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {run.save()}")
         raise
 
 
 def record(run: Run, figures: Figures) -> None:
-    """Log the means over processes, send them to the trackers and keep them."""
+    """Record the means over processes and the learning rate."""
     names = sorted(figures)
     means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
     entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.schedulers[0].get_last_lr()[0]}
-    number = run.progress.num_steps
-    run.progress.history.append({"step": number, **entry})
-    run.accelerator.log(entry, step=number)
-    logger.info(f"step {number:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
+    loop.record(run, "step", run.progress.num_updates, entry)
 
 
 def save_vae(run: Run, folder: Path) -> None:
-    """For `AutoencoderKL.from_pretrained`: `vae/` with the weights as trained, and `vae_ema/` with their average."""
+    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
     vae = run.accelerator.unwrap_model(run.gan.models.vae)
     vae.save_pretrained(folder / "vae")
     if run.average is not None:
@@ -297,7 +263,7 @@ def save_vae(run: Run, folder: Path) -> None:
 
 
 def panel_images(source: data.Source, options: Options, count: int = 6) -> list[Tensor]:
-    """Drawn ones that training has not seen; of other datasets the first ones, which it has."""
+    """Return drawn ones that training has not seen; of other datasets the first ones, which it has."""
     if options.data.image_folder is None and options.data.dataset is None:
         unseen = data.drawn_images(count, options.data.resolution, options.training.seed + 1)
         source = source._replace(samples=unseen)

@@ -8,135 +8,208 @@ A U-Net gives velocities; latents are moved along them in Euler steps, and the g
 sliced Wasserstein distance (style) and a difference in self-similarity (content). Without data.data_root or
 data.dataset two simple styles are generated; nothing is downloaded.
 
-Any field of the file can be given as a flag, --section.field VALUE, with values as in JSON. Devices and processes are
+Any field of the file can be given as a flag, --section.field VALUE. Devices and processes are
 accelerate's. On a CPU nothing is offloaded unless --offload.cpu_copies asks for the copies.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
-from pathlib import Path
+from itertools import batched, islice
 from typing import Any
 
 import torch
-from accelerate.utils import tqdm
+from accelerate import Accelerator
+from accelerate.utils import set_seed, tqdm
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from hf_memopt.checkpoint import Checkpoints, endless_batches
+from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.recipes.common import auto_plan
-from hf_memopt.recipes.common.cost import Cost, Meter, announce, explain_idleness
-from hf_memopt.recipes.common.loop import lock_output, record, set_up_logging
+from hf_memopt.memory import MemoryLogger
+from hf_memopt.recipes.common import loop
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.options import check_resumable, check_unused
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
-from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.config import CheckpointConfig, Config, read_config
 from hf_memopt.recipes.lgt.evaluation import evaluate
-from hf_memopt.recipes.lgt.parsing import read_config
-from hf_memopt.recipes.lgt.run import Progress, Run, make_accelerator, measure, prepare, update, window_sizes
-from hf_memopt.training.compile import compile_seconds
+from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
+from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
+from hf_memopt.training.compile import compile_module, compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as file and command line say; returns what is written to `results.json`."""
+    """Train as file and command line say; return what is written to `results.json`."""
     config = read_config(__doc__, arguments)
-    report.check_folder(config.checkpoint)
+    check_folder(config.checkpoint)
     accelerator = make_accelerator(config)
-    set_up_logging(accelerator)
-    lock = lock_output(accelerator, config.checkpoint.save_dir)
+    loop.set_up_logging(accelerator)
+    lock = loop.lock_output(accelerator, config.checkpoint.save_dir)
     torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
     train_data, held_out = data.load(config)
     logger.info(
         f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {tuple(train_data.latents.shape[1:])} "
         f"in {config.model.num_styles} styles, {len(held_out.styles):,} held out"
     )
-    config, accelerator, predicted = auto_plan.applied(config, accelerator, partial(workload, config), make_accelerator)
+    config, accelerator, predicted = apply_auto_plan(
+        config, accelerator, partial(LatentTransferWorkload, config), make_accelerator
+    )
     with logging_redirect_tqdm():
-        costs = [measure(mode, config, train_data) for mode in config.offload.compared_modes]
-        run = prepare(accelerator, config.offload.offload, config, train_data)
+        costs = loop.compare_modes(
+            config, lambda config: prepare(make_accelerator(config), config, train_data), endless_updates
+        )
+        run = prepare(accelerator, config, train_data)
         cost = train(run, data.Latents(*(each.to(accelerator.device) for each in held_out)))
     num_positions = train_data.latents[0, 0].numel()
     results = report.results(run, cost, costs, num_positions)
-    auto_plan.compare(predicted, accelerator)
-    explain_idleness(results, config.offload)
+    log_prediction(predicted, accelerator)
+    warn_if_nothing_offloaded(results, config.offload)
     if accelerator.is_main_process:
-        report.write(results, run.best_model(), run.bank, held_out, config)
+        report.write(results, run, held_out)
     accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     lock.release()
     accelerator.end_training()
     return results
 
 
-def workload(config: Config, precision: str) -> auto_plan.RecipeWorkload:
-    """What `--offload.plan` simulates."""
-    from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
+def check_folder(checkpoint: CheckpointConfig) -> None:
+    """Refuse a folder that holds another run or cannot be written to, and a checkpoint that is not there."""
+    check_unused(checkpoint.save_dir, checkpoint.resume_from_checkpoint, "checkpoint.save_dir")
+    check_resumable(checkpoint.save_dir, checkpoint.resume_from_checkpoint)
 
-    return LatentTransferWorkload(config, precision=precision)
 
-
-def train(run: Run, held_out: data.Latents) -> Cost:
-    """The training loop: updates, evaluations, checkpoints. Returns what an update cost."""
-    config, progress = run.config, run.progress
-    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    announce(config.offload.offload, num_parameters, config, run.accelerator)
-    run.accelerator.init_trackers("lgt", config=report.settings(config))
-    checkpoints = Checkpoints(
-        run.accelerator, Path(config.checkpoint.save_dir) / "checkpoints", config.checkpoint.keep_last
+def make_accelerator(config: Config) -> Accelerator:
+    training = config.training
+    precision = {"bfloat16": "bf16", "float16": "fp16"}[training.amp_dtype] if training.use_amp else "no"
+    return loop.make_accelerator(
+        training.seed,
+        training.report_to,
+        config.checkpoint.save_dir,
+        mixed_precision=precision,
+        step_scheduler_with_optimizer=False,  # it is stepped once per epoch
     )
-    if config.checkpoint.resume_from_checkpoint is not None:
-        run.progress = progress = Progress(**checkpoints.resume(config.checkpoint.resume_from_checkpoint))
-        logger.info(f"Resumed after {progress.num_updates} updates")
+
+
+def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) -> Run:
+    """Return model, optimizer, schedule and batches, the same for every call.
+
+    Raises:
+        ValueError: there are fewer latents than one batch of all processes needs.
+    """
+    training = config.training
+    num_latents = training.batch_size * accelerator.num_processes
+    if num_latents > len(train_data.styles):
+        raise ValueError(
+            f"training.batch_size={training.batch_size}: a batch of all processes needs {num_latents} latents, and "
+            f"there are {len(train_data.styles)}; use smaller batches or more data"
+        )
+    set_seed(training.seed)
+    model = build_model(config).to(accelerator.device)
+    average = None
+    if training.ema_decay is not None:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.ema_decay))
+        accelerator.register_for_checkpointing(average)
+    if training.use_compile:
+        compile_module(model.unet, mode=training.compile_mode, recompile_limit=training.recompile_limit)
+    optimizer = build_optimizer(config, model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate
+    )
+    rows: Any = range(len(train_data.styles))
+    shuffled: dict[str, Any] = {"shuffle": True, "drop_last": True, "generator": torch.Generator()}
+    loader: DataLoader[Any] = DataLoader(rows, training.batch_size, **shuffled)
+    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader)
+    return Run(
+        accelerator=accelerator,
+        options=config,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        bank=data.LatentBank(train_data, config, accelerator.device),
+        average=average,
+        memory=MemoryLogger(accelerator, log_every=training.log_every, output_dir=config.checkpoint.save_dir),
+    )
+
+
+def update(run: Run, window: list[Tensor]) -> dict[str, float]:
+    """Make one update of the weights on a window of batches, given as row numbers; return its mean losses."""
+    progress, training = run.progress, run.options.training
+    assert run.bank is not None
+    micro_batches = run.bank.micro_batches(window, progress.num_updates, earliest_time(run.options, progress.epoch))
+    with run.memory.phase("step"):
+        result = (exact_step if training.gradient_cache else accumulating_step)(run, micro_batches)
+    if run.average is not None and not result.skipped:
+        run.average.update_parameters(run.accelerator.unwrap_model(run.model))
+    progress.num_updates += 1
+    run.memory.log(progress.num_updates)
+    means = run.accelerator.reduce(run.objective.take_means(), "mean")
+    return {name: value.item() for name, value in means.items()} | {"grad_norm": result.grad_norm}
+
+
+def earliest_time(config: Config, epoch: int) -> float:
+    """Return the earliest time that integration starts at, rising over the first epochs."""
+    warmup = config.training.epsilon_warmup_epochs
+    return config.training.epsilon * (1.0 if epoch >= warmup else epoch / warmup)
+
+
+def window_sizes(run: Run) -> list[int]:
+    """Return how many batches each update of an epoch has; the last one may have fewer."""
+    return [len(window) for window in batched(range(len(run.batches)), run.options.training.accumulation_steps)]
+
+
+def train(run: Run, held_out: data.Latents) -> RunCost:
+    """Run the training loop: updates, evaluations, checkpoints. Return what an update cost."""
+    config, accelerator = run.options, run.accelerator
+    announce(run.model, config.offload, accelerator)
+    accelerator.init_trackers("lgt", config=as_settings(config, by_section=True))
+    saving = config.checkpoint
+    checkpoints = loop.open_checkpoints(run, saving.save_dir, saving.keep_last, saving.resume_from_checkpoint)
+    progress = run.progress
     run.model.train()
-    meter = Meter(config.offload.offload, run.accelerator.device, run.offloader)
-    sizes = window_sizes(run)
+    timer, sizes = run.timer(), window_sizes(run)
+    # A resumed run goes on at the batch after the last one that it was trained on.
     num_taken = progress.epoch * len(run.batches) + sum(sizes[: progress.num_windows])
-    batches = endless_batches(run.accelerator, run.batches, num_taken)
+    batches = endless_batches(accelerator, run.batches, num_taken)
     total = len(sizes) * config.training.num_epochs
-    with (
-        checkpoints.stopping_on_signal(),
-        tqdm(total=total, initial=progress.num_updates, unit="update", desc="Training") as bar,
-    ):
+    bar = tqdm(total=total, initial=progress.num_updates, unit="update", desc="Training")
+    with bar, checkpoints.stopping_on_signal():
         while progress.epoch < config.training.num_epochs:
-            counted(run, list(islice(batches, sizes[progress.num_windows])), meter)
+            counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
             bar.update()
             epoch_ended = progress.num_windows == len(sizes)
             if epoch_ended:
                 end_epoch(run, held_out)
-            stop = checkpoints.stop_requested()
-            if stop or (epoch_ended and due(progress.epoch, config.training.save_interval)):
-                checkpoints.save(progress.num_updates, asdict(progress))
-            if stop:
-                logger.warning("Stopping, as asked; go on with --checkpoint.resume_from_checkpoint latest")
-                run.accelerator.end_training()
+            due = epoch_ended and loop.is_due(progress.epoch, config.training.save_interval)
+            if loop.save_and_stop(run, checkpoints, due=due, flag="checkpoint.resume_from_checkpoint"):
                 break
-    return meter.cost()
+    return timer.cost()
 
 
-def due(epoch: int, interval: int) -> bool:
-    """Whether this is a multiple of the interval, of which 0 has none."""
-    return interval > 0 and epoch % interval == 0
-
-
-def counted(run: Run, window: list[Tensor], meter: Meter) -> None:
-    """An update, and its share in the figures of the epoch."""
+def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
+    """Make an update, and add its share to the figures of the epoch."""
     progress, begun = run.progress, time.perf_counter()
-    meter.begin()
+    timer.begin()
     losses = update(run, window)
-    meter.end()
+    timer.end()
     progress.num_windows += 1
     progress.sums = {name: progress.sums.get(name, 0.0) + value for name, value in losses.items()}
     progress.seconds += time.perf_counter() - begun
 
 
 def end_epoch(run: Run, held_out: data.Latents) -> None:
-    """Schedule, figures and, where one is due, evaluation."""
-    progress, training = run.progress, run.config.training
+    """Step the schedule and record the figures, with those of an evaluation where one is due."""
+    progress, training = run.progress, run.options.training
+    assert run.bank is not None
     figures = {name: total / progress.num_windows for name, total in progress.sums.items()}
     figures |= {"learning_rate": run.scheduler.get_last_lr()[0], "seconds": progress.seconds}
     figures |= {"num_batches": len(run.batches)}
@@ -145,11 +218,18 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
     progress.num_windows, progress.sums, progress.seconds = 0, {}, 0.0
     if training.use_compile:
         figures["compile_seconds"] = compile_seconds()
-    if due(progress.epoch, training.eval_interval) or progress.epoch == training.num_epochs:
+    if loop.is_due(progress.epoch, training.eval_interval) or progress.epoch == training.num_epochs:
         with run.memory.phase("evaluation"):
-            figures |= evaluate(run.best_model(), run.bank, held_out, run.config)
+            figures |= evaluate(run.best_model(), run.bank, held_out, run.options)
     run.memory_bytes.append(run.memory.tracker.highest_bytes)
-    record(run, "epoch", progress.epoch, figures)
+    loop.record(run, "epoch", progress.epoch, figures)
+
+
+def endless_updates(run: Run) -> Iterator[Tensor]:
+    batches = endless_batches(run.accelerator, run.batches)
+    while True:
+        for size in window_sizes(run):
+            yield torch.tensor(update(run, list(islice(batches, size)))["loss"])
 
 
 if __name__ == "__main__":

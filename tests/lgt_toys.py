@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.config import Config, make_config
+from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.model import LatentTransfer
-from hf_memopt.recipes.lgt.parsing import make_config
-from hf_memopt.recipes.lgt.step import Batch, build_model, make_batch
+from hf_memopt.recipes.lgt.step import build_model
 
 TINY = {
     "model.base_channels": 8,

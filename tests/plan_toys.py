@@ -14,7 +14,7 @@ from hf_memopt.recipes.causal_lm import plan as causal_lm_plan
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.fluxflow import plan as fluxflow_plan
 from hf_memopt.recipes.lgt import plan as lgt_plan
-from hf_memopt.recipes.lgt.parsing import read_config
+from hf_memopt.recipes.lgt.config import read_config
 from hf_memopt.recipes.neural_operator import plan as neural_operator_plan
 from hf_memopt.recipes.reflow import plan as reflow_smolvla_plan
 from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS

@@ -3,7 +3,6 @@
 A step is described by what JSON can hold, so that an estimate says of exactly which step it is.
 """
 
-import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import (
     PreTrainedModel,  # noqa: F401 (half of what a model imports: once for all cells, not in each)
 )
 
+from hf_memopt.commands.recipe_workloads import recipe_workload
 from hf_memopt.tuning.huggingface import HuggingFaceModel
 from hf_memopt.tuning.workload import SimulatedStep
 
@@ -116,8 +116,7 @@ def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
 def _recipe_step(definition: Definition, folder: Path) -> SimulatedStep:
     """With its levers at their first values."""
     file = Path(definition["file"]) if "file" in definition else _written(definition["start"], folder / "start")
-    module = importlib.import_module(f"hf_memopt.recipes.{definition['recipe'].removeprefix('train_')}_plan")
-    workload = module.workload(file)
+    workload: Any = recipe_workload(definition["recipe"], file)
     settings = {lever.name: lever.values[0] for lever in workload.levers}
     step: SimulatedStep = workload.simulated(settings, workload.effective_batch)
     return step

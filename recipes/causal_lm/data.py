@@ -20,7 +20,7 @@ from datasets.exceptions import DatasetsError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_memopt.recipes.common.options import DataOptions, ModelOptions
+from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
 
 END_OF_TEXT = "<|endoftext|>"
 

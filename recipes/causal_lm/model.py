@@ -1,4 +1,4 @@
-"""The model and the offloader of `train_causal_lm.py`, as its flags describe them."""
+"""The model of `train_causal_lm.py`, as its flags describe it."""
 
 import json
 from typing import Any
@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.recipes.common.options import ModelOptions, OffloadOptions
+from hf_memopt.recipes.causal_lm.options import ModelOptions
 from hf_memopt.tuning.model_config import building, check_sizes
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
-    """A pretrained model, or one from scratch whose weights torch's seed decides.
+    """Return a pretrained model, or one from scratch whose weights torch's seed decides.
 
     Raises:
         ValueError: it cannot be loaded, an override is no setting of its type, or its context is too short.
@@ -31,22 +30,6 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def make_offloader(mode: str, options: OffloadOptions, device: torch.device) -> ActivationOffloader | None:
-    """A new offloader for a model on `device`; None in mode "off"."""
-    if mode == "off":
-        return None
-    return ActivationOffloader(
-        mode=mode,
-        offload_threshold_mb=options.offload_threshold_mb,
-        prefetch_ahead=options.prefetch_ahead,
-        pin_memory=options.pin_memory,
-        budget_gib=options.budget_gib if mode == "auto" else None,
-        max_slowdown=options.max_slowdown,
-        host_budget_gib=options.host_budget_gib,
-        copier=SyncCopier() if options.cpu_copies and device.type == "cpu" else None,
-    )
 
 
 def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:

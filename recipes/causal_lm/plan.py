@@ -13,25 +13,29 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memopt.memory import MemoryTracker
-from hf_memopt.recipes import train_causal_lm as recipe
 from hf_memopt.recipes.causal_lm import data as data
-from hf_memopt.recipes.causal_lm.model import make_model, make_offloader
+from hf_memopt.recipes.causal_lm.model import make_model
+from hf_memopt.recipes.causal_lm.options import Options
+from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
 from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
 from hf_memopt.recipes.common.flags import read_flags
-from hf_memopt.recipes.common.options import Options
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
-    """The workload of a file of flags, as for `train_causal_lm.py @FILE`.
+    """Return the workload of a file of flags, as for `train_causal_lm.py @FILE`.
 
     Args:
         config_path: one flag per line.
         precision: "no", "bf16", or "auto" to try both.
         effective_batch: blocks per update; None, what the flags make it.
     """
-    options = Options(*read_flags(Options.__annotations__.values(), recipe.__doc__, [f"@{config_path}"]))
+    options = read_flags(Options, "", [f"@{config_path}"])
     tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))
-    return CausalLM(options, tokenizer, precision=precision, effective_batch=effective_batch)
+    return CausalLM(options, tokenizer, precision, effective_batch)
+
+
+def _activations(checkpointed: bool, offload: str) -> Changes:
+    return {"model.gradient_checkpointing": checkpointed, "offload.offload": offload}
 
 
 class CausalLM(RecipeWorkload):
@@ -40,15 +44,15 @@ class CausalLM(RecipeWorkload):
     MODULE = "hf_memopt.recipes.train_causal_lm"
     LEVERS: ClassVar = {
         "activations": {
-            "kept": {"model.gradient_checkpointing": False, "offload.offload": "off"},
-            "offloaded where free": {"model.gradient_checkpointing": False, "offload.offload": "auto"},
-            "checkpointed": {"model.gradient_checkpointing": True, "offload.offload": "off"},
-            "checkpointed, inputs offloaded": {"model.gradient_checkpointing": True, "offload.offload": "inputs"},
+            "kept": _activations(False, "off"),
+            "offloaded where free": _activations(False, "auto"),
+            "checkpointed": _activations(True, "off"),
+            "checkpointed, inputs offloaded": _activations(True, "inputs"),
         }
     }
 
     def __init__(
-        self, options: Options, tokenizer: Any, *, precision: str = "no", effective_batch: int | None = None
+        self, options: Options, tokenizer: Any, precision: str = "no", effective_batch: int | None = None
     ) -> None:
         training = options.training
         given = training.per_device_batch_size * training.gradient_accumulation_steps
@@ -62,7 +66,7 @@ class CausalLM(RecipeWorkload):
             "training.gradient_accumulation_steps": self.effective_batch // micro_batch,
         }
 
-    def setup(self, options: Options, precision: str) -> tuple["recipe.Run", Iterator[dict[str, Tensor]]]:
+    def setup(self, options: Options, precision: str) -> tuple[Run, Iterator[Batch]]:
         training = options.training
         num_micro_batches = self.num_simulated(options, training.gradient_accumulation_steps)
         windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
@@ -70,34 +74,30 @@ class CausalLM(RecipeWorkload):
         with _weights_from_config(), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
-        optimizer = recipe.make_optimizer(model, training, accelerator.device)
+        optimizer = make_optimizer(model, training, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        run = recipe.Run(
+        run = Run(
             accelerator=accelerator,
+            options=options,
             model=model,
             optimizer=optimizer,
             scheduler=schedule,
-            batches=None,
-            offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
-            mode=options.offload.offload,
-            held_out=None,
-            max_grad_norm=training.max_grad_norm,
             memory=MemoryTracker("cpu"),
         )
         return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
 
-    def step(self, state: Any) -> Tensor:
-        return recipe.update(*state)
+    def step(self, state: tuple[Run, Iterator[Batch]]) -> Tensor:
+        return update(*state)
 
 
-def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[Batch]:
     while True:
         yield {"input_ids": torch.zeros(shape, dtype=torch.long, device=device)}
 
 
 def _weights_from_config() -> AbstractContextManager[Any]:
-    """A pretrained model's shapes are in its configuration; nothing is loaded."""
+    """Have a pretrained model made from its configuration, which has its shapes; nothing is loaded."""
 
     def from_config(name: str, dtype: torch.dtype, **ignored: Any) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)

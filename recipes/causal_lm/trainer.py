@@ -10,27 +10,27 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
     default_data_collator,
 )
 
 from hf_memopt.callbacks import attach
-from hf_memopt.recipes.causal_lm.model import make_model, make_offloader
-from hf_memopt.recipes.common import cost as report
-from hf_memopt.recipes.common.options import Options, TrainingOptions, resumed_folder
+from hf_memopt.recipes.causal_lm import report as report
+from hf_memopt.recipes.causal_lm.model import make_model
+from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, trainers_checkpoint
+from hf_memopt.recipes.common.cost import StepTimer, announce
+from hf_memopt.recipes.common.loop import make_offloader
 
 
 def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict) -> dict[str, Any]:
-    """Train, evaluate and save; returns what is written to `results.json`.
+    """Train, evaluate and save; return what is written to `results.json`.
 
     Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
     forward passes, which is the same for blocks of equal size.
     """
-    resumed = resumed_folder(options.training)
+    resumed = trainers_checkpoint(options.training)
     set_seed(options.training.seed)
-    mode = options.offload.offload
     trainer = Trainer(
         make_model(options.model, tokenizer, options.data.block_size),
         training_arguments(options.training),
@@ -38,14 +38,13 @@ def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blo
         eval_dataset=with_labels(blocks["test"]),
         data_collator=default_data_collator,
     )
-    offloader = make_offloader(mode, options.offload, trainer.accelerator.device)
+    offloader = make_offloader(options.offload, trainer.accelerator.device)
     attach(trainer, offloader=offloader)
-    meter = report.Meter(mode, trainer.accelerator.device, offloader)
-    trainer.add_callback(MeterCallback(meter))
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    report.announce(mode, num_parameters, options, trainer.accelerator)
+    timer = StepTimer(options.offload.offload, trainer.accelerator.device, offloader)
+    trainer.add_callback(TimerCallback(timer))
+    announce(trainer.model, options.offload, trainer.accelerator)
     trainer.train(resume_from_checkpoint=resumed)
-    cost = meter.cost()
+    cost = timer.cost()
     if trainer.state.global_step % options.training.eval_every:
         trainer.evaluate()
     trainer.save_model()
@@ -76,17 +75,17 @@ def training_arguments(training: TrainingOptions) -> TrainingArguments:
     )
 
 
-class MeterCallback(TrainerCallback):
+class TimerCallback(TrainerCallback):
     """Measures each update of a Trainer."""
 
-    def __init__(self, meter: report.Meter) -> None:
-        self._meter = meter
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._meter.begin()
+    def on_step_begin(self, *event: Any, **state: Any) -> None:
+        self._timer.begin()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._meter.end()
+    def on_step_end(self, *event: Any, **state: Any) -> None:
+        self._timer.end()
 
 
 def with_labels(blocks: Any) -> Any:
@@ -94,7 +93,7 @@ def with_labels(blocks: Any) -> Any:
 
 
 def history(state: TrainerState) -> list[dict[str, float]]:
-    """Trainer's log in the form of this recipe's own."""
+    """Return Trainer's log in the form of this recipe's own."""
     entries: list[dict[str, float]] = []
     for entry in state.log_history:
         kept = {name: entry[name] for name in ("loss", "learning_rate", "eval_loss") if name in entry}

@@ -1,4 +1,4 @@
-"""What the recipes' plans share: levers as changes of options, the batch, and the files that a plan writes."""
+"""What the plans of all recipes share: levers as changes of options, the batch, and the files that a plan writes."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 
 from hf_memopt.estimate.gpus import CARDS, Card
 from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.recipes.common.flags import as_words
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
@@ -59,7 +60,7 @@ class RecipeWorkload(ABC):
 
     @property
     def micro_batches(self) -> list[int]:
-        """With each of which the update is the same."""
+        """Return the sizes with each of which the update is the same."""
         return divisors(self.effective_batch)
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
@@ -67,16 +68,16 @@ class RecipeWorkload(ABC):
         return SimulatedStep(
             setup=lambda device: self.setup(options, settings[PRECISION]),
             step=self.step,
-            num_steps=PASSES_OF_AUTO if options.offload.offload == "auto" else 2,
+            num_steps=self.num_steps(options),
             num_micro_batches=self.num_simulated(options, self.effective_batch // micro_batch),
         )
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Any:
-        """The options of a candidate."""
+        """Return the options of a candidate."""
         changes: dict[str, Any] = {"offload.compare": None, "offload.plan": None}
         for lever, values in self.LEVERS.items():
             changes |= values[settings[lever]]
-        return changed(self.options, changes | dict(self.batching(micro_batch)))
+        return with_changes(self.options, changes | dict(self.batching(micro_batch)))
 
     def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,40 +86,67 @@ class RecipeWorkload(ABC):
         return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
 
     def command(self, written: list[Path]) -> str:
-        """What runs the recipe with the files that `write` wrote."""
+        """Return what runs the recipe with the files that `write` wrote."""
         options, config = written
         return f"accelerate launch --config_file {config} -m {self.MODULE} @{options}"
 
+    def num_steps(self, options: Any) -> int:
+        """Return how many updates are simulated, until one finds memory as all later ones do."""
+        return PASSES_OF_AUTO if options.offload.offload == "auto" else 2
+
     def num_simulated(self, options: Any, accumulation: int) -> int:
-        """How many micro-batches the simulated update runs: the third finds memory as the second did."""
+        """Return how many micro-batches the simulated update runs: the third finds memory as the second did."""
         return min(2, accumulation)
 
     def write_options(self, options: Any, folder: Path) -> Path:
-        """The options' file."""
+        """Write the options' file and return its path."""
         return write_args(folder / f"{self.MODULE.rpartition('train_')[2]}.args", options)
 
     @abstractmethod
     def batching(self, micro_batch: int) -> Changes:
-        """What makes an update of `effective_batch` samples out of such micro-batches."""
+        """Return what makes an update of `effective_batch` samples out of such micro-batches."""
 
     @abstractmethod
     def setup(self, options: Any, precision: str) -> Any:
-        """What `step` needs, on the device of an `Accelerator` made here."""
+        """Return what `step` needs, on the device of an `Accelerator` made here."""
 
     @abstractmethod
     def step(self, state: Any) -> object:
-        """One update, as the recipe does it."""
+        """Make one update, as the recipe does it."""
 
 
-def applied(
+class BatchInParts(RecipeWorkload):
+    """A workload whose batch lies on the device as a whole and is computed in parts, as `--micro_batch_size` says.
+
+    Args:
+        name: for headings.
+        options: with the section `training`.
+        precision: "no", "bf16", or "auto" to try both.
+        effective_batch: samples per update; None, the batch of the options.
+    """
+
+    def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
+        batch = options.training.batch_size if effective_batch is None else effective_batch
+        super().__init__(name, options, batch, precision)
+
+    def batching(self, micro_batch: int) -> Changes:
+        parts = 0 if micro_batch == self.effective_batch else micro_batch
+        return {"training.batch_size": self.effective_batch, "training.micro_batch_size": parts}
+
+    def num_simulated(self, options: Any, accumulation: int) -> int:
+        """Return all of them, since they are parts of one batch."""
+        return accumulation
+
+
+def apply_auto_plan(
     options: Any,
     accelerator: Accelerator,
     make_workload: Callable[[str], RecipeWorkload],
     make_accelerator: Callable[[Any], Accelerator],
 ) -> tuple[Any, Accelerator, Row | None]:
-    """Options and accelerator as a plan for `--plan`'s card has them, and what the plan predicts; as they were without.
+    """Return options and accelerator as a plan for `--plan`'s card has them, and what the plan predicts.
 
-    The main process plans, all follow. Logs the choice and why.
+    Without `--plan` they stay as they were. The main process plans, all follow. Logs the choice and why.
 
     Args:
         options: of the recipe.
@@ -134,6 +162,7 @@ def applied(
         return options, accelerator, None
     precision = "no" if accelerator.mixed_precision == "no" else "bf16"  # fp16 takes as much memory
     workload = make_workload(precision)
+    # Each process would find the same, but planning takes seconds and all cores.
     found: list[Any] = [None]
     if accelerator.is_main_process:
         result = plan(workload, gpu=card_of(accelerator.device) if card == "auto" else card)
@@ -144,7 +173,7 @@ def applied(
     return options, make_accelerator(options), best
 
 
-def compare(predicted: Row | None, accelerator: Accelerator) -> None:
+def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:
     """Log the predicted peak, if there was a plan, beside the measured one, where the device counts."""
     if predicted is None:
         return
@@ -156,7 +185,7 @@ def compare(predicted: Row | None, accelerator: Accelerator) -> None:
 
 
 def card_of(device: torch.device) -> Card:
-    """The card that this process computes on: its own memory, and the speed of the card of that name, if it is known.
+    """Return the card that this process computes on: its own memory, and the speed of a known card of that name.
 
     Raises:
         ValueError: `device` is no accelerator.
@@ -172,8 +201,8 @@ def card_of(device: torch.device) -> Card:
     return replace(card, name=name, memory_bytes=memory_bytes, compute_capability=capability)
 
 
-def changed(options: Any, changes: Changes) -> Any:
-    """Options, a named tuple of dataclasses, with other values in some fields."""
+def with_changes(options: Any, changes: Changes) -> Any:
+    """Return options, a named tuple of dataclasses, with other values in some fields."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, _, field = name.partition(".")
@@ -182,17 +211,13 @@ def changed(options: Any, changes: Changes) -> Any:
 
 
 def write_args(path: Path, options: Any) -> Path:
-    """The flags that differ from their defaults, one per line, for `@FILE`."""
-    lines = []
+    """Write the flags that differ from their defaults, one per line, for `@FILE`."""
+    lines: list[str] = []
     for section in options:
         default = type(section)()
         for field in fields(section):
             value = getattr(section, field.name)
             if value != getattr(default, field.name):
-                lines += _flag(field.name, value)
+                lines += as_words(field.name, value)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]

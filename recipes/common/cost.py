@@ -1,21 +1,18 @@
-"""What a run of `train_causal_lm.py` cost: measured update by update, as a table, as JSON and as a figure."""
+"""What a run cost: measured update by update, as a table and in `results.json`."""
 
-import importlib.util
-import json
 import logging
 import time
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
-from hf_memopt import ActivationOffloader
-from hf_memopt.recipes.causal_lm.data import describe_corpus
-from hf_memopt.recipes.common.options import OffloadOptions, Options
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.recipes.common.options import OffloadOptions
+from hf_memopt.recipes.common.results import num_parameters
 from hf_memopt.report.tables import mode_table
 from hf_memopt.units import MIB
 
@@ -31,7 +28,7 @@ peak MiB: all of the device's memory, weights and optimizer included, as torch c
 
 
 @dataclass
-class Cost:
+class RunCost:
     """Memory and time of a few updates in one mode. Figures that are not known are None.
 
     Attributes:
@@ -61,7 +58,7 @@ class Cost:
     losses: list[float] = field(default_factory=list)
 
 
-class Meter:
+class StepTimer:
     """Measures updates: `begin()` and `end()` around each one, then `cost()`.
 
     Args:
@@ -93,11 +90,11 @@ class Meter:
             torch.accelerator.synchronize(self._device)
         self._times_ms.append(1e3 * (time.perf_counter() - self._start))
 
-    def cost(self) -> Cost:
-        """Of the updates since the last restart; nothing is known where there was none."""
+    def cost(self) -> RunCost:
+        """Return the cost of the updates since the last restart; nothing is known where there was none."""
         if not self._times_ms:
-            return Cost(self._mode)
-        found = Cost(self._mode, step_ms=median(self._times_ms))
+            return RunCost(self._mode)
+        found = RunCost(self._mode, step_ms=median(self._times_ms))
         if self._device.type != "cpu":
             found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / MIB
         if self._offloader is not None and self._before is not None:
@@ -105,105 +102,54 @@ class Meter:
             found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB
             found.stall_ms = (now.stall_ms - self._before.stall_ms) / num_updates
             found.host_mib = now.host_bytes_pinned / MIB
-            found.saved_mib = _mib(now.measured_peak_gib)
-            found.predicted_saved_mib = _mib(now.predicted_peak_gib)
+            found.saved_mib = mib(now.measured_peak_gib)
+            found.predicted_saved_mib = mib(now.predicted_peak_gib)
             found.predicted_step_ms = now.predicted_step_ms
             found.measured_step_ms = now.measured_step_ms
         return found
 
 
-def _mib(gib: float | None) -> float | None:
+def mib(gib: float | None) -> float | None:
+    """Return MiB for GiB; None stays None."""
     return None if gib is None else 1024 * gib
 
 
 def table(results: dict[str, Any]) -> str:
-    """One row per compared mode, or one for the training; columns that no row has a figure for are left out."""
+    """Return one row per compared mode, or one for the training; columns without any figure are left out."""
     costs = mode_table([asdict(cost) for cost in shown_costs(results)])
     return f"{costs}\n{SAVED_CAPTION}\n{CPU_CAPTION if results['device'] == 'cpu' else DEVICE_CAPTION}"
 
 
-def shown_costs(results: dict[str, Any]) -> list[Cost]:
+def shown_costs(results: dict[str, Any]) -> list[RunCost]:
+    """Return the compared modes' costs, or the training's where nothing was compared."""
     return results["compared_costs"] or [results["training_cost"]]
 
 
-def announce(mode: str, num_parameters: int, options: Options, accelerator: Accelerator) -> None:
+def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:
     """Log what is about to happen, and why nothing will be offloaded where that is known beforehand."""
     logger.info(
-        f"Model: {num_parameters:,} parameters on {accelerator.device}, {accelerator.num_processes} process(es), "
-        f"mixed precision {accelerator.mixed_precision}"
+        f"Model: {num_parameters(model):,} parameters on {accelerator.device}, {accelerator.num_processes} "
+        f"process(es), mixed precision {accelerator.mixed_precision}"
     )
-    if mode == "off":
+    if options.offload == "off":
         logger.info("Activation offloading: off (--offload off)")
-    elif accelerator.device.type == "cpu" and not options.offload.cpu_copies:
+    elif accelerator.device.type == "cpu" and not options.cpu_copies:
         logger.warning(
             "Activation offloading: NOTHING WILL BE OFFLOADED. The model runs on the CPU, where saved activations are "
             "in host memory already. --cpu_copies performs the copies all the same, to try them out"
         )
     else:
         logger.info(
-            f"Activation offloading: mode {mode}, storages of {options.offload.offload_threshold_mb:g} MiB and more"
+            f"Activation offloading: mode {options.offload}, storages of {options.offload_threshold_mb:g} MiB and more"
         )
 
 
-def explain_idleness(results: dict[str, Any], options: OffloadOptions) -> None:
+def warn_if_nothing_offloaded(results: dict[str, Any], options: OffloadOptions) -> None:
     """Log why an offloader that could have moved something did not."""
-    cost: Cost = results["training_cost"]
+    cost: RunCost = results["training_cost"]
     if cost.moved_mib != 0 or (results["device"] == "cpu" and not options.cpu_copies):
         return
     reasons = f"no saved storage of --offload_threshold_mb={options.offload_threshold_mb:g} MiB or more was found"
     if cost.mode == "auto":
         reasons += ", or the plan keeps them all: the budget has room for them, or moving them would cost too much time"
     logger.warning(f"NOTHING WAS OFFLOADED: {reasons}")
-
-
-def results(options: Options, accelerator: Accelerator, history: list[dict[str, float]], cost: Cost) -> dict[str, Any]:
-    """What a finished training run leaves in `results.json`."""
-    device = accelerator.device
-    return {
-        "mode": options.offload.offload,
-        "loop": options.training.loop,
-        "corpus": describe_corpus(options.data),
-        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
-        "num_processes": accelerator.num_processes,
-        "mixed_precision": accelerator.mixed_precision,
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "history": history,
-        "final": [entry for entry in history if "eval_loss" in entry][-1],
-        "training_cost": cost,
-        "compared_costs": [],
-    }
-
-
-def write(results: dict[str, Any], output: Path) -> None:
-    """`results.json`, and `results.png` where matplotlib is installed."""
-    (output / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.info("No results.png: it needs matplotlib, which the extra 'report' installs")
-        return
-    draw(results, output / "results.png")
-
-
-def draw(results: dict[str, Any], file: Path) -> None:
-    """Losses by update, and memory and time by mode. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    costs = shown_costs(results)
-    figure, (learning, memory, speed) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    for key, name in (("loss", "training"), ("eval_loss", "held out")):
-        points = [(entry["update"], entry[key]) for entry in results["history"] if key in entry]
-        learning.plot(*zip(*points, strict=True), "o-" if key == "eval_loss" else "-", label=name)
-    learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
-    learning.legend()
-    modes = [cost.mode for cost in costs]
-    on_cpu = results["device"] == "cpu"
-    memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")
-    memory.set(title="Saved activations on the device" if on_cpu else "Peak memory of the device", ylabel="MiB")
-    speed.bar(modes, [cost.step_ms or 0 for cost in costs], color="#4c72b0")
-    speed.set(title="Median time of an update" + (" (CPU)" if on_cpu else ""), ylabel="ms")
-    for axes in (learning, memory, speed):
-        axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)

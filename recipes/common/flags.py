@@ -1,9 +1,13 @@
-"""Flags as fields of dataclasses: numbers with the ranges in their types, and how they are read."""
+"""Flags as fields of dataclasses: numbers with the ranges in their types, and how all recipes read them."""
 
 import difflib
+import json
+import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, field
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import asdict, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from transformers import HfArgumentParser
@@ -26,58 +30,111 @@ Schedule = Literal[
 
 
 def flag(default: Any, text: str) -> Any:
-    """A field with its help text."""
+    """Return a field with its help text; a list becomes the default of each instance anew."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
     return field(default=default, metadata={"help": text})
 
 
 class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Defaults beside the flags, and the description as it was written."""
+    """Shows defaults beside the flags, and the description as it was written."""
 
 
-class _FlagParser(HfArgumentParser):  # type: ignore[misc]
-    error = Parser.error
+def read_flags[T](kind: type[T], description: str, arguments: Sequence[str] | None) -> T:
+    """Return a `kind`, which is a named tuple of dataclasses, from flags `--field VALUE`.
 
-
-def read_flags(groups: Iterable[type], description: str, arguments: Sequence[str] | None) -> tuple[Any, ...]:
-    """One instance of each dataclass in `groups`; `@FILE` stands for the flags in a file, one per line.
+    `@FILE` among the arguments stands for the flags in a file, one per line. Of two equal flags the last one counts.
 
     Raises:
         ValueError: a flag is unknown, or its value none of its type or range.
     """
-    parser = _FlagParser(
-        groups,
-        description=description,
-        formatter_class=_Formatter,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
-    )
-    *options, unknown = parser.parse_args_into_dataclasses(
-        arguments, look_for_args_file=False, return_remaining_strings=True
-    )
-    if unknown:
-        flags = [name for action in parser._actions for name in action.option_strings]
-        (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
-        raise ValueError(f"{unknown[0]!r} is no flag; the nearest is {nearest}. --help lists all")
-    for group in options:
-        check_ranges(group)
-    return tuple(options)
+    return _read(kind, _parser(kind, description, by_section=False), arguments, by_section=False)
 
 
-def check_ranges(group: Any, prefix: str = "") -> None:
-    """Refuse numbers outside of the ranges in the types of their fields.
+def read_sections[T](kind: type[T], description: str, arguments: Sequence[str] | None) -> T:
+    """Return a `kind` from flags `--section.field VALUE`, and from the JSON file that `--config_path FILE` names.
+
+    The file holds an object of sections, with any of their fields. The command line's flags overrule it.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: as `read_flags`; or the file cannot be read, or has a section that there is not.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser(kind, description, by_section=True)
+    parser.add_argument("--config_path", metavar="FILE", help="JSON file of sections, with any of the fields below")
+    only_path = Parser(add_help=False, allow_abbrev=False)
+    only_path.add_argument("--config_path")
+    path = only_path.parse_known_args(given)[0].config_path
+    # The file comes first, so that the command line's own flags, which come later, overrule it.
+    from_file = [] if path is None else list(_words_of_file(Path(path), get_type_hints(kind)))
+    return _read(kind, parser, [*from_file, *given], by_section=True)
+
+
+def as_words(name: str, value: Any) -> list[str]:
+    """Return a flag and its value, or values, as words of a command line; none for None, the default of such flags."""
+    if value is None:
+        return []
+    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+
+
+def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
+    parser = Parser(description=description, formatter_class=_Formatter, fromfile_prefix_chars="@", allow_abbrev=False)
+    for section, group in get_type_hints(kind).items():
+        box, hints = parser.add_argument_group(section), get_type_hints(group)
+        for each in map(copy, fields(group)):  # it is changed here, and by transformers
+            each.type = hints[each.name]
+            each.name = _flag_name(section, each.name, by_section)
+            HfArgumentParser._parse_dataclass_field(box, each)
+    return parser
+
+
+def _flag_name(section: str, name: str, by_section: bool) -> str:
+    return f"{section}.{name}" if by_section else name
+
+
+def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, by_section: bool) -> T:
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = {name: name for action in parser._actions for name in action.option_strings}
+        if "." not in unknown[0]:  # then it is compared with fields without their sections
+            flags = {f"--{name.removeprefix('--').rpartition('.')[2]}": name for name in flags}
+        (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
+        raise ValueError(f"{unknown[0]!r} is no flag; the nearest is {flags[nearest]}. --help lists all")
+    sections = {}
+    for section, group in get_type_hints(kind).items():
+        names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}
+        sections[section] = group(**{name: getattr(found, flag) for name, flag in names.items()})
+        _check_ranges(sections[section], names)
+    return kind(**sections)
+
+
+def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
+    try:
+        held = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config_path={str(path)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"config_path={str(path)!r} must hold an object with sections {', '.join(sections)}")
+    for section, values in held.items():
+        if section not in sections or not isinstance(values, dict):
+            raise ValueError(f"{path}: no section {section!r}; there are {', '.join(sections)}")
+        for name, value in values.items():
+            if value is None and getattr(sections[section], name, None) is not None:
+                raise ValueError(f"{section}.{name}=null: this field needs a value; leave it out for its default")
+            yield from as_words(f"{section}.{name}", value)
+
+
+def _check_ranges(group: Any, names: dict[str, str]) -> None:
+    """Refuse numbers outside of the ranges in the types of their fields; `names` are those of the flags."""
     for name, hint in get_type_hints(type(group), include_extras=True).items():
         for allowed in ranges_in(hint):
             value = getattr(group, name)
             for each in value if isinstance(value, list) else [value]:
-                allowed.check(f"{prefix}{name}", each)
+                allowed.check(names[name], each)
 
 
 def ranges_in(hint: Any) -> Iterator[Range]:
-    """The ranges of a number, an optional one, or a list of numbers."""
+    """Yield the ranges of a number, an optional one, or a list of numbers."""
     yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
     for part in get_args(hint):
         yield from ranges_in(part)
@@ -92,7 +149,10 @@ def check_card(plan: str | None) -> None:
             raise ValueError(f"plan={plan!r}: {error}") from error
 
 
-def as_settings(groups: Iterable[Any]) -> dict[str, Any]:
-    """All flags in one dictionary, as trackers take them: numbers and strings."""
-    flags = {name: value for group in groups for name, value in asdict(group).items()}
-    return {name: value if isinstance(value, int | float) else str(value) for name, value in flags.items()}
+def as_settings(options: Any, *, by_section: bool = False) -> dict[str, Any]:
+    """Return all flags in one dictionary, as trackers take them: numbers and strings."""
+    return {
+        _flag_name(section, name, by_section): value if isinstance(value, int | float) else str(value)
+        for section, group in options._asdict().items()
+        for name, value in asdict(group).items()
+    }

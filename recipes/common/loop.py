@@ -1,7 +1,7 @@
-"""What the loops of the Accelerate recipes share: accelerator, comparison of modes, log, checkpoints."""
+"""What the loops of the Accelerate recipes share: accelerator, offloader, comparison of modes, log, checkpoints."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,36 +11,62 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, tqdm
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from transformers import get_scheduler
 
-from hf_memopt import ActivationOffloader
+from hf_memopt.activations import ActivationOffloader
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.checkpoint.folder_lock import FolderLock, lock_of
-from hf_memopt.recipes.causal_lm.model import make_offloader
-from hf_memopt.recipes.common.cost import Cost, Meter
-from hf_memopt.recipes.common.options import OffloadOptions, checkpoints_folder
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
+from hf_memopt.transfer import SyncCopier
 
 logger = logging.getLogger(__name__)
 
 
-def make_accelerator(training: Any, **settings: Any) -> Accelerator:
-    """With an order of the data that can be resumed, and the tracker that the flags ask for."""
+def make_accelerator(seed: int, report_to: str, folder: str, **settings: Any) -> Accelerator:
+    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for."""
     return Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
-        log_with=None if training.report_to == "none" else training.report_to,
-        project_dir=training.output_dir,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed),
+        log_with=None if report_to == "none" else report_to,
+        project_dir=folder,
         **settings,
     )
 
 
+def make_offloader(options: OffloadOptions, device: torch.device) -> ActivationOffloader | None:
+    """Return a new offloader for a model on `device`; None in mode "off"."""
+    if options.offload == "off":
+        return None
+    return ActivationOffloader(
+        mode=options.offload,
+        offload_threshold_mb=options.offload_threshold_mb,
+        prefetch_ahead=options.prefetch_ahead,
+        pin_memory=options.pin_memory,
+        budget_gib=options.budget_gib if options.offload == "auto" else None,
+        max_slowdown=options.max_slowdown,
+        host_budget_gib=options.host_budget_gib,
+        copier=SyncCopier() if options.cpu_copies and device.type == "cpu" else None,
+    )
+
+
+def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_processes: int) -> Any:
+    """Return the flags' schedule, to be prepared by accelerate, which steps it once per process."""
+    return get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=training.warmup_steps * num_processes,
+        num_training_steps=num_updates * num_processes,
+    )
+
+
 def set_up_logging(accelerator: Accelerator) -> None:
-    """Messages as they are, from the main process alone."""
+    """Show messages as they are, from the main process alone."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
 
 
 def lock_output(accelerator: Accelerator, folder: str) -> FolderLock:
-    """Before any work: the main process takes a run's folder until the end of `main`, or until `release`.
+    """Take a run's folder for the main process until the end of `main`, or until `release`; to be called first.
 
     Raises:
         ValueError: another process writes there.
@@ -53,7 +79,7 @@ def lock_output(accelerator: Accelerator, folder: str) -> FolderLock:
 
 @dataclass
 class Progress:
-    """How far training has come, and the figures on the way."""
+    """How far training has come, and the figures on the way; goes into checkpoints."""
 
     num_updates: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
@@ -61,81 +87,116 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Run:
-    """What accelerate prepared, and the offloader."""
+    """What accelerate prepared, and the offloader.
+
+    Attributes:
+        accelerator: which did that.
+        options: all sections; of these, `offload` decides about the offloader.
+        model: what is trained.
+        optimizer: of its parameters.
+        scheduler: of the optimizer.
+        batches: of an epoch; None where a step is only simulated.
+        offloader: of what forward passes save; None in mode "off".
+        progress: so far.
+    """
 
     accelerator: Accelerator
+    options: Any
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    batches: DataLoader[Any]
-    offloader: ActivationOffloader | None
-    mode: str
-    progress: Progress = field(default_factory=Progress)
+    optimizer: Any
+    scheduler: Any = None
+    batches: Any = None
+    progress: Any = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.offloader = make_offloader(self.options.offload, self.accelerator.device)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Around each forward pass."""
+        """Return the context for a forward pass that backward will follow."""
         return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
 
+    def timer(self) -> StepTimer:
+        """Return a new timer of this run's updates."""
+        return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
+
     def position(self) -> dict[str, Any]:
-        """What checkpoints hold beside accelerate's states."""
+        """Return what checkpoints hold beside accelerate's states."""
         return asdict(self.progress)
 
     def restore(self, position: dict[str, Any]) -> None:
         """Go on from there."""
-        self.progress = Progress(**position)
+        self.progress = type(self.progress)(**position)
 
 
-def record(run: Run, unit: str, number: int, figures: dict[str, float]) -> None:
-    """Log the figures of an update or epoch, send them to the trackers and keep them."""
+def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
+    """Log the figures of an update or epoch, send them to the trackers and keep them in the progress of a run."""
     run.progress.history.append({unit: number, **figures})
     run.accelerator.log(figures, step=number)
     logger.info(f"{unit} {number:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
 
 
-def open_checkpoints(run: Run, training: Any, **settings: Any) -> Checkpoints:
-    """The checkpoints of a run, after resuming from the one that the flags name."""
-    checkpoints = Checkpoints(
-        run.accelerator, checkpoints_folder(training), training.checkpoints_total_limit, **settings
-    )
-    if training.resume_from_checkpoint is not None:
-        run.restore(checkpoints.resume(training.resume_from_checkpoint))
-        logger.info(f"Resumed {training.resume_from_checkpoint} after {run.progress.num_updates} updates")
+def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **settings: Any) -> Checkpoints:
+    """Return the checkpoints below a run's folder, after resuming from the one that the flags name."""
+    checkpoints = Checkpoints(run.accelerator, checkpoints_folder(folder), keep, **settings)
+    if resumed is not None:
+        run.restore(checkpoints.resume(resumed))
+        logger.info(f"Resumed {resumed} after {run.progress.num_updates} updates")
     return checkpoints
 
 
-def save_and_stop(run: Run, checkpoints: Checkpoints, every: int) -> bool:
-    """Save after every so many updates, and when told to stop; returns whether that is the case."""
+def save_and_stop(run: Run, checkpoints: Checkpoints, *, due: bool, flag: str = "resume_from_checkpoint") -> bool:
+    """Save where a checkpoint is due, and when told to stop; return whether that is the case."""
     stop = checkpoints.stop_requested()
-    if stop or (every and run.progress.num_updates % every == 0):
+    if stop or due:
         logger.info(f"Saved {checkpoints.save(run.progress.num_updates, run.position())}")
     if stop:
-        logger.warning("Stopping, as SIGTERM or SIGINT asked; go on with --resume_from_checkpoint latest")
+        logger.warning(f"Stopping, as SIGTERM or SIGINT asked; go on with --{flag} latest")
         run.accelerator.end_training()
     return stop
 
 
-def measure(run: Run, update: Callable[[], Tensor], options: OffloadOptions) -> Cost:
-    """Cost of the second half of a few updates, and the losses of all."""
+def is_due(number: int, interval: int) -> bool:
+    """Return whether a number is a multiple of the interval, of which 0 has none."""
+    return interval > 0 and number % interval == 0
+
+
+def compare_modes[R: Run](
+    options: Any, prepare: Callable[[Any], R], train: Callable[[R], Iterator[Tensor]]
+) -> list[RunCost]:
+    """Measure a short run of its own in each mode of `--compare`.
+
+    Args:
+        options: of the recipe.
+        prepare: makes a run from options, the same for every call but for the mode.
+        train: yields the loss of one update after the other, endlessly.
+    """
+    costs = []
+    for mode in options.offload.compared_modes:
+        run = prepare(options._replace(offload=replace(options.offload, offload=mode)))
+        costs.append(_measure(run, train(run)))
+    return costs
+
+
+def _measure(run: Run, updates: Iterator[Tensor]) -> RunCost:
+    """Return the cost of the second half of a few updates, and the losses of all."""
+    offload = run.options.offload
+    # The first half takes what happens once: allocations, and the plan of mode "auto".
     run.model.train()
-    meter = Meter(run.mode, run.accelerator.device, run.offloader)
-    losses = []
-    for step in tqdm(range(options.compare_steps), desc=f"Comparing: {run.mode}", unit="update", leave=False):
-        if step == options.compare_steps // 2:
-            meter.restart()
-        meter.begin()
-        loss = update()
-        meter.end()
+    timer, losses = run.timer(), []
+    for step in tqdm(range(offload.compare_steps), desc=f"Comparing: {offload.offload}", unit="update", leave=False):
+        if step == offload.compare_steps // 2:
+            timer.restart()
+        timer.begin()
+        loss = next(updates)
+        timer.end()
         losses.append(loss.item())
-    cost = replace(meter.cost(), losses=losses)
+    cost = replace(timer.cost(), losses=losses)
     if run.offloader is None:
-        cost.saved_mib = _saved_mib(run, update, options)
+        # One more update under an offloader that has no room to move anything counts what the others move.
+        keep_all = replace(offload, offload="all", host_budget_gib=0, cpu_copies=True)
+        run.offloader = counter = make_offloader(keep_all, run.accelerator.device)
+        next(updates)
+        assert counter is not None
+        cost.saved_mib = mib(counter.stats.measured_peak_gib)
     run.accelerator.free_memory()
     return cost
-
-
-def _saved_mib(run: Run, update: Callable[[], Tensor], options: OffloadOptions) -> float:
-    """What a pass without offloading keeps for backward, counted as in the other modes."""
-    keep_all = replace(options, host_budget_gib=0, cpu_copies=True)
-    run.offloader = counter = make_offloader("all", keep_all, run.accelerator.device)
-    update()
-    return 1024 * counter.stats.measured_peak_gib

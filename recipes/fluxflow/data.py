@@ -60,7 +60,7 @@ def _open(options: DataOptions) -> Any:
 
 
 def describe(options: DataOptions) -> str:
-    """Where the images come from."""
+    """Say where the images come from."""
     if options.image_folder is not None:
         return f"images in {options.image_folder}"
     if options.dataset is not None:
@@ -69,18 +69,18 @@ def describe(options: DataOptions) -> str:
 
 
 def bucket(resolution: int, ratio: float, stride: int) -> Size:
-    """About as many pixels as `resolution` squared, sides in that ratio, and multiples of the VAE's stride."""
+    """Return a size of about `resolution` squared pixels, sides in that ratio and multiples of the VAE's stride."""
     width, height = (resolution * math.sqrt(ratio), resolution / math.sqrt(ratio))
     return nearest_multiple(width, stride), nearest_multiple(height, stride)
 
 
 def nearest_multiple(length: float, stride: int) -> int:
-    """At least one stride."""
+    """Return the nearest multiple, which is one stride at least."""
     return max(1, round(length / stride)) * stride
 
 
 def rescaled(images: Tensor, scale: float, stride: int) -> Tensor:
-    """Images `(batch, 3, height, width)` at another resolution, their sides still multiples of the stride."""
+    """Return images `(batch, 3, height, width)` at another resolution, their sides still multiples of the stride."""
     size = [nearest_multiple(side * scale, stride) for side in images.shape[2:]]
     if size == list(images.shape[2:]):
         return images
@@ -88,7 +88,7 @@ def rescaled(images: Tensor, scale: float, stride: int) -> Tensor:
 
 
 def fitted(image: Image.Image, size: Size) -> Tensor:
-    """Scaled to cover `size`, the rest cropped on both sides alike: `(3, height, width)` in [-1, 1]."""
+    """Return an image scaled to cover `size`, the rest cropped on both sides alike: `(3, height, width)` in [-1, 1]."""
     pixels = np.asarray(ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float().div_(127.5).sub_(1)
 
@@ -111,7 +111,7 @@ class BucketBatches(IterableDataset[Tensor]):
 
 
 def nearest_bucket(image: Image.Image, buckets: list[Size]) -> Size:
-    """That of the nearest aspect ratio, compared as logarithms."""
+    """Return that of the nearest aspect ratio, compared as logarithms."""
     width, height = ImageOps.exif_transpose(image).size
     return min(buckets, key=lambda size: abs(math.log(width / height) - math.log(size[0] / size[1])))
 
@@ -152,7 +152,7 @@ class EndlessBatches:
 
 
 def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int, rank: int, ranks: int) -> Any:
-    """What `EndlessBatches` makes the batches of one process from."""
+    """Return what `EndlessBatches` makes the batches of one process from."""
 
     def loader(epoch: int) -> DataLoader[Tensor]:
         samples = split_dataset_by_node(_shuffled(source.samples, options, seed, epoch), rank, ranks)
@@ -177,13 +177,13 @@ def _shuffled(samples: Any, options: DataOptions, seed: int, epoch: int) -> Any:
 
 
 def first_images(source: Source, count: int) -> list[Tensor]:
-    """The dataset's first ones, in the shape of the first bucket."""
+    """Return the dataset's first ones, in the shape of the first bucket."""
     size = source.buckets[0]
     return [fitted(sample[source.column], size) for sample, _ in zip(source.samples, range(count), strict=False)]
 
 
 def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
-    """Discs, boxes and stripes on shaded ground, as PNG in a dataset; the seed decides them."""
+    """Return drawn discs, boxes and stripes on shaded ground, as PNG in a dataset; the seed decides them."""
     numbers = random.Random(seed)
     features = datasets.Features({"image": datasets.Image(mode="RGB")})
     return datasets.Dataset.from_dict({"image": [_drawn(numbers, resolution) for _ in range(count)]}, features=features)
@@ -192,9 +192,9 @@ def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
 def _drawn(numbers: random.Random, resolution: int) -> Image.Image:
     ratio = numbers.choice(DRAWN_RATIOS)
     size = round(resolution * math.sqrt(ratio)), round(resolution / math.sqrt(ratio))
-    ground = [Image.new("RGB", size, _colour(numbers)) for _ in range(2)]
+    first, second = (Image.new("RGB", size, _colour(numbers)) for _ in range(2))
     shade = Image.linear_gradient("L").rotate(numbers.choice((0, 90, 180, 270))).resize(size)
-    image = Image.composite(*ground, shade)
+    image = Image.composite(first, second, shade)
     draw = ImageDraw.Draw(image)
     for _ in range(numbers.randint(1, NUM_SHAPES)):
         _draw_shape(draw, numbers, size)
@@ -213,4 +213,4 @@ def _draw_shape(draw: ImageDraw.ImageDraw, numbers: random.Random, size: Size) -
 
 
 def _colour(numbers: random.Random) -> tuple[int, int, int]:
-    return tuple(numbers.randrange(256) for _ in range(3))
+    return numbers.randrange(256), numbers.randrange(256), numbers.randrange(256)

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import nn
 
+from hf_memopt.recipes.fluxflow.options import Options
+
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
 EXPANDABLE = "expandable_segments:True"
 
@@ -56,7 +58,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the average as its weights inside."""
+        """Give the model the average as its weights inside."""
         self._ema.store(self._model.parameters())
         self._ema.copy_to(self._model.parameters())
         try:
@@ -73,13 +75,14 @@ class WeightAverage:
         self._ema.to(self._device)
 
 
-def make_average(model: nn.Module, decay: float, device: torch.device) -> WeightAverage | None:
-    """None for a decay of 0."""
-    return WeightAverage(model, decay, device) if decay else None
+def make_average(model: nn.Module, options: Options, device: torch.device) -> WeightAverage | None:
+    """Return what averages a model on `device`; None for a decay of 0."""
+    home = torch.device("cpu") if options.levers.ema_on_cpu else device
+    return WeightAverage(model, options.training.ema_decay, home) if options.training.ema_decay else None
 
 
 def averaging(accelerator: Accelerator) -> Callable[[list[nn.Parameter]], None]:
-    """Averages gradients over processes, all in one exchange, which takes a copy of them."""
+    """Return what averages gradients over processes, all in one exchange, which takes a copy of them."""
 
     def average(parameters: list[nn.Parameter]) -> None:
         if accelerator.num_processes == 1:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_memopt import SelectiveCheckpoint
+from hf_memopt.activations import SelectiveCheckpoint
 from hf_memopt.recipes.fluxflow.model import PerceptualLoss
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions
 from hf_memopt.training.chunked_loss import chunked_loss
@@ -16,12 +16,12 @@ Figures = dict[str, Tensor]
 
 
 def wide(values: Tensor) -> Tensor:
-    """What autocast has left in half precision, in float32."""
+    """Return in float32 what autocast has left in half precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def detail_weighted_l1(output: Tensor, target: Tensor, detail_weight: float) -> Tensor:
-    """L1 error of blurred images, and `detail_weight` times that of what the blur, a 3 x 3 mean, has removed."""
+    """Return the L1 error of images blurred by a 3 x 3 mean, plus `detail_weight` times that of what this removes."""
     blurred, blurred_target = (
         functional.avg_pool2d(each, 3, 1, 1, count_include_pad=False) for each in (output, target)
     )
@@ -30,7 +30,7 @@ def detail_weighted_l1(output: Tensor, target: Tensor, detail_weight: float) -> 
 
 
 def perceptual_loss(model: PerceptualLoss, output: Tensor, target: Tensor, gradient: str) -> Tensor:
-    """Mean LPIPS, `()`; `gradient` is `lpips_gradient` of the flags."""
+    """Return the mean LPIPS, `()`; `gradient` is `lpips_gradient` of the flags."""
     if gradient == "early":
         return chunked_loss(model, output, target)
     if gradient == "checkpoint":
@@ -43,7 +43,7 @@ def perceptual_loss(model: PerceptualLoss, output: Tensor, target: Tensor, gradi
 def reconstruction_loss(
     output: Tensor, target: Tensor, losses: LossOptions, levers: LeverOptions, perceptual: PerceptualLoss | None
 ) -> tuple[Tensor, Figures]:
-    """Weighted sum of L1, MSE and LPIPS; and each of them."""
+    """Return the weighted sum of L1, MSE and LPIPS; and each of them."""
     parts = {"l1": detail_weighted_l1(output, target, losses.detail_weight), "mse": functional.mse_loss(output, target)}
     total = parts["l1"] + losses.mse_weight * parts["mse"]
     if perceptual is not None:
@@ -54,13 +54,13 @@ def reconstruction_loss(
 
 
 def draw_latents(posterior: Any) -> Tensor:
-    """From diffusers' Gaussian posterior, in float32 whatever the precision of the encoder."""
+    """Draw from diffusers' Gaussian posterior, in float32 whatever the precision of the encoder."""
     mean, std = wide(posterior.mean), wide(posterior.std)
     return mean + std * torch.randn_like(mean)
 
 
 def kl_divergence(posterior: Any, free_bits: float) -> Tensor:
-    """Of diffusers' Gaussian posterior from the standard normal distribution, in nats, mean over latents."""
+    """Return the mean over latents of the divergence, in nats, of diffusers' posterior from a standard normal."""
     mean, logvar = wide(posterior.mean), wide(posterior.logvar)
     each = 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
     return each.clamp(min=free_bits).mean()
@@ -74,7 +74,7 @@ class Weights(NamedTuple):
 
 
 def weights_at(step: int, losses: LossOptions) -> Weights:
-    """After `step` global steps: both rise from 0 along a cosine, each within its warm-up."""
+    """Return them after `step` global steps: both rise from 0 along a cosine, each within its warm-up."""
     return Weights(
         losses.kl_weight * _risen(step, losses.kl_warmup_steps),
         losses.adversarial_weight * _risen(step, losses.adversarial_warmup_steps),
@@ -86,10 +86,10 @@ def _risen(step: int, num_steps: int) -> float:
 
 
 def hinge_loss(real_scores: Tensor, fake_scores: Tensor) -> Tensor:
-    """The discriminator's, over all patches."""
+    """Return the discriminator's, over all patches."""
     return torch.relu(1 - real_scores).mean() + torch.relu(1 + fake_scores).mean()
 
 
 def generator_hinge_loss(fake_scores: Tensor) -> Tensor:
-    """The decoder's share: how far from real its images look."""
+    """Return the decoder's share: how far from real its images look."""
     return -fake_scores.mean()

@@ -3,14 +3,14 @@
 import math
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from hf_memopt import apply_selective_checkpointing
+from hf_memopt.activations import apply_selective_checkpointing
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions
 
 VGG_FILE = "vgg16-397923af.pth"  # as torchvision names it
@@ -21,13 +21,13 @@ CHECKPOINTED_BLOCKS = ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D
 class Models(NamedTuple):
     """What a step runs; LPIPS is None where it has no weight."""
 
-    vae: nn.Module
+    vae: Any  # diffusers' AutoencoderKL
     discriminator: nn.Module
     perceptual: "PerceptualLoss | None"
 
 
 def build_models(model: ModelOptions, losses: LossOptions, levers: LeverOptions, seed: int = 0) -> Models:
-    """All in training mode, on the CPU. Torch's seed decides the VAE's and the discriminator's weights."""
+    """Return all in training mode, on the CPU. Torch's seed decides the VAE's and the discriminator's weights."""
     vae = make_vae(model).train()
     discriminator = PatchDiscriminator(
         model.discriminator_channels, model.discriminator_layers, normalised=model.spectral_norm
@@ -39,8 +39,8 @@ def build_models(model: ModelOptions, losses: LossOptions, levers: LeverOptions,
     return Models(vae, discriminator, make_perceptual(losses, seed) if losses.lpips_weight else None)
 
 
-def make_vae(options: ModelOptions) -> nn.Module:
-    """diffusers' AutoencoderKL: from a folder or the hub, or with random weights.
+def make_vae(options: ModelOptions) -> Any:
+    """Return diffusers' AutoencoderKL: from a folder or the hub, or with random weights.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -48,17 +48,16 @@ def make_vae(options: ModelOptions) -> nn.Module:
     if options.vae is None:
         return _new_vae(options)
     try:
-        loaded: nn.Module = AutoencoderKL.from_pretrained(options.vae)
+        return AutoencoderKL.from_pretrained(options.vae)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL: {error}"
         ) from error
-    return loaded
 
 
-def _new_vae(options: ModelOptions) -> nn.Module:
+def _new_vae(options: ModelOptions) -> Any:
     depth = len(options.channels)
-    made: nn.Module = AutoencoderKL(
+    made = AutoencoderKL(
         block_out_channels=tuple(options.channels),
         down_block_types=("DownEncoderBlock2D",) * depth,
         up_block_types=("UpDecoderBlock2D",) * depth,
@@ -73,8 +72,8 @@ def _new_vae(options: ModelOptions) -> nn.Module:
     return made
 
 
-def stride(vae: nn.Module) -> int:
-    """Pixels per latent along a side; images are multiples of it."""
+def stride(vae: Any) -> int:
+    """Return the pixels per latent along a side; images are multiples of it."""
     return int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
@@ -131,7 +130,7 @@ class PerceptualLoss(nn.Module):
 
 
 def make_perceptual(losses: LossOptions, seed: int = 0) -> PerceptualLoss:
-    """LPIPS with the weights that `lpips_weights` names.
+    """Return LPIPS with the weights that `lpips_weights` names.
 
     Raises:
         ValueError: ImageNet's are wanted, and torch hub's cache has none. Nothing is downloaded.

@@ -1,34 +1,20 @@
 """The flags of `train_fluxflow.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Schedule,
-    Seed,
-    as_settings,
-    flag,
-    read_flags,
-)
-from hf_memopt.recipes.common.options import OffloadOptions, check_folder, check_modes
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, flag, read_flags
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 MIN_LPIPS_SIZE = 16  # VGG halves it four times
 
 
 @dataclass
 class ModelOptions:
-    _argument_group_name: ClassVar[str] = "model"
-
     vae: str | None = flag(None, "hub id or folder of a diffusers AutoencoderKL to go on with; without it a new one")
-    channels: list[Count] = field(
-        default_factory=lambda: [32, 64, 64], metadata={"help": "of a new VAE, by level; each after the first halves"}
-    )
+    channels: list[Count] = flag([32, 64, 64], "of a new VAE, by level; each after the first halves")
     layers_per_block: Count = flag(1, "residual blocks of a new VAE's encoder at each level")
     latent_channels: Count = flag(4, "of a new VAE")
     discriminator_channels: Count = flag(32, "of the first layer; doubled at each of the next")
@@ -38,8 +24,6 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    _argument_group_name: ClassVar[str] = "data"
-
     image_folder: str | None = flag(None, "folder of images; without it and --dataset shapes are drawn")
     dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
     dataset_config: str | None = flag(None, "configuration of the dataset")
@@ -49,8 +33,8 @@ class DataOptions:
     shuffle_buffer: Count = flag(1000, "streaming: images among which the next one is drawn")
     num_drawn: Count = flag(256, "images that are drawn where no others are given")
     resolution: Count = flag(64, "images are cropped and scaled to as many pixels as a square of this side has")
-    aspect_ratios: list[Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]] = field(
-        default_factory=lambda: [1.0], metadata={"help": "width / height of the buckets; an image goes to the nearest"}
+    aspect_ratios: list[Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]] = flag(
+        [1.0], "width / height of the buckets; an image goes to the nearest"
     )
     num_workers: CountOrZero = flag(0, "processes that read and decode images")
     prefetch_factor: Count | None = flag(None, "batches that each of them reads ahead; torch's default is 2")
@@ -58,8 +42,6 @@ class DataOptions:
 
 @dataclass
 class LossOptions:
-    _argument_group_name: ClassVar[str] = "losses"
-
     detail_weight: NotNegative = flag(0.5, "of the L1 error of what a 3 x 3 blur removes, beside 1 for what it leaves")
     mse_weight: NotNegative = flag(0.1, "of the mean squared error")
     lpips_weight: NotNegative = flag(0.1, "of LPIPS; 0 leaves it out")
@@ -76,9 +58,7 @@ class LossOptions:
 
 
 @dataclass
-class TrainingOptions:
-    _argument_group_name: ClassVar[str] = "training"
-
+class TrainingOptions(RunOptions):
     output_dir: str = flag("outputs/fluxflow", "folder for the VAE, checkpoints, results.json and panels.png")
     max_steps: Count = flag(400, "global steps: one for each batch, however many updates it makes")
     batch_size: Count = flag(4, "images per update and process")
@@ -86,12 +66,9 @@ class TrainingOptions:
         0, "images per forward pass; an update accumulates over the batch; 0: all at once"
     )
     training_steps: Count = flag(1, "times that a batch is trained on, at all resolutions")
-    resolutions: list[Count] = field(
-        default_factory=list, metadata={"help": "at which each batch is trained, --resolution or less (that alone)"}
-    )
+    resolutions: list[Count] = flag([], "at which each batch is trained, --resolution or less (that alone)")
     learning_rate: NotNegative = flag(5e-4, "of the VAE's AdamW")
     discriminator_learning_rate: NotNegative = flag(1e-4, "of the discriminator's AdamW")
-    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped once per batch")
     warmup_steps: CountOrZero = flag(10, "steps until the learning rates have reached their peaks")
     max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm, the VAE's and the discriminator's")
     ema_decay: Annotated[float, Range(at_least=0, below=1, why="; 0 makes no average")] = flag(
@@ -99,16 +76,11 @@ class TrainingOptions:
     )
     log_every: Count = flag(10, "steps between log lines")
     checkpointing_steps: CountOrZero = flag(0, "steps between checkpoints; 0: only when interrupted, and by an error")
-    resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
     detect_leaks: Literal["off", "warn", "raise"] = flag("off", "what to do about memory that stays behind")
-    seed: Seed = flag(0, "of weights, latents and the order of the data")
-    report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
 @dataclass
 class LeverOptions:
-    _argument_group_name: ClassVar[str] = "memory"
-
     lpips_gradient: Literal["plain", "checkpoint", "early"] = flag(
         "early", "LPIPS in backward; computed again there; or its gradient taken at once, image by image"
     )
@@ -133,22 +105,18 @@ class Options(NamedTuple):
     offload: OffloadOptions
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return as_settings(self)
-
-    @property
     def resolutions(self) -> list[int]:
-        """At which each batch is trained, in this order."""
+        """Return those at which each batch is trained, in this order."""
         return self.training.resolutions or [self.data.resolution]
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; `@FILE` stands for the flags in a file, one per line.
+    """Read the command line.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
+    options = read_flags(Options, description, arguments)
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
@@ -177,13 +145,12 @@ def _check_data(data: DataOptions) -> None:
 
 
 def _check_levers(options: Options) -> None:
-    check_modes(options.offload)
+    remedy = "the inputs of checkpointed blocks; add --checkpoint_vae"
+    check_offloading(options.offload, checkpointed=options.levers.checkpoint_vae, remedy=remedy)
     if options.offload.compare is not None:
         raise ValueError(
             f"compare={options.offload.compare!r} is not for this recipe; benchmarks/fluxflow/memory.py compares levers"
         )
-    if options.offload.offload == "inputs" and not options.levers.checkpoint_vae:
-        raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; add --checkpoint_vae")
     if options.levers.checkpoint_discriminator and options.model.spectral_norm:
         raise ValueError(
             "checkpoint_discriminator=True with spectral_norm=True: each forward pass moves spectral normalisation's "

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from hf_memopt import ActivationOffloader
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.recipes.common.loop import make_offloader
 from hf_memopt.recipes.fluxflow.losses import (
     Figures,
     Weights,
@@ -28,7 +30,7 @@ from hf_memopt.recipes.fluxflow.losses import (
     wide,
 )
 from hf_memopt.recipes.fluxflow.model import Models
-from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, TrainingOptions
+from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, Options, TrainingOptions
 from hf_memopt.training.gradient_penalty import r1_penalty
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -72,26 +74,41 @@ class Gan:
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 
     def saving(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around each forward pass that backward will follow."""
+        """Return the context of a forward pass that backward will follow."""
         return nullcontext() if self.offloader is None else self.offloader.offload_context(model)
 
 
 def make_optimizers(models: Models, training: TrainingOptions) -> Optimizers:
-    """AdamW, with GANs' usual betas for the discriminator."""
+    """Return AdamW for each, with GANs' usual betas for the discriminator."""
     return Optimizers(
         torch.optim.AdamW(models.vae.parameters(), training.learning_rate),
         torch.optim.AdamW(models.discriminator.parameters(), training.discriminator_learning_rate, betas=(0.5, 0.999)),
     )
 
 
+def make_gan(models: Models, options: Options, accelerator: Accelerator, **hooks: Any) -> Gan:
+    """Return what a step needs, with new optimizers of models on their device; `hooks` are fields of `Gan`."""
+    return Gan(
+        models,
+        Optimizers(*map(accelerator.prepare_optimizer, make_optimizers(models, options.training))),
+        options.losses,
+        options.levers,
+        micro_batch_size=options.training.micro_batch_size,
+        max_grad_norm=options.training.max_grad_norm,
+        autocast=accelerator.autocast,
+        offloader=make_offloader(options.offload, accelerator.device),
+        **hooks,
+    )
+
+
 def make_batch(batch_size: int, resolution: int, device: torch.device | str, seed: int = 0) -> Tensor:
-    """Noise in the shape and range of images, `(batch_size, 3, resolution, resolution)` in [-1, 1]."""
+    """Return noise in the shape and range of images, `(batch_size, 3, resolution, resolution)` in [-1, 1]."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(batch_size, 3, resolution, resolution, generator=generator) * 2 - 1).to(device)
 
 
 def step(gan: Gan, images: Tensor, weights: Weights, *, with_r1: bool) -> Figures:
-    """One update of the discriminator, then one of the VAE, on `images`, `(batch, 3, height, width)` in [-1, 1].
+    """Make one update of the discriminator, then one of the VAE, on `images`, `(batch, 3, height, width)` in [-1, 1].
 
     Returns the mean losses and the gradients' norms before clipping, `()` each, on the device.
 
@@ -106,13 +123,13 @@ def step(gan: Gan, images: Tensor, weights: Weights, *, with_r1: bool) -> Figure
 
 
 def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Figures:
-    """Hinge loss on images and their reconstructions, with R1 where it is due."""
+    """Update by the hinge loss on images and their reconstructions, with R1 where it is due."""
     discriminator, optimizer = gan.models.discriminator, gan.optimizers.discriminator
     parameters = list(discriminator.parameters())
     optimizer.zero_grad()  # also of what an update of the VAE without --freeze_discriminator has left
     figures = []
     for part, share in _shares(parts):
-        fake = reconstruct(gan, part)
+        fake = reconstruct(gan, part)  # without a graph: this update is the discriminator's
         with gan.saving(discriminator):
             with gan.autocast():
                 real = part.detach().requires_grad_(with_r1)
@@ -131,7 +148,7 @@ def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Fi
 
 @torch.no_grad()
 def reconstruct(gan: Gan, images: Tensor) -> Tensor:
-    """By the VAE as it is now, from drawn latents."""
+    """Return reconstructions by the VAE as it is now, from drawn latents."""
     with gan.autocast():  # one of its own: autocast keeps casts of weights, and without gradients they have no graph
         vae = gan.models.vae
         output: Tensor = vae.decode(draw_latents(vae.encode(images).latent_dist)).sample
@@ -139,7 +156,7 @@ def reconstruct(gan: Gan, images: Tensor) -> Tensor:
 
 
 def update_vae(gan: Gan, parts: Sequence[Tensor], weights: Weights) -> Figures:
-    """Reconstruction and KL losses for the whole VAE, and the adversarial loss for its decoder."""
+    """Update by reconstruction and KL losses for the whole VAE, and the adversarial loss for its decoder."""
     vae, optimizer = gan.models.vae, gan.optimizers.vae
     backward = backward_decoding_once if gan.levers.decode == "once" else backward_decoding_twice
     optimizer.zero_grad()
@@ -150,7 +167,7 @@ def update_vae(gan: Gan, parts: Sequence[Tensor], weights: Weights) -> Figures:
 
 
 def backward_decoding_twice(gan: Gan, images: Tensor, weights: Weights, share: float) -> Figures:
-    """One backward through two decodings: the adversarial one begins at detached latents."""
+    """Run one backward through two decodings: the adversarial one begins at detached latents."""
     vae = gan.models.vae
     with gan.saving(vae):
         latents, kl = _encode(gan, images)
@@ -162,7 +179,7 @@ def backward_decoding_twice(gan: Gan, images: Tensor, weights: Weights, share: f
 
 
 def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: float) -> Figures:
-    """Two vector-Jacobian products of one decoding: to the latents without the adversarial gradient, to weights with.
+    """Take two vector-Jacobian products of one decoding: to latents without the adversarial gradient, to weights with.
 
     Both losses are differentiated by the decoder's output first, one after the other, so that LPIPS' graph and the
     discriminator's are gone when the decoder's backward begins.
@@ -173,6 +190,7 @@ def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: fl
         latents, kl = _encode(gan, images)
         entry = latents.detach().requires_grad_()
         output = _decode(gan, entry)
+    # From here on both losses see a leaf, so that their graphs end at the decoder's output.
     seen = output.detach().requires_grad_()
     loss, figures = _reconstruction(gan, seen, images)
     (gradient,) = torch.autograd.grad(loss * share, seen)
@@ -180,6 +198,7 @@ def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: fl
     discriminator = [] if gan.levers.freeze_discriminator else list(gan.models.discriminator.parameters())
     torch.autograd.backward(weights.adversarial * adversarial * share, inputs=[seen, *discriminator])
     assert seen.grad is not None
+    # The encoder sees the reconstruction's gradient alone, the decoder's weights the sum of both.
     (latents_gradient,) = torch.autograd.grad(output, entry, gradient, retain_graph=True)
     torch.autograd.backward(output, gradient + seen.grad, inputs=decoder)
     torch.autograd.backward([latents, kl], [latents_gradient, torch.full_like(kl, weights.kl * share)])
@@ -187,7 +206,7 @@ def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: fl
 
 
 def _encode(gan: Gan, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Drawn latents, and their KL divergence."""
+    """Return drawn latents, and their KL divergence."""
     with gan.autocast():
         posterior = gan.models.vae.encode(images).latent_dist
     return draw_latents(posterior), kl_divergence(posterior, gan.losses.free_bits)
@@ -211,7 +230,7 @@ def _adversarial(gan: Gan, output: Tensor) -> Tensor:
 
 
 def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) -> Tensor:
-    """Average over processes, clip, update; returns the norm before clipping."""
+    """Average over processes, clip, update; return the norm before clipping."""
     gan.synchronize(parameters)
     norm = clip_grad_norm_(parameters, gan.max_grad_norm, error_if_nonfinite=gan.stop_on_non_finite)
     optimizer.step()
@@ -221,7 +240,7 @@ def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) ->
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """No gradients of its parameters inside."""
+    """Take no gradients of a module's parameters inside."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.requires_grad_(False)
     try:
@@ -232,13 +251,13 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 def _shares(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:
-    """Micro-batches with their shares of the batch."""
+    """Return micro-batches with their shares of the batch."""
     total = sum(map(len, parts))
     return ((part, len(part) / total) for part in parts)
 
 
 def _mean(figures: Iterable[tuple[Figures, float]]) -> Figures:
-    """Of each figure, weighted by the shares."""
+    """Return the mean of each figure, weighted by the shares."""
     total: Figures = {}
     for found, share in figures:
         for name, value in found.items():

@@ -1,11 +1,22 @@
 """The configuration of `train_lgt.py`, in sections."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, Seed, Share, check_ranges, flag
-from hf_memopt.recipes.common.options import OffloadOptions, check_modes
+from hf_memopt.recipes.common.flags import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    as_words,
+    flag,
+    read_sections,
+)
+from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
 
 
 @dataclass
@@ -30,9 +41,7 @@ class LossConfig:
     num_projections: Count = flag(64, "random directions of the sliced Wasserstein distance")
     max_samples: Count = flag(8192, "patches compared at most, drawn at random")
     max_spatial_samples: Count | None = flag(None, "positions whose similarities are compared, drawn at random; all")
-    style_weights: list[NotNegative] | None = field(
-        default=None, metadata={"help": "a weight of the style loss for each target style; 1 each"}
-    )
+    style_weights: list[NotNegative] | None = flag(None, "a weight of the style loss for each target style; 1 each")
     use_velocity_reg: bool = flag(False, "add the mean square of the velocity that integration starts with")
     vel_reg_weight: NotNegative = flag(0.01, "weight of that")
 
@@ -74,9 +83,7 @@ class TrainingConfig:
 @dataclass
 class DataConfig:
     data_root: str | None = flag(None, "folder with a folder of .pt or .safetensors latents for each style")
-    style_subdirs: list[str] | None = field(
-        default=None, metadata={"help": "those folders, in the order of style ids; style0, style1, ..."}
-    )
+    style_subdirs: list[str] | None = flag(None, "those folders, in the order of style ids; style0, style1, ...")
     dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load, used instead")
     split: str = flag("train", "split of the dataset")
     latent_column: str = flag("latent", "column of the dataset with latents")
@@ -124,31 +131,31 @@ class Config(NamedTuple):
     offload: OffloadConfig = OffloadConfig()
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """What a JSON file of this configuration holds."""
+        """Return what a JSON file of this configuration holds."""
         return {name: asdict(section) for name, section in self._asdict().items()}
 
-    def check(self) -> None:
-        """Raises ValueError, naming field, value and remedy, for what cannot be trained."""
-        _check_ranges(self)
-        _check_offloading(self)
 
+def read_config(description: str, arguments: Sequence[str] | None = None) -> Config:
+    """Return the defaults, the file that `--config_path` names over them, and the command line's flags over these.
 
-def _check_ranges(config: Config) -> None:
-    for name, section in config._asdict().items():
-        check_ranges(section, f"{name}.")
-    model, loss = config.model, config.loss
+    Raises:
+        ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
+    """
+    config = read_sections(Config, description, arguments)
+    loss, num_styles = config.loss, config.model.num_styles
     if loss.patch_size % 2 == 0:
         raise ValueError(f"loss.patch_size={loss.patch_size} must be odd, so that every position has a patch around it")
-    if loss.style_weights is not None and len(loss.style_weights) != model.num_styles:
-        raise ValueError(
-            f"loss.style_weights={loss.style_weights} must have model.num_styles={model.num_styles} values"
-        )
+    if loss.style_weights is not None and len(loss.style_weights) != num_styles:
+        raise ValueError(f"loss.style_weights={loss.style_weights} must have model.num_styles={num_styles} values")
+    remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
+    check_offloading(config.offload, checkpointed=config.training.use_gradient_checkpointing, remedy=remedy)
+    return config
 
 
-def _check_offloading(config: Config) -> None:
-    check_modes(config.offload)
-    if "inputs" in config.offload.used_modes and not config.training.use_gradient_checkpointing:
-        raise ValueError(
-            "offload.offload='inputs' moves the states between checkpointed steps; "
-            "add --training.use_gradient_checkpointing"
-        )
+def make_config(values: Mapping[str, Any]) -> Config:
+    """Return a configuration of the given fields, named `section.field`, and defaults for the others.
+
+    Raises:
+        ValueError: as `read_config`.
+    """
+    return read_config("", [word for name, value in values.items() for word in as_words(name, value)])

@@ -8,11 +8,18 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
-from hf_memopt.recipes.lgt import textures
 from hf_memopt.recipes.lgt.config import Config, DataConfig
-from hf_memopt.recipes.lgt.step import Batch, assemble
 from hf_memopt.training import split_batch
+
+# start, time: where integration starts, and when; latents: the content; targets: style ids; target_latents: samples of
+# those styles; style_weights: of each sample's style loss; dropped: samples without a style. Samples first.
+Batch = dict[str, Tensor]
+
+NUM_STYLES = 2  # of generated latents
+STRENGTH = 0.7
+_COLOURS = ((1.0, -1.0, 0.5, 0.0), (0.5, 0.5, -1.0, 1.0))  # of the styles, repeated where there are more channels
 
 
 class Latents(NamedTuple):
@@ -23,7 +30,7 @@ class Latents(NamedTuple):
 
 
 def load(config: Config) -> tuple[Latents, Latents]:
-    """Training and held-out latents, on the CPU.
+    """Return training and held-out latents, on the CPU.
 
     Raises:
         ValueError: no such data, or other shapes and styles than the configuration's.
@@ -42,7 +49,7 @@ def load(config: Config) -> tuple[Latents, Latents]:
 
 
 def describe(config: Config) -> str:
-    """Where the latents come from."""
+    """Say where the latents come from."""
     data = config.data
     if data.data_root is not None:
         return f"files in {data.data_root}"
@@ -50,14 +57,14 @@ def describe(config: Config) -> str:
 
 
 def _generated(config: Config) -> Latents:
-    if config.model.num_styles != textures.NUM_STYLES:
+    if config.model.num_styles != NUM_STYLES:
         raise ValueError(
             f"model.num_styles={config.model.num_styles}: generated latents have two styles; give data.data_root or "
             "data.dataset for more"
         )
     generator = torch.Generator().manual_seed(config.data.data_seed)
     sizes = config.data.num_generated, config.data.latent_size, config.model.latent_channels
-    return Latents(*textures.make_latents(*sizes, generator))
+    return Latents(*make_latents(*sizes, generator))
 
 
 def _from_folder(root: Path, names: list[str] | None, num_styles: int) -> Latents:
@@ -75,7 +82,7 @@ def _read_style(folder: Path) -> Tensor:
 
 
 def _read_file(file: Path) -> Iterator[Tensor]:
-    """Latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension."""
+    """Yield the latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension."""
     held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     for tensor in held.values() if isinstance(held, dict) else [held]:
         yield tensor if tensor.ndim == 4 else tensor[None]
@@ -118,6 +125,72 @@ def _split(found: Latents, data: DataConfig) -> tuple[Latents, Latents]:
     return Latents(*(each[~held_out] for each in found)), Latents(*(each[held_out] for each in found))
 
 
+# ---------------------------------------------------------------------------------------------- generated latents
+# Two styles: the same smooth contents under grain or under a tint.
+
+
+def make_latents(num_per_style: int, size: int, channels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return latents `(2 * num_per_style, channels, size, size)`, no two of one content, and style ids, `(...,)`."""
+    contents = make_contents(NUM_STYLES * num_per_style, size, channels, generator)
+    styles = torch.arange(NUM_STYLES).repeat_interleave(num_per_style)
+    return in_style(contents, styles, generator), styles
+
+
+def make_contents(num: int, size: int, channels: int, generator: torch.Generator) -> Tensor:
+    """Return smooth fields, `(num, channels, size, size)`; each channel of each has mean 0 and variance 1."""
+    coarse = torch.randn(num, channels, 4, 4, generator=generator)
+    smooth = F.interpolate(coarse, size=(size, size), mode="bicubic", align_corners=True)
+    centred = smooth - smooth.mean(dim=(2, 3), keepdim=True)
+    return centred / centred.std(dim=(2, 3), keepdim=True)
+
+
+def in_style(contents: Tensor, styles: Tensor, generator: torch.Generator) -> Tensor:
+    """Return contents with the texture of each one's style on them: noise of one colour, or another colour evenly."""
+    num, channels, height, width = contents.shape
+    grain = torch.randn(num, height, width, generator=generator)
+    texture = torch.where(styles.view(-1, 1, 1) == 0, grain, torch.ones(()))
+    colours = torch.tensor(_COLOURS)[:, torch.arange(channels) % 4]
+    return contents + STRENGTH * texture[:, None] * colours[styles][:, :, None, None]
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+def make_batch(config: Config, device: torch.device | str) -> Batch:
+    """Return a batch of random latents, of the size that the configuration names."""
+    size, num = config.data.latent_size, config.training.batch_size
+    latents, target_latents = (
+        torch.randn(num, config.model.latent_channels, size, size, device=device) for _ in range(2)
+    )
+    targets = torch.arange(num, device=device) % config.model.num_styles
+    dropped = torch.zeros(num, dtype=torch.bool, device=device)
+    weights = torch.ones(num, device=device)
+    return assemble(latents, target_latents, targets, weights, dropped, config.training.epsilon)
+
+
+def assemble(
+    latents: Tensor, target_latents: Tensor, targets: Tensor, style_weights: Tensor, dropped: Tensor, epsilon: float
+) -> Batch:
+    """Return a batch whose samples start at times of their own, from `epsilon` on, between noise and content."""
+    time = epsilon + (1 - epsilon) * torch.rand(len(latents), device=latents.device, dtype=latents.dtype)
+    start = between(torch.randn_like(latents), latents, time)
+    return {
+        "start": start,
+        "time": time,
+        "latents": latents,
+        "targets": targets,
+        "target_latents": target_latents,
+        "style_weights": style_weights,
+        "dropped": dropped,
+    }
+
+
+def between(noise: Tensor, latents: Tensor, time: Tensor) -> Tensor:
+    """Return noise at time 0, latents at time 1, `(batch, channels, height, width)`; `time` is `(batch,)`."""
+    share = time.view(-1, 1, 1, 1)
+    return (1 - share) * noise + share * latents
+
+
 class LatentBank:
     """All training latents on one device, from which batches are drawn there.
 
@@ -140,19 +213,19 @@ class LatentBank:
         return len(self._latents)
 
     def of_styles(self, styles: Tensor) -> Tensor:
-        """A latent of each style, drawn at random."""
+        """Return a latent of each style, drawn at random."""
         drawn = torch.randint(2**31, styles.shape, device=styles.device)
         return self._latents[self._first[styles] + drawn % self._counts[styles]]
 
     def micro_batches(self, window: list[Tensor], step: int, epsilon: float) -> list[Batch]:
-        """One batch for each tensor of row numbers in `window`; under GradientCache they are parts of one batch."""
+        """Return one batch for each tensor of row numbers in `window`; with a gradient cache, parts of one batch."""
         training = self._config.training
         if training.gradient_cache:
             return list(split_batch(self._draw(torch.cat(window), f"{step}", epsilon), training.batch_size))
         return [self._draw(rows, f"{step} {number}", epsilon) for number, rows in enumerate(window)]
 
     def _draw(self, rows: Tensor, name: str, epsilon: float) -> Batch:
-        """A batch with these contents. Its target and whether it has one are the same on all ranks, by its name."""
+        """Return a batch with these contents. Its name decides its target, and if it has one, on all ranks alike."""
         training = self._config.training
         shared = random.Random(f"{training.seed} {name}")
         target, is_dropped = shared.randrange(len(self._counts)), shared.random() < training.label_drop_prob

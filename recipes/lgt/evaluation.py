@@ -1,13 +1,15 @@
-"""How well `train_lgt.py` transfers style: translated latents, and their distances to style and content."""
+"""How well `train_lgt.py` transfers style: translated latents, their distances to style and content, and pictures."""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_memopt.recipes.common.results import drawn
 from hf_memopt.recipes.lgt.config import Config
-from hf_memopt.recipes.lgt.data import LatentBank, Latents
+from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
-from hf_memopt.recipes.lgt.step import between
 from hf_memopt.training.repeatable import RandomState
 
 NUM_EVALUATED = 64
@@ -15,7 +17,7 @@ NUM_EVALUATED = 64
 
 @torch.no_grad()
 def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, config: Config) -> Tensor:
-    """Latents in their target styles, `(batch, channels, height, width)`; the model should be in evaluation mode.
+    """Return latents in their target styles, `(batch, channels, height, width)`, by a model in evaluation mode.
 
     Integrates from `inference.start_time` on, where that share of the content is left in noise. With `cfg_scale` s, the
     velocity is that without a style plus s times the difference to that with it, at the cost of a second pass.
@@ -28,7 +30,7 @@ def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, config: C
         towards: Tensor = model.unet(latents, time, targets, given)
         if inference.cfg_scale == 1:
             return towards
-        without = model.unet(latents, time, targets, none)
+        without: Tensor = model.unet(latents, time, targets, none)
         return without + inference.cfg_scale * (towards - without)
 
     start = between(torch.randn_like(latents), latents, time)
@@ -36,7 +38,7 @@ def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, config: C
 
 
 def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config) -> dict[str, float]:
-    """Means over target styles, with the same random numbers in every call, which the training's are not.
+    """Return means over target styles, with the same random numbers in every call, which the training's are not.
 
     Returns:
         `swd`: between translated held-out latents and the style that they should have; `swd_untranslated`: the same
@@ -66,7 +68,102 @@ def _of_style(
 
 
 def _distance(latents: Tensor, style: int, bank: LatentBank, config: Config) -> float:
-    """To as many training latents of the style, along many directions."""
+    """Return the distance to as many training latents of the style, along many directions."""
     others = bank.of_styles(torch.full((len(latents),), style, device=latents.device))
     sizes = {"patch_size": config.loss.patch_size, "num_projections": 256, "max_samples": 16_384}
     return sliced_wasserstein(latents, others, **sizes).item()
+
+
+# ------------------------------------------------------------------------------------------------------ pictures
+
+
+def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config, file: Path) -> None:
+    """Draw held-out contents of all styles in turn, translated to every style, beside latents that have the style."""
+    columns = images_of(panels(model, bank, held_out, config), config)
+    num_rows = len(next(iter(columns.values())))
+    size = (1.7 * len(columns), 1.6 * num_rows + 0.3)
+    with drawn(file, num_rows, len(columns), figsize=size, squeeze=False) as grid:
+        for column, (title, images) in zip(grid.T, columns.items(), strict=True):
+            column[0].set_title(title, fontsize=9)
+            for axes, image in zip(column, images, strict=True):
+                axes.imshow(image.numpy(), interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+
+
+def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config) -> dict[str, Tensor]:
+    """Return the latents of each column of the figure, `(num_panels, channels, height, width)`, on the CPU."""
+    device = next(model.parameters()).device
+    state = RandomState(device)
+    torch.manual_seed(0)
+    model.eval()
+    rows = _in_turn(held_out.styles)[: config.inference.num_panels]
+    contents = held_out.latents[rows].to(device)
+    columns = {"content": contents}
+    for style in range(config.model.num_styles):
+        targets = torch.full((len(rows),), style, device=device)
+        columns[f"to style {style}"] = translate(model, contents, targets, config)
+        columns[f"style {style}"] = bank.of_styles(targets)
+    state.restore()
+    return {title: latents.float().cpu() for title, latents in columns.items()}
+
+
+def images_of(columns: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Return latents as images, `(num, height, width, 3)` from 0 to 1, decoded where there is a decoder."""
+    folder = config.inference.vae_path
+    return {
+        title: as_colours(latents) if folder is None else decode(latents, folder) for title, latents in columns.items()
+    }
+
+
+def as_colours(latents: Tensor) -> Tensor:
+    """Return the first three channels as red, green and blue, `(num, height, width, 3)`, on one scale for all."""
+    colours = latents[:, :3].expand(-1, 3, -1, -1) if latents.shape[1] < 3 else latents[:, :3]
+    return (colours / 6 + 0.5).clamp(0, 1).movedim(1, -1)
+
+
+@torch.no_grad()
+def decode(latents: Tensor, folder: str) -> Tensor:
+    """Return images of latents, `(num, height, width, 3)`, by the AutoencoderKL in a folder."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(folder).eval()
+    shift = vae.config.shift_factor or 0.0
+    decoded = [vae.decode(each[None] / vae.config.scaling_factor + shift).sample for each in latents]
+    return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+
+
+def draw_curves(history: list[dict[str, float]], file: Path) -> None:
+    """Draw losses by epoch, and the evaluations' distances."""
+    epochs = [entry["epoch"] for entry in history]
+    with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
+        losses.plot(epochs, [entry["loss"] for entry in history])
+        losses.set(title="Training loss", xlabel="epoch", yscale="log")
+        style.plot(epochs, [entry["style_swd"] for entry in history], color="0.7", label="training")
+        content.plot(epochs, [entry["content_ssm"] for entry in history], color="0.7", label="training")
+        for axes, names in ((style, ("swd", "swd_untranslated", "swd_floor")), (content, ("ssm", "ssm_others"))):
+            for name in names:
+                points = [(entry["epoch"], entry[name]) for entry in history if name in entry]
+                axes.plot(*zip(*points, strict=True), "o-", label=_LABELS[name])
+        style.set(title="Distance to the target style (SWD)", xlabel="epoch", yscale="log")
+        content.set(title="Distance to the content (SSM)", xlabel="epoch", ylim=(0, None))
+        for axes in (losses, style, content):
+            axes.grid(alpha=0.3, which="both")
+        style.legend(fontsize=8)
+        content.legend(fontsize=8)
+
+
+_LABELS = {
+    "swd": "held out, translated",
+    "swd_untranslated": "held out, as it is",
+    "swd_floor": "held out, of that style",
+    "ssm": "held out, translated",
+    "ssm_others": "held out, other contents",
+}
+
+
+def _in_turn(styles: Tensor) -> Tensor:
+    """Return row numbers, one of each style after the other."""
+    rank = torch.zeros_like(styles)
+    for style in styles.unique():
+        rank[styles == style] = torch.arange(int((styles == style).sum()))
+    return rank.argsort(stable=True)

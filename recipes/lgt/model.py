@@ -127,6 +127,7 @@ class StyleUNet(nn.Module):
         x = self.middle(x)
         for grow, style_blocks in zip(self.grow, self.up, strict=True):
             x = grow(x) + skipped.pop()
+            assert isinstance(style_blocks, nn.ModuleList)
             for block in style_blocks:
                 x = block(x, condition)
         velocity: Tensor = self.last(x)

@@ -2,19 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.memory import MemoryTracker
-from hf_memopt.recipes.causal_lm.model import make_offloader
-from hf_memopt.recipes.common.auto_plan import PRECISION, Changes, RecipeWorkload, changed
-from hf_memopt.recipes.lgt import run as recipe
-from hf_memopt.recipes.lgt.config import Config
-from hf_memopt.recipes.lgt.parsing import read_config
-from hf_memopt.recipes.lgt.step import Batch, Objective, build_model, build_optimizer, make_batch
+from hf_memopt.recipes.common.auto_plan import PRECISION, Changes, RecipeWorkload, with_changes
+from hf_memopt.recipes.lgt.config import Config, read_config
+from hf_memopt.recipes.lgt.data import Batch, make_batch
+from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
 from hf_memopt.tuning.workload import Settings, divisors
 
 _MOST_PASSES = 8
@@ -23,16 +21,15 @@ _MOST_PASSES = 8
 def workload(
     config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
 ) -> "LatentTransferWorkload":
-    """The workload of a configuration file, as for `train_lgt.py --config_path FILE`.
+    """Return the workload of a configuration file, as for `train_lgt.py --config_path FILE`.
 
     Args:
         config_path: a JSON file.
         precision: "no", "bf16", or "auto" to try both; None, what the file says.
         effective_batch: latents per update; None, what the file makes it.
     """
-    return LatentTransferWorkload(
-        read_config("", ["--config_path", str(config_path)]), precision=precision, effective_batch=effective_batch
-    )
+    config = read_config("", ["--config_path", str(config_path)])
+    return LatentTransferWorkload(config, precision, effective_batch)
 
 
 class LatentTransferWorkload(RecipeWorkload):
@@ -47,7 +44,7 @@ class LatentTransferWorkload(RecipeWorkload):
         }
     }
 
-    def __init__(self, config: Config, *, precision: str | None = None, effective_batch: int | None = None) -> None:
+    def __init__(self, config: Config, precision: str | None = None, effective_batch: int | None = None) -> None:
         training = config.training
         given = training.batch_size * training.accumulation_steps
         precision = ("bf16" if training.use_amp else "no") if precision is None else precision
@@ -56,9 +53,9 @@ class LatentTransferWorkload(RecipeWorkload):
 
     @property
     def micro_batches(self) -> list[int]:
-        """Accumulated batches have another SWD than one, so that a batch is divided with a gradient cache alone.
+        """Return the sizes that give the same loss: with a gradient cache alone may a batch be divided.
 
-        And into no more forward passes than are quickly simulated.
+        Accumulated batches have another SWD than one. There are no more forward passes than are quickly simulated.
 
         Raises:
             ValueError: without one, an update is not made of whole batches.
@@ -74,8 +71,10 @@ class LatentTransferWorkload(RecipeWorkload):
         return [training.batch_size]
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Config:
-        """With the precision, which this recipe's configuration holds."""
-        return changed(super().with_settings(settings, micro_batch), {"training.use_amp": settings[PRECISION] != "no"})
+        """Return them with the precision, which this recipe's configuration holds."""
+        options = super().with_settings(settings, micro_batch)
+        config: Config = with_changes(options, {"training.use_amp": settings[PRECISION] != "no"})
+        return config
 
     def batching(self, micro_batch: int) -> Changes:
         return {
@@ -84,36 +83,29 @@ class LatentTransferWorkload(RecipeWorkload):
         }
 
     def num_simulated(self, options: Config, accumulation: int) -> int:
-        """With a gradient cache all of them, since the loss is of their outputs together."""
+        """Return all of them with a gradient cache, since the loss is of their outputs together."""
         return accumulation if options.training.gradient_cache else min(2, accumulation)
 
-    def setup(self, options: Config, precision: str) -> tuple["recipe.Run", list[Batch]]:
-        training = options.training
+    def setup(self, options: Config, precision: str) -> tuple[Run, list[Batch]]:
         accelerator = Accelerator(mixed_precision=precision, step_scheduler_with_optimizer=False)
         with accelerator.device:
             model = build_model(options)
-        average = AveragedModel(model) if training.ema_decay is not None else None
+        average = AveragedModel(model) if options.training.ema_decay is not None else None
         model, optimizer = accelerator.prepare(model, build_optimizer(options, model))
-        run = recipe.Run(
+        run = Run(
             accelerator=accelerator,
+            options=options,
             model=model,
             optimizer=optimizer,
-            scheduler=None,
-            batches=None,
-            offloader=make_offloader(options.offload.offload, options.offload, accelerator.device),
-            mode=options.offload.offload,
-            config=options,
-            bank=None,
             average=average,
             memory=MemoryTracker("cpu"),
-            objective=Objective(options),
         )
-        count = self.num_simulated(options, training.accumulation_steps)
+        count = self.num_simulated(options, options.training.accumulation_steps)
         return run, [make_batch(options, accelerator.device) for _ in range(count)]
 
-    def step(self, state: Any) -> dict[str, torch.Tensor]:
+    def step(self, state: tuple[Run, list[Batch]]) -> dict[str, torch.Tensor]:
         run, window = state
-        (recipe.exact_step if run.config.training.gradient_cache else recipe.accumulating_step)(run, window)
+        (exact_step if run.options.training.gradient_cache else accumulating_step)(run, window)
         if run.average is not None:
             run.average.update_parameters(run.model)
         return run.objective.take_means()

@@ -1,23 +1,28 @@
-"""One training step of `train_lgt.py`, apart from its loop: model, optimizer, batches and loss.
+"""One update of `train_lgt.py`, apart from its loop: model, optimizer and loss, and what a run holds.
 
-Nothing here waits for the device or decides by what tensors hold, so that it also runs on tensors without data.
+But for the clipping and the check of gradients, nothing here waits for the device or decides by what tensors hold, so
+that it also runs on tensors without data.
 """
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.data import Batch, LatentBank
 from hf_memopt.recipes.lgt.losses import full_precision, self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer
+from hf_memopt.training import GradientCache, StepResult, train_step
 
-# start, time: where integration starts, and when; latents: the content; targets: style ids; target_latents: samples of
-# those styles; style_weights: of each sample's style loss; dropped: samples without a style. Samples first.
-Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
 
 
 def build_model(config: Config) -> LatentTransfer:
-    """The model with random weights, on torch's default device."""
+    """Return the model with random weights, on torch's default device."""
     training = config.training
     model = LatentTransfer(config.model, legacy_dt=training.legacy_dt, average_style=training.use_avg_style_for_uncond)
     model.checkpointing = training.use_gradient_checkpointing
@@ -25,44 +30,9 @@ def build_model(config: Config) -> LatentTransfer:
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW on all weights."""
+    """Return AdamW on all weights."""
     training = config.training
     return torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
-
-
-def make_batch(config: Config, device: torch.device | str) -> Batch:
-    """A batch of random latents, of the size that the configuration names."""
-    size, num = config.data.latent_size, config.training.batch_size
-    latents, target_latents = (
-        torch.randn(num, config.model.latent_channels, size, size, device=device) for _ in range(2)
-    )
-    targets = torch.arange(num, device=device) % config.model.num_styles
-    dropped = torch.zeros(num, dtype=torch.bool, device=device)
-    weights = torch.ones(num, device=device)
-    return assemble(latents, target_latents, targets, weights, dropped, config.training.epsilon)
-
-
-def assemble(
-    latents: Tensor, target_latents: Tensor, targets: Tensor, style_weights: Tensor, dropped: Tensor, epsilon: float
-) -> Batch:
-    """A batch whose samples start at times of their own, from `epsilon` on, between noise and content."""
-    time = epsilon + (1 - epsilon) * torch.rand(len(latents), device=latents.device, dtype=latents.dtype)
-    start = between(torch.randn_like(latents), latents, time)
-    return {
-        "start": start,
-        "time": time,
-        "latents": latents,
-        "targets": targets,
-        "target_latents": target_latents,
-        "style_weights": style_weights,
-        "dropped": dropped,
-    }
-
-
-def between(noise: Tensor, latents: Tensor, time: Tensor) -> Tensor:
-    """Noise at time 0, latents at time 1, `(batch, channels, height, width)`; `time` is `(batch,)`."""
-    share = time.view(-1, 1, 1, 1)
-    return (1 - share) * noise + share * latents
 
 
 class Objective:
@@ -78,16 +48,16 @@ class Objective:
         self._seen: list[dict[str, Tensor]] = []
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch, `()`."""
+        """Return the loss of a batch, `()`."""
         return self.loss(*self.outputs(model, batch))
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """What the loss is made of, samples first: it may be concatenated over batches."""
+        """Return what the loss is made of, samples first: it may be concatenated over batches."""
         moved, energy = model(batch["start"], batch["time"], batch["targets"], batch["dropped"], self._num_steps)
         return moved, energy, batch["latents"], batch["target_latents"], batch["style_weights"]
 
     def loss(self, moved: Tensor, energy: Tensor, latents: Tensor, target_latents: Tensor, weights: Tensor) -> Tensor:
-        """The loss of all samples of `outputs` together, `()`."""
+        """Return the loss of all samples of `outputs` together, `()`."""
         config = self._config
         swd = sliced_wasserstein(
             moved,
@@ -108,13 +78,13 @@ class Objective:
         return total
 
     def take_means(self) -> dict[str, Tensor]:
-        """The mean of the loss and of each component over the batches since the last call, `()` each, on the device."""
+        """Return means of the loss and each component over the batches since the last call, `()`, on the device."""
         seen, self._seen = self._seen, []
         return {name: torch.stack([terms[name] for terms in seen]).mean() for name in seen[0]} if seen else {}
 
 
 def training_step(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Forward, backward, clip, update, without accelerate; `functools.partial(training_step, config)` takes the rest.
+    """Run forward, backward, clipping and update without accelerate.
 
     Returns:
         The loss, `()`, on the device.
@@ -132,3 +102,75 @@ def training_step(config: Config, model: nn.Module, optimizer: torch.optim.Optim
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
+
+
+@dataclass
+class Progress(loop.Progress):
+    """How far training has come; goes into checkpoints.
+
+    Attributes:
+        num_updates: of the weights.
+        history: one entry for each complete epoch.
+        epoch: how many are complete.
+        num_windows: updates in the epoch that is not.
+        sums: of the losses in these.
+        seconds: that these took.
+    """
+
+    epoch: int = 0
+    num_windows: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Run(loop.Run):
+    """What accelerate prepared, and all that an update needs.
+
+    Attributes:
+        batches: of row numbers.
+        bank: whose rows these are; None where a step is only simulated.
+        average: of the weights, where there is one.
+        memory: logs what each update takes.
+        objective: the loss.
+        memory_bytes: the most that was held up to the end of each epoch, since the run was started or resumed.
+    """
+
+    average: AveragedModel | None
+    memory: Any
+    bank: LatentBank | None = None
+    progress: Progress = field(default_factory=Progress)
+    memory_bytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.objective = Objective(self.options)
+
+    # `train_step` and `GradientCache` call these two, which is where the offloader sees the forward pass.
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        with self.saving():
+            return self.objective(model, batch)
+
+    def outputs(self, batch: Batch) -> Outputs:
+        with self.saving():
+            return self.objective.outputs(self.model, batch)
+
+    def best_model(self) -> LatentTransfer:
+        """Return the averaged weights where there are any."""
+        best = self.accelerator.unwrap_model(self.model) if self.average is None else self.average.module
+        assert isinstance(best, LatentTransfer)
+        return best
+
+
+def accumulating_step(run: Run, micro_batches: list[Batch]) -> StepResult:
+    """Update by the mean of the micro-batches' gradients."""
+    norm = run.options.training.max_grad_norm
+    return train_step(run.accelerator, run.model, run.loss, micro_batches, run.optimizer, max_grad_norm=norm)
+
+
+def exact_step(run: Run, micro_batches: list[Batch]) -> StepResult:
+    """Update by the gradient of all micro-batches of all processes as one batch."""
+    cache = GradientCache(run.accelerator, run.outputs, run.objective.loss, models=[run.model])
+    norm = run.options.training.max_grad_norm
+    return cache.step(micro_batches, run.optimizer, max_grad_norm=norm)

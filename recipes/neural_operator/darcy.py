@@ -63,12 +63,12 @@ class Darcy:
 
     @property
     def stride(self) -> int:
-        """Of the nodes that are kept among those of the finer grid."""
+        """Return the distance of the kept nodes on the finer grid."""
         return max(1, -(-(self.solve_resolution - 1) // (self.resolution - 1)))
 
     @property
     def fine_resolution(self) -> int:
-        """Nodes along each side of the grid that is solved on."""
+        """Return the nodes along each side of the grid that is solved on."""
         return (self.resolution - 1) * self.stride + 1
 
 
@@ -76,7 +76,7 @@ class Darcy:
 
 
 def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
-    """Gaussian random fields without mean, `(batch, nodes, nodes)`, from normal numbers of that shape.
+    """Return Gaussian random fields without mean, `(batch, nodes, nodes)`, from normal numbers of that shape.
 
     Their cosine coefficients are the noise, scaled as the covariance (-Laplacian + tau^2)^-alpha says.
     """
@@ -87,11 +87,12 @@ def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
     scale[0, 0] = 0
     cosines = torch.cos(torch.pi / nodes * torch.outer(wave + 0.5, wave)) * (2 / nodes) ** 0.5
     cosines[:, 0] /= 2**0.5
-    return cosines @ (scale * noise) @ cosines.T
+    fields: Tensor = cosines @ (scale * noise) @ cosines.T
+    return fields
 
 
 def operator(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
-    """-div(a grad u) at the inner nodes, `(batch, nodes - 2, nodes - 2)`, as a function of `u` there.
+    """Return -div(a grad u) at the inner nodes, `(batch, nodes - 2, nodes - 2)`, as a function of `u` there.
 
     `coefficients` are those at all nodes, `(batch, nodes, nodes)`.
     """
@@ -113,7 +114,7 @@ def operator(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def solve(coefficients: Tensor, source: Tensor, tolerance: float = 1e-8) -> Tensor:
-    """Solutions at all nodes, by conjugate gradients for the whole batch at once, on the tensors' device.
+    """Return solutions at all nodes, by conjugate gradients for the whole batch at once, on the tensors' device.
 
     The preconditioner is the Laplacian, inverted exactly in the basis of sines by two dense matrix products each way.
     That bounds the number of iterations by the contrast of the coefficients, whatever the resolution: about 20 for a
@@ -169,42 +170,22 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _norm(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
+    return norm
 
 
 def relative_residual(coefficients: Tensor, solutions: Tensor, source: Tensor) -> Tensor:
-    """Norm of `f + div(a grad u)` over that of `f`, `(batch,)`, for solutions at all nodes."""
+    """Return the norm of `f + div(a grad u)` over that of `f`, `(batch,)`, for solutions at all nodes."""
     residual = source - operator(coefficients)(solutions[:, 1:-1, 1:-1])
-    return (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
-
-
-def solve_directly(coefficients: Tensor, source: Tensor) -> Tensor:
-    """What `solve` gives, by scipy's sparse direct solver on the CPU: a check that shares no solver with it."""
-    import numpy as np
-    import scipy.sparse as sparse
-    from scipy.sparse.linalg import splu
-
-    nodes = coefficients.shape[-1]
-    numbers = np.arange(nodes**2).reshape(nodes, nodes)
-    inner = numbers[1:-1, 1:-1].ravel()
-    solutions = np.zeros((len(coefficients), nodes**2))
-    for solution, a, f in zip(solutions, coefficients.cpu().numpy(), source.cpu().numpy(), strict=True):
-        matrix = sparse.csr_array((nodes**2, nodes**2))
-        for first, second in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):
-            i, j = first.ravel(), second.ravel()
-            flux = (nodes - 1) ** 2 * 0.5 * (a.ravel()[i] + a.ravel()[j])
-            entries = np.concatenate((flux, flux, -flux, -flux))
-            rows, columns = np.concatenate((i, j, i, j)), np.concatenate((i, j, j, i))
-            matrix = matrix + sparse.coo_array((entries, (rows, columns)), shape=matrix.shape).tocsr()
-        solution[inner] = splu(matrix[inner][:, inner].tocsc()).solve(f.ravel())
-    return torch.from_numpy(solutions.reshape(-1, nodes, nodes))
+    relative: Tensor = (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
+    return relative
 
 
 # -------------------------------------------------------------------------------------------------------- samples
 
 
 def samples(darcy: Darcy, device: torch.device, batch_size: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of coefficients and solutions in float64, `(batch, resolution, resolution)`, on `device`.
+    """Yield batches of coefficients and solutions in float64, `(batch, resolution, resolution)`, on `device`.
 
     Which samples come does not depend on the batch size, whose default keeps a batch's arrays within a processor's
     cache where possible. Between devices they agree up to rounding.
@@ -227,7 +208,7 @@ def samples(darcy: Darcy, device: torch.device, batch_size: int | None = None) -
 
 
 def generate(darcy: Darcy, device: torch.device) -> dict[str, Tensor]:
-    """All samples as neuralop's files hold them.
+    """Return all samples as neuralop's files hold them.
 
     Returns:
         `x`, bool: where the coefficient is the high one; `y`, float32: the solution, in the equation's own units (at
@@ -245,7 +226,7 @@ def generate(darcy: Darcy, device: torch.device) -> dict[str, Tensor]:
 
 
 def cached_folder(root: Path, train: Darcy, tests: list[Darcy], device: torch.device) -> Path:
-    """A folder with `darcy_train_<resolution>.pt` and `darcy_test_<resolution>.pt`, generated where missing.
+    """Return a folder with `darcy_train_<resolution>.pt` and `darcy_test_<resolution>.pt`, generated where missing.
 
     Its name says what the data were made from, down to the last parameter, so that other parameters never find it. A
     file has its final name only once it is complete.

@@ -15,10 +15,10 @@ LOSSES = {"l2": LpLoss(d=2, p=2), "h1": H1Loss(d=2, periodic_in_x=False, periodi
 def evaluate(
     model: nn.Module, processor: Any, tests: dict[int, DataLoader[Any]], accelerator: Accelerator
 ) -> dict[str, float]:
-    """Mean relative error of each test resolution in either norm, as `l2_<resolution>` and `h1_<resolution>`."""
+    """Return mean relative errors by test resolution and norm, as `l2_<resolution>` and `h1_<resolution>`."""
     model.eval()
     processor.eval()
-    found = {}
+    found: dict[str, float] = {}
     with torch.no_grad():
         for resolution, batches in tests.items():
             errors = torch.cat([accelerator.gather_for_metrics(_errors(model, processor, batch)) for batch in batches])
@@ -31,7 +31,7 @@ def evaluate(
 
 
 def _errors(model: nn.Module, processor: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Relative errors of a batch, `(batch, norms)`."""
+    """Return the relative errors of a batch, `(batch, norms)`."""
     batch = processor.preprocess(batch)
     output, batch = processor.postprocess(model(batch["x"]), batch)
     pairs = zip(output.split(1), batch["y"].split(1), strict=True)

@@ -11,16 +11,16 @@ from neuralop.models import FNO, TFNO, UNO
 from neuralop.models.base_model import BaseModel
 from torch import Tensor, nn
 
-from hf_memopt import apply_selective_checkpointing
+from hf_memopt.activations import apply_selective_checkpointing
 from hf_memopt.recipes.neural_operator.options import ModelOptions
 
 
 def make_model(options: ModelOptions) -> nn.Module:
-    """From one input channel to one output channel, on a square. Torch's seed decides the weights."""
+    """Return a model from one input channel to one output channel, on a square. Torch's seed decides the weights."""
     channels = {"in_channels": 1, "out_channels": 1, "hidden_channels": options.hidden_channels}
     shape = {"n_modes": (options.modes, options.modes), "n_layers": options.num_layers}
     if options.model == "fno":
-        model = FNO(**channels, **shape)
+        model: nn.Module = FNO(**channels, **shape)
     elif options.model == "tfno":
         model = TFNO(**channels, **shape, factorization="tucker", rank=options.rank)
     else:
@@ -32,11 +32,11 @@ def make_model(options: ModelOptions) -> nn.Module:
 
 
 def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
-    """Half the resolution and twice the width between the second layer and the last but one."""
+    """Return one with half the resolution and twice the width between the second layer and the last but one."""
     width, modes, num_inner = options.hidden_channels, options.modes, options.num_layers - 2
     half = modes // 2
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it was called with
-        return UNO(
+        model: nn.Module = UNO(
             **channels,
             n_layers=options.num_layers,
             lifting_channels=2 * width,
@@ -46,10 +46,11 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
             uno_scalings=[[1, 1], [0.5, 0.5], *[[1, 1]] * (num_inner - 2), [2, 2], [1, 1]],
             channel_mlp_skip="linear",  # the default, a gate per channel, cannot change the width
         )
+        return model
 
 
 def save_model(model: nn.Module, folder: str) -> None:
-    """`model_state_dict.pt`, and for what has it `model_metadata.pkl`, which `from_checkpoint` builds the model from.
+    """Write `model_state_dict.pt`, and beside it what neuralop's `from_checkpoint` builds the model from.
 
     A UNO has no such method: make it by `make_model` and let it load the state dict.
     """

@@ -1,28 +1,16 @@
 """The flags of `train_neural_operator.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Schedule,
-    Seed,
-    as_settings,
-    flag,
-    read_flags,
-)
-from hf_memopt.recipes.common.options import OffloadOptions, check_folder, check_modes
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, Schedule, Seed, flag, read_flags
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 
 @dataclass
 class ModelOptions:
-    _argument_group_name: ClassVar[str] = "model"
-
     model: Literal["fno", "tfno", "uno"] = flag("fno", "neuralop's FNO, TFNO (Tucker-factorized weights) or UNO")
     modes: Annotated[int, Range(at_least=2, whole=True)] = flag(
         16, "Fourier modes along each side; a UNO has half as many where its resolution is halved"
@@ -42,12 +30,8 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    _argument_group_name: ClassVar[str] = "data"
-
     resolution: Count = flag(16, "nodes along each side of the training data")
-    test_resolutions: list[Count] = field(
-        default_factory=lambda: [16, 32, 64], metadata={"help": "nodes along each side of the test data"}
-    )
+    test_resolutions: list[Count] = flag([16, 32, 64], "nodes along each side of the test data")
     num_train: Annotated[int, Range(at_least=2, whole=True)] = flag(1000, "training samples")
     num_test: Count = flag(100, "test samples of each resolution")
     solve_resolution: CountOrZero = flag(
@@ -61,11 +45,9 @@ class DataOptions:
 
 
 @dataclass
-class TrainingOptions:
-    _argument_group_name: ClassVar[str] = "training"
-
+class TrainingOptions(RunOptions):
     output_dir: str = flag("outputs/neural_operator", "folder for the model, checkpoints, results.json and panels.png")
-    loop: Literal["accelerate", "neuralop"] = flag("accelerate", "the loop in this file, or neuralop's own Trainer")
+    loop: Literal["accelerate", "neuralop"] = flag("accelerate", "the loop of the recipe, or neuralop's own Trainer")
     epochs: Count = flag(20, "passes over the training samples")
     batch_size: Count = flag(32, "samples per update and process")
     micro_batch_size: CountOrZero = flag(
@@ -75,15 +57,7 @@ class TrainingOptions:
     learning_rate: NotNegative = flag(5e-3, "peak learning rate of neuralop's AdamW")
     weight_decay: NotNegative = flag(1e-4, "of AdamW, on all weights")
     lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
-    warmup_steps: CountOrZero = flag(0, "updates until the learning rate has reached its peak")
     eval_every: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
-    checkpointing_steps: CountOrZero = flag(
-        0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)"
-    )
-    checkpoints_total_limit: Count = flag(2, "how many checkpoints to keep")
-    resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
-    seed: Seed = flag(0, "of weights and the order of the data")
-    report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
 class Options(NamedTuple):
@@ -94,20 +68,17 @@ class Options(NamedTuple):
     training: TrainingOptions
     offload: OffloadOptions
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return as_settings(self)
-
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; `@FILE` stands for the flags in a file, one per line.
+    """Read the command line.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    options = Options(*read_flags(Options.__annotations__.values(), description, arguments))
+    options = read_flags(Options, description, arguments)
     _check_model(options.model, options.data)
-    _check_offloading(options)
+    remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
+    check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
     check_folder(options.training)
     return options
@@ -122,14 +93,6 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
                 f"modes={model.modes}: a grid of {resolution} nodes has no such frequencies; use modes={resolution} at "
                 "most, or higher resolutions"
             )
-
-
-def _check_offloading(options: Options) -> None:
-    check_modes(options.offload)
-    if "inputs" in options.offload.used_modes and not options.model.checkpointed_modules:
-        raise ValueError(
-            "offload='inputs' moves the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
-        )
 
 
 def _check_loop(options: Options) -> None:

@@ -1,10 +1,8 @@
 """What a run of `train_neural_operator.py` gave: results.json, and panels of predictions beside the truth."""
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hf_memopt.recipes.common.cost import Cost, table
+from hf_memopt.recipes.common.cost import RunCost, table
+from hf_memopt.recipes.common.results import drawn, num_parameters, run_facts, write_results
 from hf_memopt.recipes.neural_operator.data import Data, describe
 from hf_memopt.recipes.neural_operator.options import Options
 from hf_memopt.text_table import Table
@@ -21,21 +20,15 @@ from hf_memopt.text_table import Table
 logger = logging.getLogger(__name__)
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Numbers that training changes; a complex one counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def results(
     options: Options,
     accelerator: Accelerator,
     model: nn.Module,
     history: list[dict[str, float]],
-    cost: Cost,
-    compared: list[Cost],
+    cost: RunCost,
+    compared: list[RunCost],
 ) -> dict[str, Any]:
-    """What a finished training run leaves in `results.json`."""
-    device = accelerator.device
+    """Return what a finished training run leaves in `results.json`."""
     return {
         "mode": options.offload.offload,
         "loop": options.training.loop,
@@ -43,10 +36,7 @@ def results(
         "num_parameters": num_parameters(model),
         "data": {"source": describe(options.data), **asdict(options.data)},
         "train_loss": options.training.train_loss,
-        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
-        "num_processes": accelerator.num_processes,
-        "mixed_precision": accelerator.mixed_precision,
-        "versions": {name: version(name) for name in ("torch", "neuraloperator", "accelerate")},
+        **run_facts(accelerator, ("torch", "neuraloperator", "accelerate")),
         "history": history,
         "final": history[-1],
         "training_cost": cost,
@@ -55,8 +45,8 @@ def results(
 
 
 def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path) -> None:
-    """`results.json`, and `panels.png`; the log gets the tables."""
-    (output / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
+    """Write `results.json`, and `panels.png`; the log gets the tables."""
+    write_results(results, output)
     draw(list(predictions(model, samples)), output / "panels.png")
     logger.info(f"\n{errors_table(results)}\n\n{table(results)}")
 
@@ -72,7 +62,7 @@ def errors_table(results: dict[str, Any]) -> str:
 
 
 def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Of the first test sample of each resolution: `input`, `truth`, `prediction` and `error`, `(nodes, nodes)`."""
+    """Yield `input`, `truth`, `prediction` and `error`, `(nodes, nodes)`, of each resolution's first test sample."""
     model.eval()
     samples.processor.eval()
     for resolution, dataset in samples.tests.items():
@@ -85,20 +75,12 @@ def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str
 
 
 def draw(rows: list[tuple[int, dict[str, Tensor]]], file: Path) -> None:
-    """One row of panels per resolution; truth and prediction share a colour scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        len(rows), 4, figsize=(11, 2.6 * len(rows)), squeeze=False, layout="constrained", subplot_kw={"box_aspect": 1}
-    )
-    for line, (resolution, fields) in zip(axes, rows, strict=True):
-        scale = {"vmin": fields["truth"].min().item(), "vmax": fields["truth"].max().item()}
-        for axis, (name, values) in zip(line, fields.items(), strict=True):
-            image = axis.imshow(values.numpy(), **(scale if name in ("truth", "prediction") else {}))
-            axis.set(title=f"{name}, {resolution}", xticks=[], yticks=[])
-            figure.colorbar(image, ax=axis, shrink=0.8)
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
+    """Draw one row of panels per resolution; truth and prediction share a colour scale."""
+    size, square = (11, 2.6 * len(rows)), {"box_aspect": 1}
+    with drawn(file, len(rows), 4, figsize=size, squeeze=False, subplot_kw=square) as axes:
+        for line, (resolution, fields) in zip(axes, rows, strict=True):
+            scale = {"vmin": fields["truth"].min().item(), "vmax": fields["truth"].max().item()}
+            for axis, (name, values) in zip(line, fields.items(), strict=True):
+                image = axis.imshow(values.numpy(), **(scale if name in ("truth", "prediction") else {}))
+                axis.set(title=f"{name}, {resolution}", xticks=[], yticks=[])
+                axis.figure.colorbar(image, ax=axis, shrink=0.8)

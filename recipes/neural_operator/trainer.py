@@ -7,23 +7,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from neuralop import Trainer
-from neuralop.training import AdamW
 from torch import nn
 from transformers import get_scheduler
 
-from hf_memopt.recipes.causal_lm.model import make_offloader
-from hf_memopt.recipes.common.cost import Cost, Meter, announce
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
+from hf_memopt.recipes.common.loop import make_offloader
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.evaluation import LOSSES
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.report import num_parameters
+from hf_memopt.recipes.neural_operator.step import make_optimizer
 
 
 def train_with_trainer(
     options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
-) -> tuple[nn.Module, list[dict[str, float]], Cost]:
-    """Train and evaluate; returns the model, what is logged and what an update cost.
+) -> tuple[nn.Module, list[dict[str, float]], RunCost]:
+    """Train and evaluate; return the model, what is logged and what an update cost.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
 
@@ -31,17 +30,17 @@ def train_with_trainer(
         ValueError: several processes, or mixed precision, which Trainer runs in float16 without scaling the loss.
     """
     _check_launch(accelerator)
-    training, offload = options.training, options.offload
+    training = options.training
     set_seed(training.seed)
     model = make_model(options.model).to(accelerator.device)
-    optimizer = AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
-    offloader = make_offloader(offload.offload, offload, accelerator.device)
+    optimizer = make_optimizer(model, training)
+    offloader = make_offloader(options.offload, accelerator.device)
     if offloader is not None:
         offloader.wrap(model)  # all that Trainer needs
-    announce(offload.offload, num_parameters(model), options, accelerator)
-    meter = Meter(offload.offload, accelerator.device, offloader)
-    model.register_forward_pre_hook(lambda *_: meter.begin())
-    optimizer.register_step_post_hook(lambda *_: meter.end())
+    announce(model, options.offload, accelerator)
+    timer = StepTimer(options.offload.offload, accelerator.device, offloader)
+    model.register_forward_pre_hook(lambda *event: timer.begin())
+    optimizer.register_step_post_hook(lambda *event: timer.end())
     scheduler = get_scheduler(
         training.lr_scheduler_type,
         optimizer,
@@ -62,7 +61,7 @@ def train_with_trainer(
         trained = trainer.train(
             loaders[0], tests, optimizer, scheduler, training_loss=LOSSES[training.train_loss], eval_losses=LOSSES
         )
-        cost = meter.cost()
+        cost = timer.cost()
         errors = trainer.evaluate_all(training.epochs, LOSSES, tests, eval_modes={})
     return model, [_entry(training.epochs, trained["avg_loss"], errors)], cost
 
@@ -80,6 +79,6 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _entry(epoch: int, loss: float, errors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Trainer's `<resolution>_<norm>` in the form of this recipe's own log."""
+    """Return Trainer's `<resolution>_<norm>` in the form of this recipe's own log."""
     named = {"_".join(reversed(name.split("_"))): float(error) for name, error in errors.items()}
     return {"epoch": epoch, "loss": float(loss), **named}

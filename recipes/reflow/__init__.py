@@ -1,1 +1,8 @@
-"""Parts of `reflow_smolvla`, its toy model and the demo."""
+"""Parts of `reflow_smolvla`, its toy model and the demo, in the order to read them.
+
+- `accumulation`: windows of several batches in lerobot's loop, and its log of memory.
+- `plan`: lerobot's update on fake tensors.
+- `smolvla_toy`: a small SmolVLA and a task with two right answers.
+- `demo`: teacher, student, export and evaluation in one command.
+- `demo_measurements`, `demo_figures`: what it measures and draws.
+"""

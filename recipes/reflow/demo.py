@@ -143,7 +143,7 @@ def run(output: Path, name: str, command: list[Any]) -> str:
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         text = b""
-        while chunk := process.stdout.read1():
+        while chunk := os.read(process.stdout.fileno(), 2**16):
             text += chunk
             show_progress(chunk)
     log.write_bytes(text)

@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.recipes import reflow_smolvla as recipe
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload
+from hf_memopt.recipes.reflow.accumulation import ACCUMULATION_FLAG, AccumulatingAccelerator, make_accelerator
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
-from hf_memopt.tuning.workload import Settings, SimulatedStep
+from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 class Run(NamedTuple):
     """What `step` needs; all but the optimizer and the accelerator's settings is on its device."""
 
-    accelerator: recipe.AccumulatingAccelerator
+    accelerator: AccumulatingAccelerator
     policy: SmolVLAReflowPolicy
     teacher: SmolVLAPolicy
     optimizer: Optimizer
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 def workload(
     config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
 ) -> "SmolVLAReflow":
-    """The workload of a student, as for `reflow_smolvla.py --policy.path=FOLDER`.
+    """Return the workload of a student, as for `reflow_smolvla.py --policy.path=FOLDER`.
 
     Args:
         config_path: a folder that `hf-memopt prepare-student` wrote, or its `config.json`. The teacher must be where
@@ -108,23 +108,18 @@ class SmolVLAReflow(RecipeWorkload):
 
     @property
     def micro_batches(self) -> list[int]:
-        """The one that is given, or all."""
+        """Return the one that is given, or all."""
         return super().micro_batches if self._micro_batch is None else [self._micro_batch]
 
-    def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
-        options = self.with_settings(settings, micro_batch)
-        return SimulatedStep(
-            setup=lambda device: self.setup(options, settings[PRECISION]),
-            step=self.step,
-            num_steps=STEPS_OF_STREAM if options.policy.teacher_offload == "stream" else 2,
-            num_micro_batches=self.num_simulated(options, options.accumulation),
-        )
+    def num_steps(self, options: Options) -> int:
+        return STEPS_OF_STREAM if options.policy.teacher_offload == "stream" else 2
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Options:
         policy = copy.deepcopy(self.options.policy)
         policy.teacher_offload = settings["teacher_offload"]
         policy.dtype = "bfloat16" if settings[PRECISION] == "bf16" else "float32"
-        return self.options._replace(policy=policy, **self.batching(micro_batch))
+        options: Options = self.options._replace(policy=policy, **self.batching(micro_batch))
+        return options
 
     def batching(self, micro_batch: int) -> dict[str, int]:
         return {"batch_size": micro_batch, "accumulation": self.effective_batch // micro_batch}
@@ -133,7 +128,7 @@ class SmolVLAReflow(RecipeWorkload):
         config = copy.deepcopy(options.policy)
         config.device = None  # where accelerate is
         num_micro_batches = self.num_simulated(options, options.accumulation)
-        accelerator = recipe.make_accelerator(SimpleNamespace(policy=config), num_micro_batches)
+        accelerator = make_accelerator(config.dtype, config.device, num_micro_batches)
         with _weights_from_config():
             policy = SmolVLAReflowPolicy(config).to(accelerator.device)
         with _equal_to(policy):
@@ -159,7 +154,7 @@ class SmolVLAReflow(RecipeWorkload):
             "policy.teacher_offload": options.policy.teacher_offload,
             "policy.dtype": options.policy.dtype,
             "batch_size": options.batch_size,
-            recipe.ACCUMULATION_FLAG: options.accumulation,
+            ACCUMULATION_FLAG: options.accumulation,
         }
         written = folder / "reflow_smolvla.flags"
         lines = [shlex.quote(f"--{name}={value}") for name, value in flags.items()]
@@ -167,7 +162,7 @@ class SmolVLAReflow(RecipeWorkload):
         return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
 
     def command(self, written: list[Path]) -> str:
-        """What runs the recipe with the files that `write` wrote, on data that the reader names."""
+        """Return what runs the recipe with the files that `write` wrote, on data that the reader names."""
         flags, config = (shlex.quote(str(path)) for path in written)
         launch = f"accelerate launch --config_file {config} -m {self.MODULE}"
         return f"xargs {launch} --dataset.repo_id=DATASET --output_dir=FOLDER < {flags}"
@@ -187,7 +182,7 @@ def _check(config: SmolVLAReflowConfig) -> None:
 
 
 def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict[str, Tensor]:
-    """As lerobot's loader and preprocessor make it."""
+    """Return it as lerobot's loader and preprocessor make it."""
     length = config.tokenizer_max_length
     frames = {name: feature.shape for name, feature in config.input_features.items()}
     batch = {name: torch.zeros(size, 1, *shape, device=device) for name, shape in frames.items()}
@@ -200,7 +195,7 @@ def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict
 
 @contextmanager
 def _weights_from_config() -> Iterator[None]:
-    """A pretrained VLM's shapes are in its configuration; nothing is loaded."""
+    """Have a VLM made from its configuration, which has its shapes; nothing is loaded."""
 
     def from_config(name: str, torch_dtype: str, **ignored: Any) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -213,7 +208,7 @@ def _weights_from_config() -> Iterator[None]:
 
 @contextmanager
 def _equal_to(student: SmolVLAPolicy) -> Iterator[None]:
-    """A teacher that is loaded inside has the student's weights, as the student had the teacher's at first."""
+    """Give a teacher that is loaded inside the student's weights, as the student had the teacher's at first."""
 
     def from_pretrained(folder: Path, *, config: Any, strict: bool) -> SmolVLAPolicy:
         teacher = SmolVLAPolicy(config)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -63,69 +64,33 @@ _COLORS = {"obstacle": (0, 0, 255), "goal": (0, 255, 0), "agent": (255, 0, 0)}
 _RADII = {"obstacle": OBSTACLE_RADIUS, "goal": 0.2, "agent": 0.2}
 
 
-@dataclass(frozen=True)
-class VLMShape:
-    """Dimensions of a SmolVLM2; head counts follow its Llama text model and its SigLIP vision model."""
+# What a SmolVLMConfig is made from: Llama's text model, SigLIP's vision model, and patches per token along a side.
+VLMShape = dict[str, Any]
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    vision_hidden_size: int
-    vision_intermediate_size: int
-    num_vision_layers: int
-    num_vision_heads: int
-    image_size: int
-    patch_size: int
-    scale_factor: int
-    initializer_range: float
-
-
-TOY = VLMShape(
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=4,
-    num_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    vision_hidden_size=64,
-    vision_intermediate_size=128,
-    num_vision_layers=2,
-    num_vision_heads=2,
-    image_size=IMAGE_SIZE,
-    patch_size=4,
-    scale_factor=2,
-    initializer_range=0.125,
-)
+_TOY_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 320}
+_TOY_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOY: VLMShape = {
+    "text_config": {**_TOY_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "vision_config": {**_TOY_VISION, "image_size": IMAGE_SIZE, "patch_size": 4},
+    "scale_factor": 2,
+    "initializer_range": 0.125,
+}
 
 # SmolVLM2-500M-Video-Instruct, as its published config.json describes it.
-REAL = VLMShape(
-    hidden_size=960,
-    intermediate_size=2560,
-    num_layers=32,
-    num_heads=15,
-    num_key_value_heads=5,
-    head_dim=64,
-    vocab_size=49280,
-    vision_hidden_size=768,
-    vision_intermediate_size=3072,
-    num_vision_layers=12,
-    num_vision_heads=12,
-    image_size=512,
-    patch_size=16,
-    scale_factor=4,
-    initializer_range=0.02,
-)
+_REAL_TEXT = {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "vocab_size": 49280}
+_REAL_VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+REAL: VLMShape = {
+    "text_config": {**_REAL_TEXT, "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64},
+    "vision_config": {**_REAL_VISION, "image_size": 512, "patch_size": 16},
+    "scale_factor": 4,
+    "initializer_range": 0.02,
+}
 
 
 def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
     """Write a SmolVLM2 folder that lerobot accepts as `vlm_model_name`: config, processor and tokenizer, no weights.
 
-    The tokenizer knows a few hundred tokens whatever the shape is; only the embedding has `shape.vocab_size` rows.
+    The tokenizer knows a few hundred tokens whatever the shape is; only the embedding has all of `vocab_size` rows.
     Takes about a second.
 
     Returns:
@@ -134,33 +99,13 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     _write_processor(output, tokenizer, shape)
+    spread = {"initializer_range": shape["initializer_range"]}
+    llama = {"model_type": "llama", "rope_theta": 100_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
     SmolVLMConfig(
-        vision_config={
-            "hidden_size": shape.vision_hidden_size,
-            "intermediate_size": shape.vision_intermediate_size,
-            "num_hidden_layers": shape.num_vision_layers,
-            "num_attention_heads": shape.num_vision_heads,
-            "image_size": shape.image_size,
-            "patch_size": shape.patch_size,
-            "initializer_range": shape.initializer_range,
-        },
-        text_config={
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab_size,
-            "initializer_range": shape.initializer_range,
-            "rope_theta": 100_000,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
+        vision_config={**shape["vision_config"], **spread},
+        text_config={**llama, **shape["text_config"], **spread, "pad_token_id": tokenizer.pad_token_id},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=shape.scale_factor,
+        scale_factor=shape["scale_factor"],
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     ).save_pretrained(output)
@@ -178,7 +123,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         "end_of_utterance_token": "<end_of_utterance>",
     }
     trainer = trainers.BpeTrainer(
-        vocab_size=TOY.vocab_size,
+        vocab_size=TOY["text_config"]["vocab_size"],
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -195,8 +140,9 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _write_processor(output: Path, tokenizer: PreTrainedTokenizerFast, shape: VLMShape) -> None:
-    edge = {"longest_edge": shape.image_size}
-    image_seq_len = (shape.image_size // shape.patch_size // shape.scale_factor) ** 2
+    image_size, patch_size = shape["vision_config"]["image_size"], shape["vision_config"]["patch_size"]
+    edge = {"longest_edge": image_size}
+    image_seq_len = (image_size // patch_size // shape["scale_factor"]) ** 2
     SmolVLMProcessor(
         SmolVLMImageProcessor(size=edge, max_image_size=edge),
         tokenizer,
@@ -250,7 +196,8 @@ def _ideal_path(scene: Scene, side: int) -> FloatArray:
     direction = scene.goal - scene.start
     normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
     swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
-    return scene.start + progress * direction + side * swerve * normal
+    path: FloatArray = scene.start + progress * direction + side * swerve * normal
+    return path
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:

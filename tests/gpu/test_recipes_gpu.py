@@ -16,13 +16,13 @@ from torch import Tensor
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
     """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global AutoencoderKL, fluxflow_report, lgt_images, neural_operator_report, train_causal_lm, train_fluxflow
+    global AutoencoderKL, fluxflow_report, lgt_evaluation, neural_operator_report, train_causal_lm, train_fluxflow
     global train_lgt, train_neural_operator
     from diffusers import AutoencoderKL
 
     from hf_memopt.recipes import train_causal_lm, train_fluxflow, train_lgt, train_neural_operator
     from hf_memopt.recipes.fluxflow import report as fluxflow_report
-    from hf_memopt.recipes.lgt import images as lgt_images
+    from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
     from hf_memopt.recipes.neural_operator import report as neural_operator_report
 
 
@@ -99,8 +99,8 @@ def only_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
     monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
-    monkeypatch.setattr(lgt_images, "draw_panels", lambda *arguments: None)
-    monkeypatch.setattr(lgt_images, "draw_curves", lambda *arguments: None)
+    monkeypatch.setattr(lgt_evaluation, "draw_panels", lambda *arguments: None)
+    monkeypatch.setattr(lgt_evaluation, "draw_curves", lambda *arguments: None)
 
 
 @pytest.mark.parametrize("name", RECIPES)

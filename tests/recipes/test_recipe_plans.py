@@ -19,12 +19,12 @@ from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.integrations.lerobot.policy_files import load_config
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.recipes import reflow_smolvla
+from hf_memopt.recipes.causal_lm import options as causal_lm_options
 from hf_memopt.recipes.causal_lm import plan as causal_lm_plan
-from hf_memopt.recipes.common import options as causal_lm_options
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.fluxflow import options as fluxflow_options
 from hf_memopt.recipes.fluxflow import plan as fluxflow_plan
-from hf_memopt.recipes.lgt import parsing as lgt_parsing
+from hf_memopt.recipes.lgt import config as lgt_config_module
 from hf_memopt.recipes.lgt import plan as lgt_plan
 from hf_memopt.recipes.neural_operator import options as neural_operator_options
 from hf_memopt.recipes.neural_operator import plan as neural_operator_plan
@@ -37,7 +37,7 @@ WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
     "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", [f"@{path}"])),
     "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", [f"@{path}"])),
-    "lgt": (lgt, lambda path: lgt_parsing.read_config("", ["--config_path", str(path)])),
+    "lgt": (lgt, lambda path: lgt_config_module.read_config("", ["--config_path", str(path)])),
     "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", [f"@{path}"])),
 }
 
@@ -68,7 +68,8 @@ def last_settings(workload: RecipeWorkload) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plan_module", "file", "effective_batch"),
     [
-        (causal_lm_plan, "causal_lm_demo.args", 8),
+        # It parses the whole standard library.
+        pytest.param(causal_lm_plan, "causal_lm_demo.args", 8, marks=pytest.mark.slow),
         (fluxflow_plan, "fluxflow_demo.args", 8),
         (lgt_plan, "lgt.json", 64),
         (lgt_plan, "lgt_demo.json", 16),
@@ -189,12 +190,12 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
 
 def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "neural_operator_small.args"
-    config.write_text("--modes=6\n--hidden_channels=8\n--batch_size=4\n--offload=off\n")
+    config.write_text("--modes=6\n--hidden_channels=8\n--batch_size=1\n--offload=off\n")
     output = tmp_path / "plan"
     assert main(["plan", "--config", str(config), "--gpu", "4GiB", "--output", str(output), "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     options = neural_operator_options.parse("", [f"@{output / 'neural_operator.args'}"])
-    assert (options.training.batch_size, options.training.micro_batch_size) == (4, 0)
+    assert (options.training.batch_size, options.training.micro_batch_size) == (1, 0)
     assert options.offload.offload == "off"
     assert f"wrote {output / 'accelerate.yaml'}" in printed
     assert f"-m hf_memopt.recipes.train_neural_operator @{output / 'neural_operator.args'}" in printed

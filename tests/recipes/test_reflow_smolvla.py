@@ -220,6 +220,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert flag in text
 
 
+@pytest.mark.slow
 def test_accelerate_launches_the_script(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=1"]
     launch += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--gradient_accumulation_steps=2"]

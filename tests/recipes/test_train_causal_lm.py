@@ -29,8 +29,7 @@ from hf_memopt import detect_leaks
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes import train_causal_lm
 from hf_memopt.recipes.causal_lm import data as causal_lm_data
-from hf_memopt.recipes.common import cost as causal_lm_report
-from hf_memopt.recipes.common.options import parse
+from hf_memopt.recipes.causal_lm.options import parse
 from hf_memopt.recipes.train_causal_lm import main
 from hf_memopt.report import read_run
 
@@ -218,14 +217,6 @@ def test_compared_modes_share_weights_and_batches(tmp_path: Path, caplog: pytest
     assert "offloader's own count" in caplog.text
 
 
-def test_the_table_shows_losses_that_differ() -> None:
-    cost = causal_lm_report.Cost
-    costs = [cost("off", 1.0, losses=[3.0, 2.0]), cost("all", 1.0, losses=[3.0, math.nextafter(2.0, 3.0)])]
-    table = causal_lm_report.table({"compared_costs": costs, "device": "cpu"})
-    assert "1 of 2 equal" in table
-    assert "bitwise equal" not in table
-
-
 def test_text_of_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     sentences = (ROOT / "LICENSE").read_text().split(".")
@@ -239,25 +230,6 @@ def test_text_of_a_dataset(tmp_path: Path) -> None:
     assert results["final"]["eval_loss"] > 0
     with pytest.raises(ValueError, match=r"text_column='text' is not in .*choose from \['sentence', 'length'\]"):
         train(tmp_path / "other", *flags, f"--dataset={tmp_path / 'data'}")
-
-
-def test_the_default_corpus_is_pythons_documentation() -> None:
-    documents = list(causal_lm_data.python_documentation())
-    assert sum(map(len, documents)) > 1_000_000
-    assert any("is used for conditional execution" in text for text in documents)  # the language reference
-    assert any("Base16, Base32, Base64" in text for text in documents)  # a docstring
-
-
-def test_blocks_hold_the_text_in_order_and_none_twice() -> None:
-    texts = Dataset.from_dict({"text": ["one two three " * 20, "four five six " * 20]})
-    tokenizer = causal_lm_data.train_tokenizer(texts, vocab_size=300)
-    options = parse("", ["--block_size=8", "--held_out=0.2"]).data
-    blocks = causal_lm_data.pack(texts, tokenizer, options, seed=0)
-    stream = [token for text in texts["text"] for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
-    expected = [tuple(stream[start : start + 8]) for start in range(0, len(stream) - 7, 8)]
-    found = [tuple(row) for split in ("train", "test") for row in blocks[split]["input_ids"]]
-    assert sorted(found) == sorted(expected)
-    assert len(blocks["test"]) == round(0.2 * len(expected))
 
 
 def test_a_run_that_offloads_nothing_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -327,6 +299,7 @@ def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
         *launch,
         *script,
         "--max_steps=2",
+        "--compare_steps=4",
         "--report_to=tensorboard",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -345,7 +318,7 @@ def test_training_leaks_nothing(mode: str, tmp_path: Path) -> None:
     texts = causal_lm_data.read_texts(options.data)
     tokenizer = causal_lm_data.make_tokenizer(options.model, texts)
     blocks = causal_lm_data.pack(texts, tokenizer, options.data, options.training.seed)
-    run = train_causal_lm.prepare(train_causal_lm.make_accelerator(options), mode, options, tokenizer, blocks)
+    run = train_causal_lm.prepare(train_causal_lm.make_accelerator(options), options, tokenizer, blocks)
     batches = endless_batches(run.accelerator, run.batches)
     leaks = detect_leaks(lambda: train_causal_lm.update(run, batches), num_steps=24)
     assert not leaks.leaking, str(leaks)

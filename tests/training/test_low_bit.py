@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.recipes.common.options import Options, parse
-from hf_memopt.recipes.train_causal_lm import make_optimizer
+from hf_memopt.recipes.causal_lm.options import Options, parse
+from hf_memopt.recipes.causal_lm.step import make_optimizer
 from hf_memopt.training.low_bit import low_bit_adamw
 
 WIDTH = 512

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.recipes.common.options import parse
+from hf_memopt.recipes.causal_lm.options import parse
 from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
 
 VOCABULARY, TOKENS, BATCH = 512, 64, 2

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
-from hf_memopt.recipes.fluxflow import model as fluxflow_model
 from hf_memopt.recipes.fluxflow import step as fluxflow_step
-from hf_memopt.recipes.fluxflow.losses import Weights, detail_weighted_l1, hinge_loss, kl_divergence, weights_at
-from hf_memopt.recipes.fluxflow.model import Models, PerceptualLoss, build_models, make_perceptual
+from hf_memopt.recipes.fluxflow.losses import Weights
+from hf_memopt.recipes.fluxflow.model import Models, build_models
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions, TrainingOptions
 from hf_memopt.recipes.fluxflow.step import Gan, frozen, make_batch, make_optimizers, step
 
@@ -237,102 +236,4 @@ def test_spectral_normalisation_is_never_checkpointed() -> None:
 # ------------------------------------------------------------------------------------------------------- losses
 
 
-def test_blurred_and_detailed_errors_are_weighted() -> None:
-    target = torch.zeros(1, 1, 8, 8)
-    flat, board = torch.ones_like(target), torch.ones(8, 8)
-    board[::2, ::2] = board[1::2, 1::2] = -1
-    fine = board.expand_as(target)
-    assert detail_weighted_l1(flat, target, 100.0) == 1  # borders are no detail
-    coarse = detail_weighted_l1(fine, target, 0.0).item()
-    assert coarse < 0.2
-    assert detail_weighted_l1(fine, target, 1.0).item() == pytest.approx(coarse + 1, abs=0.2)
-
-
-def test_kl_divergence_is_torchs_and_free_bits_are_free() -> None:
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-    from torch.distributions import Normal, kl
-
-    posterior = DiagonalGaussianDistribution(torch.randn(2, 8, 4, 4))
-    expected = kl.kl_divergence(Normal(posterior.mean, posterior.std), Normal(0.0, 1.0))
-    torch.testing.assert_close(kl_divergence(posterior, 0.0), expected.mean())
-    assert kl_divergence(posterior, 100.0) == 100
-
-
-def test_weights_warm_up_along_a_cosine() -> None:
-    losses = LossOptions(kl_weight=2.0, kl_warmup_steps=100, adversarial_weight=0.5)
-    found = [weights_at(each, losses) for each in (0, 25, 50, 100, 1000)]
-    assert [each.kl for each in found] == pytest.approx([0, 2 * 0.14644660940672627, 1, 2, 2])
-    assert {each.adversarial for each in found} == {0.5}
-    assert weights_at(10, replace(losses, adversarial_warmup_steps=20)).adversarial == pytest.approx(0.25)
-
-
-def test_hinge_loss_is_nothing_beyond_the_margin() -> None:
-    assert hinge_loss(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -3.0])) == 0
-    assert hinge_loss(torch.tensor([0.0]), torch.tensor([0.5])) == 2.5
-
-
 # -------------------------------------------------------------------------------------------------------- LPIPS
-
-
-@pytest.fixture
-def empty_hub(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def vgg() -> PerceptualLoss:
-    before = torch.random.get_rng_state()
-    made = PerceptualLoss("random", seed=3)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    return made
-
-
-def test_imagenets_weights_are_not_downloaded(empty_hub: None) -> None:
-    with pytest.raises(ValueError, match=r"lpips_weights='imagenet': there is no .*vgg16-397923af.pth"):
-        make_perceptual(LossOptions(lpips_weights="imagenet"))
-
-
-def test_without_them_it_measures_load_and_says_so(empty_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(fluxflow_model, "PerceptualLoss", lambda weights, seed: asked.append(weights))
-    make_perceptual(LossOptions())
-    file = fluxflow_model.Path(torch.hub.get_dir()) / "checkpoints" / fluxflow_model.VGG_FILE
-    file.parent.mkdir(parents=True)
-    file.touch()
-    make_perceptual(LossOptions())
-    assert asked == ["random", "imagenet"]
-
-
-def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: PerceptualLoss) -> None:
-    assert vgg.name == "lpips_load_only"
-    assert "LOAD ONLY" in vgg.description
-    assert not any(p.requires_grad for p in vgg.parameters())
-    images = make_batch(2, 16, "cpu")
-    assert vgg(images, images).abs().max() == 0
-    assert vgg(images, -images).min() > 0
-
-
-@pytest.mark.parametrize(("resolution", "held_mib"), [(64, 10), (128, 38), (256, 152), (512, 610), (1024, 2439)])
-def test_lpips_holds_what_the_table_says(vgg: PerceptualLoss, resolution: int, held_mib: int) -> None:
-    """Of one image, for backward; counted without memory, to 3 % and the table's rounding."""
-    found = held_bytes(vgg, resolution) / 2**20
-    assert found == pytest.approx(held_mib, rel=0.03, abs=0.5)
-
-
-def held_bytes(perceptual: PerceptualLoss, resolution: int) -> int:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    storages: dict[int, torch.UntypedStorage] = {}
-    weights = {id(p.untyped_storage()) for p in perceptual.parameters()}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in weights:
-            storages[storage._cdata] = storage
-        return tensor
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        image = torch.empty(1, 3, resolution, resolution, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            perceptual(image, torch.empty_like(image, requires_grad=False))
-    return sum(storage.nbytes() for storage in storages.values())

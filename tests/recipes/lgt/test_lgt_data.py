@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt import textures as lgt_textures
 from hf_memopt.recipes.lgt.data import LatentBank, Latents
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 
@@ -32,11 +31,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def test_the_styles_differ_and_contents_can_be_told_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    contents = lgt_textures.make_contents(32, 16, 4, generator)
+    contents = lgt_data.make_contents(32, 16, 4, generator)
     assert contents.mean(dim=(2, 3)).abs().max() < 1e-5
-    first, second = (lgt_textures.in_style(contents, torch.full((32,), style), generator) for style in (0, 1))
-    others = lgt_textures.in_style(
-        lgt_textures.make_contents(32, 16, 4, generator), torch.ones(32, dtype=torch.long), generator
+    first, second = (lgt_data.in_style(contents, torch.full((32,), style), generator) for style in (0, 1))
+    others = lgt_data.in_style(
+        lgt_data.make_contents(32, 16, 4, generator), torch.ones(32, dtype=torch.long), generator
     )
     assert distance(first, others) > 3 * distance(second, others)
     truth = self_similarity_difference(first, second)

@@ -13,57 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.recipes.lgt import model as lgt_model
-from hf_memopt.recipes.lgt.config import Config, ModelConfig
-from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
-from hf_memopt.recipes.lgt.model import LatentTransfer, euler
-from hf_memopt.recipes.lgt.step import Batch, Objective, build_model, build_optimizer, make_batch, training_step
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.data import Batch, make_batch
+from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer, training_step
 from hf_memopt.training import GradientCache, split_batch, train_step
 
 
 def cut(batch: Batch, lengths: list[int]) -> list[Batch]:
     parts = zip(*(tensor.split(lengths) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]
-
-
-def test_the_default_model_has_about_20_million_parameters() -> None:
-    with torch.device("meta"):
-        model = LatentTransfer(ModelConfig())
-    assert sum(parameter.numel() for parameter in model.parameters()) == 20_337_924
-
-
-def test_a_new_model_is_the_identity_and_learns_in_its_last_layer() -> None:
-    config = tiny()
-    model, batch = build_model(config), random_batch(config)
-    moved, energy = model(batch["start"], batch["time"], batch["targets"], batch["dropped"], 3)
-    assert torch.equal(moved, batch["start"])
-    assert not energy.any()
-    Objective(config)(model, batch).backward()
-    moving = [name for name, parameter in model.named_parameters() if parameter.grad.any()]
-    assert moving == ["unet.last.2.weight", "unet.last.2.bias"]
-
-
-def test_euler_arrives_at_the_end_of_time_and_the_original_does_not() -> None:
-    latents, time = torch.zeros(3, 1, 1, 1, dtype=torch.float64), torch.tensor([0.0, 0.3, 0.9], dtype=torch.float64)
-
-    def one(latents: Tensor, time: Tensor) -> Tensor:
-        return torch.ones_like(latents)
-
-    for num_steps in (1, 5, 10):
-        assert torch.allclose(euler(one, latents, time, num_steps).flatten(), 1 - time, rtol=0, atol=1e-15)
-    arrived = [euler(one, latents, time, n, legacy_dt=True)[0].item() for n in (5, 10)]
-    assert arrived == pytest.approx([0.672, 0.651], abs=5e-4)
-
-
-def test_each_steps_velocity_is_that_of_its_own_time() -> None:
-    seen = []
-
-    def velocity(latents: Tensor, time: Tensor) -> Tensor:
-        seen.append(time.item())
-        return latents
-
-    moved = euler(velocity, torch.ones(1, 1, 1, 1), torch.tensor([0.5]), 2)
-    assert seen == [0.5, 0.75]
-    assert moved.item() == 1.25**2
 
 
 SPLITS = [[8], [4, 4], [2, 2, 2, 2], [1] * 8, [3, 3, 2], [5, 2, 1]]
@@ -195,55 +153,6 @@ def test_memory_is_linear_in_euler_steps_and_flat_with_checkpointing() -> None:
     assert checkpointed[2] - checkpointed[0] < 0.05 * (plain[2] - plain[0])
 
 
-def test_losses_compute_in_float32_under_autocast() -> None:
-    config = tiny()
-    batch = random_batch(config)
-    results = []
-    for enabled in (False, True):
-        torch.manual_seed(4)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            pair = batch["start"], batch["target_latents"]
-            results.append(torch.stack([sliced_wasserstein(*pair), self_similarity_difference(*pair)]))
-    assert torch.equal(*results)
-    assert sliced_wasserstein(*(each.bfloat16() for each in pair)).dtype == torch.float32
-
-
-def test_sliced_wasserstein_compares_distributions() -> None:
-    torch.manual_seed(0)
-    latents = torch.randn(4, 4, 8, 8)
-    assert sliced_wasserstein(latents, latents.flip(0)) == pytest.approx(0, abs=1e-12)
-    assert sliced_wasserstein(latents, latents + 1) > 0.5
-    assert sliced_wasserstein(latents, latents + 1, max_samples=50) > 0.5
-    shifted = 3 * torch.ones(4, 4, 8, 8)
-    # Of a patch of 9 equal positions in 4 channels: the square of a sum of 36 parts of a random unit vector, times 9.
-    inner = sliced_wasserstein(0 * shifted, shifted, patch_size=1, num_projections=20_000)
-    assert inner == pytest.approx(9.0, rel=0.05)
-
-
-def test_self_similarity_sees_structure_and_not_its_scale() -> None:
-    torch.manual_seed(0)
-    latents = torch.randn(4, 4, 8, 8)
-    assert self_similarity_difference(3 * latents, latents) == pytest.approx(0, abs=1e-12)
-    others = torch.randn(4, 4, 8, 8)
-    full = self_similarity_difference(others, latents)
-    assert full == pytest.approx(0.5, rel=0.1)  # two independent squared cosines of 4 channels
-    assert self_similarity_difference(others, latents, 32) == pytest.approx(full.item(), rel=0.2)
-    assert self_similarity_difference(others, latents, 32) != full
-    halves = [self_similarity_difference(others[rows], latents[rows]) for rows in (slice(2), slice(2, 4))]
-    assert torch.stack(halves).mean() == pytest.approx(full.item(), rel=1e-6)
-
-
-def test_the_mean_over_halves_overestimates_the_sliced_wasserstein_distance() -> None:
-    torch.manual_seed(0)
-    ours, theirs = torch.randn(2, 16, 4, 8, 8).unbind()
-
-    def distance(rows: slice) -> Tensor:
-        torch.manual_seed(1)
-        return sliced_wasserstein(ours[rows], theirs[rows])
-
-    assert (distance(slice(8)) + distance(slice(8, 16))) / 2 > 1.3 * distance(slice(16))
-
-
 def test_components_are_averaged_over_micro_batches() -> None:
     config = tiny(loss__use_velocity_reg=True, loss__w_style=2.0, loss__w_content=3.0, loss__vel_reg_weight=0.5)
     model, objective = trained_model(config), Objective(config)
@@ -255,27 +164,6 @@ def test_components_are_averaged_over_micro_batches() -> None:
     total = 2 * 4 * means["style_swd"] + 3 * means["content_ssm"] + 0.5 * means["velocity"]
     assert total == pytest.approx(means["loss"].item(), rel=1e-6)
     assert objective.take_means() == {}
-
-
-def test_the_velocity_term_is_that_of_the_first_step() -> None:
-    config = tiny(model__style_noise=0.0)
-    model, batch = trained_model(config), random_batch(config)
-    inputs = batch["start"], batch["time"], batch["targets"], batch["dropped"]
-    _, energy = model(*inputs, 3)
-    assert torch.equal(energy, model.unet(*inputs).square().mean(dim=(1, 2, 3)))
-
-
-def test_dropped_samples_have_no_style() -> None:
-    for learned in (True, False):
-        config = tiny(model__style_noise=0.0, training__use_avg_style_for_uncond=learned)
-        model, batch = trained_model(config), random_batch(config)
-        others = 1 - batch["targets"]
-        moved = [
-            model(batch["start"], batch["time"], each, batch["dropped"], 1)[0] for each in (batch["targets"], others)
-        ]
-        same = (moved[0] == moved[1]).flatten(1).all(dim=1)
-        assert torch.equal(same, batch["dropped"])
-        assert ("unet.condition.no_style" in dict(model.named_parameters())) == learned
 
 
 def test_a_step_runs_on_tensors_without_data() -> None:

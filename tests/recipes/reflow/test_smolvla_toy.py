@@ -38,7 +38,7 @@ def test_the_processor_knows_its_task_and_image_tokens(toy_vlm: Path) -> None:
     processor = AutoProcessor.from_pretrained(toy_vlm)
     tokens = processor.tokenizer(f"{toy.TASK}\n")["input_ids"]
     assert processor.tokenizer.decode(tokens) == f"{toy.TASK}\n"
-    assert max(tokens) < toy.TOY.vocab_size
+    assert max(tokens) < toy.TOY["text_config"]["vocab_size"]
     assert processor.tokenizer.fake_image_token_id != processor.tokenizer.global_image_token_id
     config = AutoConfig.from_pretrained(toy_vlm)
     assert config.image_token_id == processor.tokenizer.convert_tokens_to_ids("<image>")

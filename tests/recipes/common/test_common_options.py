@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from toy_run import ToyRun
 
 from hf_memopt.locks import WriterLock
-from hf_memopt.recipes.common import options as causal_lm_options
+from hf_memopt.recipes.causal_lm import options as causal_lm_options
 from hf_memopt.recipes.common.loop import lock_output
 from hf_memopt.recipes.fluxflow import options as fluxflow_options
 from hf_memopt.recipes.lgt.config import CheckpointConfig
-from hf_memopt.recipes.lgt.report import check_folder
 from hf_memopt.recipes.neural_operator import options as neural_operator_options
+from hf_memopt.recipes.train_lgt import check_folder
 
 
 def by_flags(parse: Callable[..., Any], *more: str) -> Callable[[Path, str], Any]:

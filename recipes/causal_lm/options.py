@@ -1,0 +1,113 @@
+"""The flags of `train_causal_lm.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_memopt.ranges import Range
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, flag, read_flags
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading, check_unused
+from hf_memopt.training.low_bit import BITS
+
+# About 4 million parameters with the default tokenizer.
+SMALL_QWEN3 = (
+    "hidden_size=256,intermediate_size=768,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,"
+    "head_dim=64,max_position_embeddings=1024,tie_word_embeddings=true"
+)
+
+
+@dataclass
+class ModelOptions:
+    model: str | None = flag(None, "hub id or folder of a causal LM to fine-tune; without it one is made from scratch")
+    model_type: str = flag("qwen3", "transformers' model type for a model from scratch")
+    config_overrides: str = flag(SMALL_QWEN3, "configuration of a model from scratch, as name=value,name=value")
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "of the weights; autocast is accelerate's --mixed_precision"
+    )
+    tokenizer: str | None = flag(None, "hub id or folder (the model's own; from scratch: trained on the text)")
+    vocab_size: Count = flag(4096, "of a tokenizer that is trained on the text: byte-level BPE")
+    gradient_checkpointing: bool = flag(False, "keep only the inputs of each block and compute the rest again")
+
+
+@dataclass
+class DataOptions:
+    text_file: list[str] = flag([], "UTF-8 text files; each is read whole and is one document")
+    dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
+    dataset_config: str | None = flag(None, "configuration of the dataset")
+    split: str = flag("train", "split of the dataset")
+    text_column: str = flag("text", "column of the dataset that holds one document per row")
+    block_size: Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")] = flag(
+        128, "tokens per training example; documents are packed into blocks without padding"
+    )
+    held_out: Annotated[float, Range(above=0, below=1, why=", for example 0.02")] = flag(
+        0.02, "share of the blocks, drawn at random, that evaluation uses"
+    )
+
+
+@dataclass
+class TrainingOptions(RunOptions):
+    output_dir: str = flag("outputs/causal_lm", "folder for the model, checkpoints, results.json and results.png")
+    loop: Literal["accelerate", "trainer"] = flag("accelerate", "the loop of the recipe, or transformers' Trainer")
+    max_steps: Count = flag(150, "updates of the weights")
+    per_device_batch_size: Count = flag(8, "blocks per forward pass and process")
+    gradient_accumulation_steps: Count = flag(1, "forward passes per update; accelerate launch's own flag is not used")
+    learning_rate: NotNegative = flag(2e-3, "peak learning rate of AdamW")
+    weight_decay: NotNegative = flag(0.0, "of AdamW, on all weights")
+    optimizer_bits: Count = flag(
+        32, "of AdamW's states; 8 and 4 are quantised by torchao, and train a little otherwise"
+    )
+    warmup_steps: CountOrZero = flag(10, "updates until the learning rate has reached its peak")
+    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm")
+    log_every: Count = flag(10, "updates between log lines")
+    eval_every: Count = flag(50, "updates between evaluations; there is one at the end in any case")
+
+
+class Options(NamedTuple):
+    """Everything that the command line says."""
+
+    model: ModelOptions
+    data: DataOptions
+    training: TrainingOptions
+    offload: OffloadOptions
+
+
+def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line.
+
+    Raises:
+        ValueError: names a flag, its value and the remedy.
+    """
+    options = read_flags(Options, description, arguments)
+    training = options.training
+    if training.optimizer_bits not in BITS:
+        raise ValueError(f"optimizer_bits={training.optimizer_bits} must be one of {', '.join(map(str, BITS))}")
+    remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
+    check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
+    if training.loop == "accelerate":
+        check_folder(training)
+    else:  # Trainer has checkpoints of its own
+        check_unused(training.output_dir, training.resume_from_checkpoint)
+        trainers_checkpoint(training)
+    return options
+
+
+def trainers_checkpoint(training: TrainingOptions) -> str | None:
+    """Return the checkpoint of Trainer's to resume from; None for a new run.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    name = training.resume_from_checkpoint
+    if name is None:
+        return None
+    output = Path(training.output_dir)
+    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={training.output_dir!r} holds one"
+        )
+    return str(folder)

@@ -1,0 +1,56 @@
+"""What a run of `train_causal_lm.py` leaves: results.json, and losses, memory and time as a figure."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from hf_memopt.recipes.causal_lm.data import describe_corpus
+from hf_memopt.recipes.causal_lm.options import Options
+from hf_memopt.recipes.common.cost import RunCost, shown_costs, table
+from hf_memopt.recipes.common.results import can_draw, drawn, run_facts, write_results
+
+logger = logging.getLogger(__name__)
+
+
+def results(
+    options: Options, accelerator: Accelerator, history: list[dict[str, float]], cost: RunCost
+) -> dict[str, Any]:
+    """Return what a finished training run leaves in `results.json`."""
+    return {
+        "mode": options.offload.offload,
+        "loop": options.training.loop,
+        "corpus": describe_corpus(options.data),
+        **run_facts(accelerator, ("torch", "transformers", "accelerate", "datasets")),
+        "history": history,
+        "final": [entry for entry in history if "eval_loss" in entry][-1],
+        "training_cost": cost,
+        "compared_costs": [],
+    }
+
+
+def write(results: dict[str, Any], output: Path) -> None:
+    """Write `results.json`, and `results.png` where matplotlib is installed; the log gets the table."""
+    write_results(results, output)
+    if can_draw("results.png"):
+        draw(results, output / "results.png")
+    logger.info("\n" + table(results))
+
+
+def draw(results: dict[str, Any], file: Path) -> None:
+    """Draw losses by update, and memory and time by mode. Needs matplotlib."""
+    costs = shown_costs(results)
+    modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
+    with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
+        for key, name in (("loss", "training"), ("eval_loss", "held out")):
+            points = [(entry["update"], entry[key]) for entry in results["history"] if key in entry]
+            learning.plot(*zip(*points, strict=True), "o-" if key == "eval_loss" else "-", label=name)
+        learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
+        learning.legend()
+        memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")
+        memory.set(title="Saved activations on the device" if on_cpu else "Peak memory of the device", ylabel="MiB")
+        speed.bar(modes, [cost.step_ms or 0 for cost in costs], color="#4c72b0")
+        speed.set(title="Median time of an update" + (" (CPU)" if on_cpu else ""), ylabel="ms")
+        for axes in (learning, memory, speed):
+            axes.grid(alpha=0.3)

@@ -1,0 +1,61 @@
+"""One update of `train_causal_lm.py`, as its loop and its plans run it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.recipes.causal_lm.options import TrainingOptions
+from hf_memopt.recipes.common import loop
+from hf_memopt.training.low_bit import low_bit_adamw
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Run(loop.Run):
+    """With what an update and an evaluation need besides.
+
+    Attributes:
+        memory: a MemoryLogger, or a MemoryTracker where a step is only simulated.
+        held_out: batches to evaluate on.
+    """
+
+    memory: Any
+    held_out: Any = None
+
+
+def make_optimizer(model: nn.Module, training: TrainingOptions, device: torch.device) -> torch.optim.Optimizer:
+    """Return AdamW. On an accelerator it is the fused one: the other's temporaries are as large as the weights."""
+    settings: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    if training.optimizer_bits != 32:
+        optimizer: torch.optim.Optimizer = low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
+        return optimizer
+    return torch.optim.AdamW(model.parameters(), fused=True if device.type != "cpu" else None, **settings)
+
+
+def update(run: Run, batches: Iterator[Batch]) -> Tensor:
+    """Make one update of the weights; return the mean loss of this process's batches, on the device."""
+    losses = []
+    for _ in range(run.accelerator.gradient_accumulation_steps):
+        batch = next(batches)
+        with run.accelerator.accumulate(run.model):
+            # Only the forward pass is in the offloader's context: what it saves goes to host memory there, and backward
+            # brings it back by itself.
+            with run.memory.phase("forward"), run.saving():
+                loss = run.model(**batch, labels=batch["input_ids"]).loss
+            with run.memory.phase("backward"):
+                run.accelerator.backward(loss)
+            with run.memory.phase("optimizer"):
+                # In the middle of a window, accelerate's optimizer and scheduler do nothing.
+                if run.accelerator.sync_gradients:
+                    norm = run.options.training.max_grad_norm
+                    run.accelerator.clip_grad_norm_(run.model.parameters(), norm)
+                run.optimizer.step()
+                run.scheduler.step()
+                run.optimizer.zero_grad()
+        losses.append(loss.detach())
+    run.progress.num_updates += 1
+    return torch.stack(losses).mean()

@@ -1,0 +1,60 @@
+"""What a finished run leaves: `results.json`, and figures where matplotlib is installed."""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return how many numbers training changes; a complex one counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def run_facts(accelerator: Accelerator, libraries: Sequence[str]) -> dict[str, Any]:
+    """Return where a run was made and with which versions, for `results.json`."""
+    device = accelerator.device
+    return {
+        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "versions": {name: version(name) for name in libraries},
+    }
+
+
+def write_results(results: dict[str, Any], folder: Path) -> None:
+    """Write `results.json`, with dataclasses as objects."""
+    (folder / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
+
+
+def can_draw(figure: str) -> bool:
+    """Return whether matplotlib is installed; where it is not, log that `figure` will be missing."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        logger.info(f"No {figure}: it needs matplotlib, which the extra 'report' installs")
+    return found
+
+
+@contextmanager
+def drawn(file: Path, rows: int, columns: int, dpi: int = 100, **settings: Any) -> Iterator[Any]:
+    """Yield the axes of a new figure, as `pyplot.subplots` gives them, and save it at the end. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **settings)
+    yield axes
+    figure.savefig(file, dpi=dpi)
+    plt.close(figure)

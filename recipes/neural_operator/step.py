@@ -1,0 +1,78 @@
+"""One update of `train_neural_operator.py`, as its loop and its plans run it."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from neuralop.training import AdamW
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hf_memopt.recipes.common import loop
+from hf_memopt.recipes.neural_operator.evaluation import LOSSES
+from hf_memopt.recipes.neural_operator.options import TrainingOptions
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Run(loop.Run):
+    """With what an update and an evaluation need besides.
+
+    Attributes:
+        processor: normalises samples, and solutions back.
+        tests: batches by resolution.
+        epoch_loss: the sum over the epoch's updates so far, `()`, on the device.
+    """
+
+    processor: Any
+    tests: dict[int, DataLoader[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epoch_loss = torch.zeros((), device=self.accelerator.device)
+
+    def position(self) -> dict[str, Any]:
+        """Return it with the epoch's mean loss over processes, whose own sums are not kept."""
+        return {**super().position(), "epoch_loss": self.accelerator.reduce(self.epoch_loss, "mean").item()}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        self.epoch_loss.fill_(position.pop("epoch_loss"))
+        super().restore(position)
+
+
+def make_optimizer(model: nn.Module, training: TrainingOptions) -> Any:
+    """Return neuralop's AdamW, which knows complex weights."""
+    return AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+
+
+def micro_batches(batch: Batch, size: int) -> list[Batch]:
+    """Return a batch in parts of `size` samples; the last one may be smaller."""
+    parts = zip(*(torch.split(tensor, size) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def update(run: Run, batch: Batch) -> Tensor:
+    """Make one update of the weights; return the batch's mean loss, on the device.
+
+    A sample's relative error is its own, so that micro-batches give the gradient of the whole batch up to rounding.
+    """
+    training = run.options.training
+    batch = run.processor.preprocess(batch)
+    parts = micro_batches(batch, training.micro_batch_size or training.batch_size)
+    losses = []
+    for number, part in enumerate(parts, start=1):
+        # Gradients are exchanged between processes once, in the last part's backward.
+        with nullcontext() if number == len(parts) else run.accelerator.no_sync(run.model):
+            # The offloader's context is around the forward pass; backward brings back what it moved.
+            with run.saving():
+                output, part = run.processor.postprocess(run.model(part["x"]), part)
+                loss = LOSSES[training.train_loss](output, part["y"]) / len(batch["y"])
+            run.accelerator.backward(loss)
+        losses.append(loss.detach())
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    run.progress.num_updates += 1
+    return torch.stack(losses).sum()

@@ -1,0 +1,30 @@
+"""What a finished run leaves: facts, `results.json` and figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from hf_memopt.recipes.common import results
+from hf_memopt.recipes.common.cost import RunCost
+
+
+def test_results_hold_dataclasses_as_objects(tmp_path: Path) -> None:
+    results.write_results({"training_cost": RunCost("off", step_ms=2.0)}, tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["training_cost"]["step_ms"] == 2.0
+    assert results.num_parameters(nn.Linear(3, 2)) == 8
+
+
+def test_a_figure_is_saved_at_the_end(tmp_path: Path) -> None:
+    with results.drawn(tmp_path / "figure.png", 1, 2) as (left, right):
+        left.plot([1, 2])
+        right.bar(["off"], [1])
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_figure_is_explained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with caplog.at_level("INFO", "hf_memopt"):
+        assert not results.can_draw("losses.png")
+    assert "No losses.png: it needs matplotlib" in caplog.text

@@ -1,0 +1,76 @@
+"""LPIPS as FluxFlow has it: nothing is downloaded, random weights are named, and what it holds is as documented."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_memopt.recipes.fluxflow import model as fluxflow_model
+from hf_memopt.recipes.fluxflow.model import PerceptualLoss, make_perceptual
+from hf_memopt.recipes.fluxflow.options import LossOptions
+from hf_memopt.recipes.fluxflow.step import make_batch
+
+
+@pytest.fixture
+def empty_hub(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def vgg() -> PerceptualLoss:
+    before = torch.random.get_rng_state()
+    made = PerceptualLoss("random", seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    return made
+
+
+def test_imagenets_weights_are_not_downloaded(empty_hub: None) -> None:
+    with pytest.raises(ValueError, match=r"lpips_weights='imagenet': there is no .*vgg16-397923af.pth"):
+        make_perceptual(LossOptions(lpips_weights="imagenet"))
+
+
+def test_without_them_it_measures_load_and_says_so(empty_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(fluxflow_model, "PerceptualLoss", lambda weights, seed: asked.append(weights))
+    make_perceptual(LossOptions())
+    file = fluxflow_model.Path(torch.hub.get_dir()) / "checkpoints" / fluxflow_model.VGG_FILE
+    file.parent.mkdir(parents=True)
+    file.touch()
+    make_perceptual(LossOptions())
+    assert asked == ["random", "imagenet"]
+
+
+def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: PerceptualLoss) -> None:
+    assert vgg.name == "lpips_load_only"
+    assert "LOAD ONLY" in vgg.description
+    assert not any(p.requires_grad for p in vgg.parameters())
+    images = make_batch(2, 16, "cpu")
+    assert vgg(images, images).abs().max() == 0
+    assert vgg(images, -images).min() > 0
+
+
+@pytest.mark.parametrize(("resolution", "held_mib"), [(64, 10), (128, 38), (256, 152), (512, 610), (1024, 2439)])
+def test_lpips_holds_what_the_table_says(vgg: PerceptualLoss, resolution: int, held_mib: int) -> None:
+    """Of one image, for backward; counted without memory, to 3 % and the table's rounding."""
+    found = held_bytes(vgg, resolution) / 2**20
+    assert found == pytest.approx(held_mib, rel=0.03, abs=0.5)
+
+
+def held_bytes(perceptual: PerceptualLoss, resolution: int) -> int:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    storages: dict[int, torch.UntypedStorage] = {}
+    weights = {id(p.untyped_storage()) for p in perceptual.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in weights:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        image = torch.empty(1, 3, resolution, resolution, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            perceptual(image, torch.empty_like(image, requires_grad=False))
+    return sum(storage.nbytes() for storage in storages.values())
