@@ -1,0 +1,69 @@
+"""What passes share: the bytes they hold, the queue of copies, and orders of reloading, of the newest shapes only."""
+
+import torch
+
+from hf_memopt.activations.saved_tensors import device_context
+from hf_memopt.activations.saved_tensors.device_context import DeviceBytes, DeviceContext, ReloadOrders
+from hf_memopt.transfer import SyncCopier
+
+
+def sizes_of(shape: int) -> dict[int, int]:
+    return {0: shape, 1: 10, 2: 20}
+
+
+def test_orders_are_learned_for_each_shape() -> None:
+    orders = ReloadOrders()
+    orders.learn(sizes_of(1), [1, 0, 2])
+    assert orders.order(sizes_of(1)).indices == [1, 0, 2]
+    assert orders.order(sizes_of(1)).positions == {1: 0, 0: 1, 2: 2}
+    assert orders.order(sizes_of(1)).bytes_before == [0, 10, 11, 31]
+    assert orders.order(sizes_of(2)).indices == [2, 1, 0]  # nothing known: the reverse of saving
+
+
+def test_shapes_that_never_come_again_are_forgotten() -> None:
+    orders = ReloadOrders()
+    orders.learn(sizes_of(0), [1, 0, 2])
+    for shape in range(1, 3 * device_context._NUM_ORDERS):
+        orders.learn(sizes_of(shape), [1, 2, 0])
+        orders.learn(sizes_of(0), [1, 0, 2])  # one that does come again
+    assert len(orders._orders) == device_context._NUM_ORDERS
+    assert orders.order(sizes_of(0)).indices == [1, 0, 2]
+    assert orders.order(sizes_of(1)).indices == [2, 1, 0]
+
+
+def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
+    held = DeviceBytes()
+    held.add(8)
+    seen = []
+
+    def give_up(gradient: torch.Tensor) -> None:
+        held.remove_after_node(8)
+        held.settle()
+        seen.append(held.now_bytes)
+
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(give_up)
+    y.sum().backward()
+    held.settle()
+    assert (seen, held.now_bytes, held.peak_bytes) == ([8], 0, 8)
+
+
+class Storage:
+    """Stands for a storage on its way to the host."""
+
+    def __init__(self, context: DeviceContext, num_bytes: int) -> None:
+        self.context, self.num_bytes, self.is_leaving = context, num_bytes, False
+
+    def let_go(self) -> None:
+        self.context.stay(self)
+
+
+def test_the_oldest_copies_give_up_their_memory_first() -> None:
+    context = DeviceContext(torch.device("cpu"), SyncCopier(), None)
+    storages = [Storage(context, num_bytes) for num_bytes in (4, 4, 8)]
+    for storage in storages:
+        context.leave(storage, in_flight_bytes=8)
+    assert [storage.is_leaving for storage in storages] == [False, False, True]
+    context.stay(storages[2])
+    assert not context.let_all_go()
