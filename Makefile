@@ -75,6 +75,7 @@ style: $(READY) ## format and fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+# mypy has to see callbacks/ where it is installed, inside hf_memopt.
 quality: $(READY) ## what continuous integration checks before the tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -99,6 +100,6 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.campaign --dry-run --minutes 20 --output outputs/rehearsal
 
 clean: ## remove the environment and all outputs
-	rm -rf .venv .newest .uv .uv-draft build dist outputs *.egg-info
+	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
 .PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench rehearse clean

@@ -1,4 +1,9 @@
-"""For transformers' Trainer and its descendants: `attach`, and callbacks for plain registration."""
+"""For transformers' Trainer and its descendants. Read in this order:
+
+- `attach`: everything in one line.
+- `offloading`, `memory_logging`, `leak_detection`, `stop_on_non_finite`, `cache_clearing`: one callback each, for plain
+  registration.
+"""
 
 from hf_memopt.callbacks.attach import attach
 from hf_memopt.callbacks.cache_clearing import ClearCacheOnSaveCallback

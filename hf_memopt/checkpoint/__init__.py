@@ -1,4 +1,10 @@
-"""Run state on disk: checkpoints that are whole or not there, are verified before use, and resume bit for bit."""
+"""A training run on disk: everything it needs to go on bit for bit, written whole or not at all. Read in this order:
+
+- `checkpoints`: saves and resumes. `batches`: the order of the data, from any point on.
+- `files`, `manifest`, `folder_lock`: folders, what was in them, and who may write there.
+- `states`: what is unpickled, and what is not.
+- `signals`: SIGTERM and SIGINT as a wish to stop.
+"""
 
 from hf_memopt.checkpoint.batches import endless_batches
 from hf_memopt.checkpoint.checkpoints import Checkpoints

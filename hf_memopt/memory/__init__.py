@@ -1,4 +1,11 @@
-"""What memory is used for, counted."""
+"""What memory is used for, counted. Read in this order:
+
+- `device_counters`, `saved_bytes`: where figures come from.
+- `tracker`: peaks by phase of a training step. `logger`, `metrics_file`: those figures in words, logs and files.
+- `attribution`, `oom`: what live tensors are for, and the report when memory runs out.
+- `leaks/`: what stays behind at every step, and who holds it.
+- `ranks`: the processes that train together.
+"""
 
 from hf_memopt.memory.device_counters import Counters, DeviceMemory, HostMemory
 from hf_memopt.memory.leaks.detect import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks

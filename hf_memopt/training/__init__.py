@@ -1,9 +1,16 @@
-"""What a training step on Accelerate lacks: exact windows, a finite check, micro-batches that fit, gradient caching."""
+"""What a training step on Accelerate lacks. Read in this order:
 
-from hf_memopt.training.chunked_loss import chunked_loss
+- `step`: `train_step`, one exact update on a window of micro-batches.
+- `finite_check`: which rank, micro-batch and parameters a gradient that is not finite came from.
+- `micro_batch`: micro-batches that shrink when memory runs out; `repeatable`: doing a computation twice.
+- `gradient_cache`: exact gradients of losses that are no mean over samples.
+- `loss_terms`: losses that take much memory, in less.
+- `compile`, `low_bit`: torch.compile, and optimizers with small states.
+"""
+
 from hf_memopt.training.finite_check import NonFiniteGradientError
 from hf_memopt.training.gradient_cache import GradientCache
-from hf_memopt.training.gradient_penalty import r1_penalty
+from hf_memopt.training.loss_terms import chunked_loss, r1_penalty
 from hf_memopt.training.micro_batch import MicroBatcher, find_micro_batch, split_batch
 from hf_memopt.training.step import StepResult, train_step
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from hf_memopt.activations import SelectiveCheckpoint
 from hf_memopt.recipes.fluxflow.model import PerceptualLoss
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions
-from hf_memopt.training.chunked_loss import chunked_loss
+from hf_memopt.training.loss_terms import chunked_loss
 
 Figures = dict[str, Tensor]
 

@@ -31,7 +31,7 @@ from hf_memopt.recipes.fluxflow.losses import (
 )
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, Options, TrainingOptions
-from hf_memopt.training.gradient_penalty import r1_penalty
+from hf_memopt.training.loss_terms import r1_penalty
 
 Context = Callable[[], AbstractContextManager[Any]]
 

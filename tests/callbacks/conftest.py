@@ -8,6 +8,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections(small_heap: None) -> None:
+    """Trainer collects garbage often, which takes a second each time where everything has been imported."""
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer of the tiny decoder: 6 steps of 2 micro-batches, an evaluation after every second."""

@@ -1,8 +1,7 @@
 """Activation offloading in transformers' Trainer: the weights of the plain run, whatever happens in between."""
 
-import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,14 @@ from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.callbacks.offloading import summary
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("offloads", ["sync", "late"])
+@pytest.mark.parametrize(
+    ("settings", "offloads"),
+    [
+        *((settings, "sync") for settings in SETTINGS),
+        ("fp32", "late"),
+        *(pytest.param(settings, "late", marks=pytest.mark.slow) for settings in SETTINGS if settings != "fp32"),
+    ],
+)
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str, offloads: str) -> None:
     """With accumulation, evaluation and generation in between, and dropout."""
     want, generated = run(make, "plain", everything(), **SETTINGS[settings])
@@ -143,15 +148,6 @@ def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
     assert not trainer.model._forward_pre_hooks
 
 
-@pytest.fixture
-def small_heap() -> Iterator[None]:
-    """Trainer collects garbage at every attempt; what is imported by now need not be looked at again and again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("small_heap")
 def test_auto_find_batch_size_starts_over(make: Any) -> None:
     """Trainer begins again with a smaller batch, without telling that the first training has ended."""
     ends = []

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
-from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import SFTConfig, SFTTrainer
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
@@ -33,14 +28,19 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="."))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="<pad>", eos_token="<eos>")
 
 
 @pytest.fixture(scope="module")
-def texts() -> Dataset:
+def texts() -> Any:
+    from datasets import Dataset
+
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 16, (32,), generator=generator).tolist()
     rows = [torch.randint(2, len(WORDS), (length,), generator=generator).tolist() for length in lengths]
@@ -48,8 +48,12 @@ def texts() -> Dataset:
 
 
 @pytest.fixture
-def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, texts: Dataset) -> Callable[..., SFTTrainer]:
-    def make(peft_config: LoraConfig | None = None, **options: Any) -> SFTTrainer:
+def make(tmp_path: Path, tokenizer: Any, texts: Any) -> Callable[..., Any]:
+    from peft import LoraConfig
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    def make(peft_config: dict[str, Any] | None = None, **options: Any) -> Any:
         torch.manual_seed(0)
         settings = {
             "max_steps": 6,
@@ -69,13 +73,13 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, texts: Dataset) -> 
             train_dataset=texts,
             eval_dataset=texts.select(range(4)),
             processing_class=tokenizer,
-            peft_config=peft_config,
+            peft_config=None if peft_config is None else LoraConfig(**peft_config),
         )
 
     return make
 
 
-def trained(trainer: SFTTrainer) -> list[Tensor]:
+def trained(trainer: Any) -> list[Tensor]:
     trainer.train()
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
@@ -90,7 +94,7 @@ def everything(copier: Any = None) -> ActivationOffloader:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16_checkpointing": {"bf16": True, "gradient_checkpointing": True},
-    "lora": {"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])},
+    "lora": {"peft_config": {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "down_proj"]}},
 }
 
 

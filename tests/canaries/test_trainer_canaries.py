@@ -12,7 +12,6 @@ from reliance import relied_on_by
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from trl import SFTConfig
 
 ATTACH = "callbacks/attach.py"
 CALLBACK = "callbacks/offloading.py"
@@ -106,6 +105,8 @@ def test_callbacks_without_exportable_state_are_not_saved(tmp_path: Path) -> Non
 
 
 def test_the_options_that_are_refused_have_their_names() -> None:
+    from trl import SFTConfig
+
     with relied_on_by(CALLBACK):
         assert SFTConfig.__dataclass_fields__["activation_offloading"].default is False
         plugin = inspect.signature(FullyShardedDataParallelPlugin).parameters

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
 from hf_memopt import __version__
 from hf_memopt.cli import main
-from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags, policy_flags
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,6 +42,8 @@ def test_help(command: str, capsys: Capture) -> None:
 def test_prepared_student_trains_with_the_printed_command(
     toy_teacher: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:
+    from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
+
     student = tmp_path / "student"
     assert main(["prepare-student", "--teacher", str(toy_teacher), "--output", str(student)]) == 0
     printed = capsys.readouterr().out
@@ -61,6 +60,9 @@ def test_prepare_student_reports_errors(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot_runs import weights
+
     output = tmp_path / "exported"
     flags = ["--policy", str(toy_student), "--output", str(output), "--num-steps", "2", "--no-evaluation"]
     assert main(["export", *flags]) == 0
@@ -76,6 +78,8 @@ def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Ca
 def test_export_measures_on_the_runs_held_out_episodes(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:
+    from lerobot_runs import PLUGIN, lerobot_train, run, train_flags
+
     flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
     run(lerobot_train, PLUGIN, *flags, "--dataset.eval_split=0.25")
     output = tmp_path / "exported"
@@ -127,6 +131,8 @@ def test_data_that_are_gone_are_named(toy_student: Path, tmp_path: Path, capsys:
 
 
 def test_toys_flags_hold_in_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags, policy_flags
+
     monkeypatch.chdir(tmp_path)
     assert f"--policy.vlm_model_name={tmp_path / 'vlm'}" in policy_flags(Path("vlm"))
     assert f"--dataset.root={tmp_path / 'data'}" in dataset_flags(Path("data"))

@@ -2,21 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import VLAFlowMatching
 
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot.evaluate.evaluation_table import table, write_evaluation
-from hf_memopt.integrations.lerobot.evaluate.measure import ModelEvaluation, ReflowEvaluation
-from hf_memopt.integrations.lerobot.evaluate.rollouts import RolloutResult, evaluate_in_environment
-from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 Capture = pytest.CaptureFixture[str]
 
 
-def side(error: float, latency_ms: float) -> ModelEvaluation:
+def side(error: float, latency_ms: float) -> Any:
+    from hf_memopt.integrations.lerobot.evaluate.measure import ModelEvaluation
+
     steps = (1, 2, 10)
     return ModelEvaluation(
         error={k: error / k for k in steps},
@@ -29,11 +27,16 @@ def side(error: float, latency_ms: float) -> ModelEvaluation:
 
 
 @pytest.fixture
-def evaluation() -> ReflowEvaluation:
+def evaluation() -> Any:
+    from hf_memopt.integrations.lerobot.evaluate.measure import ReflowEvaluation
+
     return ReflowEvaluation(48, 10, teacher=side(0.5, 20.0), student=side(0.1, 21.0))
 
 
-def test_the_table_has_a_row_for_each_number_of_steps(evaluation: ReflowEvaluation) -> None:
+def test_the_table_has_a_row_for_each_number_of_steps(evaluation: Any) -> None:
+    from hf_memopt.integrations.lerobot.evaluate.evaluation_table import table
+    from hf_memopt.integrations.lerobot.evaluate.rollouts import RolloutResult
+
     lines = table(evaluation).splitlines()
     assert lines[0].split("  ")[0].strip() == "steps"
     assert lines[1].split() == ["1", "0.5000", "0.1000", "0.2500", "0.2500", "20.0", "21.0"]
@@ -43,7 +46,10 @@ def test_the_table_has_a_row_for_each_number_of_steps(evaluation: ReflowEvaluati
     assert table(evaluation, results).splitlines()[1].split()[-2:] == ["70%", "2.500"]
 
 
-def test_the_files_hold_what_was_measured(evaluation: ReflowEvaluation, tmp_path: Path) -> None:
+def test_the_files_hold_what_was_measured(evaluation: Any, tmp_path: Path) -> None:
+    from hf_memopt.integrations.lerobot.evaluate.evaluation_table import write_evaluation
+    from hf_memopt.integrations.lerobot.evaluate.rollouts import RolloutResult
+
     numbers, figure = write_evaluation(tmp_path / "new", evaluation, {1: RolloutResult(10, 0.7, 2.5)})
     found = json.loads(numbers.read_text())
     assert found["student"]["error"] == {"1": 0.1, "2": 0.05, "10": 0.01}
@@ -55,6 +61,8 @@ def test_the_files_hold_what_was_measured(evaluation: ReflowEvaluation, tmp_path
 def test_the_command_measures_and_rolls_out(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+
     flags = ["evaluate", "--policy", str(toy_student), "--output", str(tmp_path / "evaluation"), "--num-steps", "1,3"]
     data = ["--dataset-repo-id", toy.REPO_ID, "--dataset-root", str(toy_dataset), "--episodes", "3"]
     assert main([*flags, *data, "--env", "tiny_environment:Reach-v0", "--env-episodes", "2"]) == 0
@@ -73,6 +81,10 @@ def test_the_command_measures_and_rolls_out(
 def test_success_is_the_environments_verdict_and_each_chunk_takes_its_steps(
     toy_student: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from lerobot.policies.smolvla.modeling_smolvla import VLAFlowMatching
+
+    from hf_memopt.integrations.lerobot.evaluate.rollouts import RolloutResult, evaluate_in_environment
+
     num_evaluations = 0
     denoise = VLAFlowMatching.denoise_step
 
@@ -98,6 +110,8 @@ def test_success_is_the_environments_verdict_and_each_chunk_takes_its_steps(
     ],
 )
 def test_unusable_environments_are_refused(toy_student: Path, env_id: str, message: str) -> None:
+    from hf_memopt.integrations.lerobot.evaluate.rollouts import evaluate_in_environment
+
     with pytest.raises(ValueError, match=message):
         evaluate_in_environment(str(toy_student), env_id, [1])
 

@@ -1,6 +1,6 @@
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
 from run_folders import causal_lm_run, demo_run, logged_run
 
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
@@ -9,7 +9,9 @@ from hf_memopt.report.figures import figures_of, render
 from hf_memopt.report.runs import LoggedPeak, Run
 
 
-def drawn(run: Run, name: str) -> Figure:
+def drawn(run: Run, name: str) -> Any:
+    from matplotlib.figure import Figure
+
     figure = Figure()
     figures_of(run)[name](figure)
     return figure

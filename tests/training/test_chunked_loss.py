@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.memory import SavedBytes
-from hf_memopt.training.chunked_loss import chunked_loss
+from hf_memopt.training.loss_terms import chunked_loss
 
 
 class Features(nn.Module):

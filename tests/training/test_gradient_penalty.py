@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader, SyncCopier, apply_selective_checkpointing, detect_leaks
-from hf_memopt.training.gradient_penalty import r1_penalty
+from hf_memopt.training.loss_terms import r1_penalty
 
 
 def make_discriminator(normalised: bool = False) -> nn.Sequential:

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.recipes.causal_lm.options import Options, parse
-from hf_memopt.recipes.causal_lm.step import make_optimizer
 from hf_memopt.training.low_bit import low_bit_adamw
 
 WIDTH = 512
@@ -60,8 +58,11 @@ def test_real_states_have_the_estimated_size() -> None:
 
 
 def test_the_recipe_makes_the_optimizer_that_its_flag_names() -> None:
+    from hf_memopt.recipes.causal_lm.options import parse
+    from hf_memopt.recipes.causal_lm.step import make_optimizer
+
     model = model_on(torch.device("cpu"))
-    options: Options = parse("", ["--optimizer_bits=8", "--output_dir=/nonexistent/new"])
+    options: Any = parse("", ["--optimizer_bits=8", "--output_dir=/nonexistent/new"])
     assert type(make_optimizer(model, options.training, torch.device("cpu"))).__name__ == "AdamW8bit"
     with pytest.raises(ValueError, match="optimizer_bits=16 must be one of 32, 8, 4"):
         parse("", ["--optimizer_bits=16"])

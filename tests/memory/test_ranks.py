@@ -1,0 +1,6 @@
+from hf_memopt.memory.ranks import gather_from_ranks, num_ranks
+
+
+def test_a_process_alone_is_the_only_rank() -> None:
+    assert num_ranks() == 1
+    assert gather_from_ranks({"a": 1}) == [{"a": 1}]
