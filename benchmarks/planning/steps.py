@@ -116,7 +116,8 @@ def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
 def _recipe_step(definition: Definition, folder: Path) -> SimulatedStep:
     """With its levers at their first values."""
     file = Path(definition["file"]) if "file" in definition else _written(definition["start"], folder / "start")
-    module = importlib.import_module(f"hf_memopt.recipes.{definition['recipe'].removeprefix('train_')}_plan")
+    package = definition["recipe"].removeprefix("train_").removesuffix("_smolvla")
+    module = importlib.import_module(f"hf_memopt.recipes.{package}.plan")
     workload = module.workload(file)
     settings = {lever.name: lever.values[0] for lever in workload.levers}
     step: SimulatedStep = workload.simulated(settings, workload.effective_batch)
