@@ -47,6 +47,7 @@ def on_gpu(name: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
@@ -60,6 +61,7 @@ def test_all_that_is_saved_travels(name: str, autocast: bool) -> None:
     assert offloader.stats.bytes_moved > 0
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].can_checkpoint])
 def test_inputs_of_checkpoints_travel(name: str) -> None:
     workload = ALL[name].build()
@@ -71,6 +73,7 @@ def test_inputs_of_checkpoints_travel(name: str) -> None:
     assert offloader.stats.bytes_moved > 0
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize(("index", "name"), list(enumerate(ALL)))
 def test_any_plan_is_followed(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.activations.auto_mode.make_plan", RandomPlanner(random.Random(index)))

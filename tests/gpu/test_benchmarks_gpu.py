@@ -22,6 +22,7 @@ def run_estimate(*options: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.slow  # the next test measures the same cells
 def test_estimate(output: Path) -> None:
     """Estimated and measured in the same cells."""
     run_estimate(NO_LIMIT, "--output", str(output))

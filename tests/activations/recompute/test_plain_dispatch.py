@@ -1,0 +1,41 @@
+"""Operations that call others give inside a dispatch mode the bits that they give outside of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
+
+
+class Plainly(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_as_plain(func, args, kwargs or {})
+
+
+def complex_inverse() -> Tensor:
+    return torch.linalg.pinv(torch.randn(4, 3, dtype=torch.complex64))
+
+
+def bilinear() -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.nn.functional.bilinear(torch.randn(2, 3), torch.randn(2, 4), torch.randn(5, 3, 4))
+
+
+def product_under_autocast() -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.randn(4, 4) @ torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("compute", [complex_inverse, bilinear, product_under_autocast])
+def test_as_outside_of_modes(compute: Callable[[], Tensor]) -> None:
+    torch.manual_seed(0)
+    want = compute()
+    torch.manual_seed(0)
+    with Plainly():
+        got = compute()
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
