@@ -16,7 +16,7 @@ from hf_memopt.teacher.quantised import claim_device, is_quantised
 from hf_memopt.teacher.shared_memory import several_ranks, share
 from hf_memopt.teacher.sharing import SharedWeights
 from hf_memopt.teacher.strategies.auto import AutoWeights
-from hf_memopt.teacher.strategies.placement import Residency, ResidentWeights, SwappedWeights
+from hf_memopt.teacher.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.teacher.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.teacher.strategies.stream import StreamedWeights
 from hf_memopt.transfer import Copier, clock_for, copier_for
@@ -30,7 +30,7 @@ TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 
 @dataclass(frozen=True)
 class TeacherReport:
-    """What a teacher costs. Bytes and times are totals since it was made, where nothing else is said.
+    """What a teacher costs; prints as text. Bytes and times are totals since it was made, where nothing else is said.
 
     Attributes:
         mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
@@ -63,6 +63,23 @@ class TeacherReport:
     stall_ms_per_visit: float | None = None
     predicted_device_bytes: int | None = None
     predicted_stall_ms: float | None = None
+
+    def __str__(self) -> str:
+        def mib(num_bytes: int) -> str:
+            return f"{num_bytes / 2**20:.1f} MiB"
+
+        lines = [
+            f"teacher: {self.mode} on {self.device}, between visits on {self.home}; {self.reason}",
+            f"  on {self.device}: {mib(self.device_bytes)} now, {mib(self.peak_device_bytes)} at most; in host memory: "
+            f"{mib(self.host_bytes)}; shared with the student: {mib(self.shared_bytes)}",
+            f"  copied: {mib(self.bytes_host_to_device)} to {self.device}, {mib(self.bytes_device_to_host)} back; "
+            f"compute waited {self.stall_ms:.1f} ms",
+        ]
+        if self.predicted_device_bytes is not None:
+            lines.append(f"  predicted: at most {mib(self.predicted_device_bytes)} on {self.device}")
+        if self.predicted_stall_ms is not None:
+            lines[-1] += f", {self.predicted_stall_ms:.1f} ms of waiting per visit"
+        return "\n".join(lines)
 
 
 class OffloadedTeacher:
@@ -122,8 +139,7 @@ class OffloadedTeacher:
         self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
-            self._residency: Residency = _shared_base(share_with, mode, dtype)
-            self._reason = "the teacher is the student with its adapters disabled"
+            self._placement: WeightPlacement = _shared_base(share_with, mode, dtype)
         else:
             module.requires_grad_(False)
             module.train(False)
@@ -132,10 +148,10 @@ class OffloadedTeacher:
             claim_device(module, self._copier)
             self._shared = SharedWeights(module, share_with)
             self._weights = PackedWeights(module, exclude=self._shared.parameters)
-            self._residency, self._reason = self._choose(mode, budget_gib)
-            # The memory that the weights came in.
+            self._placement = self._choose(mode, budget_gib)
+            # Packing has freed the memory that the weights came in.
             return_freed_memory()
-        logger.info("teacher: %s; %s", self._residency.mode, self._reason)
+        logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
 
     @property
     def module(self) -> nn.Module:
@@ -144,7 +160,7 @@ class OffloadedTeacher:
 
     @contextmanager
     def onload(self) -> Iterator[nn.Module]:
-        """The module, ready to be called on `device` for as long as the context lasts.
+        """Yield the module, ready to be called on `device` for as long as the context lasts.
 
         May be nested. Whatever happens inside, or in the copy itself, the module is back on the host afterwards.
 
@@ -156,34 +172,34 @@ class OffloadedTeacher:
         try:
             if self._visits == 1:
                 self._shared.bind()
-                self._residency.arrive()
+                self._placement.onload()
             yield self._module
             finished = True
         finally:
             self._visits -= 1
             if self._visits == 0:
-                self._residency.leave(finished)
+                self._placement.evict(finished)
 
     def prefetch(self) -> None:
         """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""
-        self._residency.prefetch()
+        self._placement.prefetch()
 
     def report(self) -> TeacherReport:
-        """Mode and costs so far."""
-        residency = self._residency
+        """Return mode and costs so far."""
+        placement = self._placement
         return TeacherReport(
-            mode=residency.mode,
-            reason=residency.reason if isinstance(residency, AutoWeights) else self._reason,
-            home="cpu" if residency.host_bytes else str(self.device),
+            mode=placement.mode,
+            reason=placement.reason,
+            home="cpu" if placement.host_bytes else str(self.device),
             device=str(self.device),
-            host_bytes=residency.host_bytes,
-            device_bytes=residency.device_bytes,
-            peak_device_bytes=residency.peak_device_bytes,
-            shared_bytes=residency.shared_bytes if isinstance(residency, SharedBase) else self._shared.num_bytes,
+            host_bytes=placement.host_bytes,
+            device_bytes=placement.device_bytes,
+            peak_device_bytes=placement.peak_device_bytes,
+            shared_bytes=self._shared.num_bytes + placement.shared_bytes,
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
             stall_ms=self._copier.stall_ms(),
-            **_predictions(residency),
+            **placement.predictions(),  # type: ignore[arg-type]
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTeacher":
@@ -192,49 +208,50 @@ class OffloadedTeacher:
     def __reduce__(self) -> Any:
         raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
 
-    def _choose(self, mode: TeacherMode, budget_gib: float | None) -> tuple[Residency, str]:
+    def _choose(self, mode: TeacherMode, budget_gib: float | None) -> WeightPlacement:
         budget_bytes = None if budget_gib is None else int(budget_gib * 2**30)
         own_gib = self._weights.num_bytes / 2**30
         if mode == "auto" and self.device.type == "cpu":
-            return self._resident(), "it runs on the CPU, where offloading frees nothing"
+            return self._resident("it runs on the CPU, where offloading frees nothing")
         if mode == "auto" and budget_bytes is not None:
             if self._weights.num_bytes <= budget_bytes:
-                return self._resident(), f"its {own_gib:.2f} GiB fit the budget of {budget_gib:g} GiB"
-            return self._streamed(self._host_copy(), budget_bytes), f"its {own_gib:.2f} GiB exceed {budget_gib:g} GiB"
+                return self._resident(f"its {own_gib:.2f} GiB fit the budget of {budget_gib:g} GiB")
+            return self._streamed(self._host_copy(), budget_bytes, f"its {own_gib:.2f} GiB exceed {budget_gib:g} GiB")
         if mode == "auto":
             return self._auto(self._host_copy())
+        reason = f"{mode} was asked for"
         if mode == "resident":
-            return self._resident(), "resident was asked for"
+            return self._resident(reason)
         if mode == "swap":
-            return SwappedWeights(self._weights, self._host_copy(), self._copier), "swap was asked for"
-        return self._streamed(self._host_copy(), budget_bytes), "stream was asked for"
+            return SwappedWeights(self._weights, self._host_copy(), self._copier, reason)
+        return self._streamed(self._host_copy(), budget_bytes, reason)
 
     def _host_copy(self) -> Tensor:
         if several_ranks() and self._weights.num_bytes:
             master = share(self._weights, self.device)
-            self._weights.let_go()
+            self._weights.drop_sources()
             return master
         return self._packed(self._copier.empty_host(self._weights.num_bytes))
 
-    def _resident(self) -> ResidentWeights:
-        return ResidentWeights(self._weights, self._packed(self._copier.empty_device(self._weights.num_bytes)))
-
     def _packed(self, block: Tensor) -> Tensor:
         self._weights.pack(block)
-        self._weights.let_go()
+        self._weights.drop_sources()
         return block
 
-    def _streamed(self, master: Tensor, budget_bytes: int | None) -> StreamedWeights:
-        return StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes)
+    def _resident(self, reason: str) -> ResidentWeights:
+        block = self._packed(self._copier.empty_device(self._weights.num_bytes))
+        return ResidentWeights(self._weights, block, reason)
 
-    def _auto(self, master: Tensor) -> tuple[Residency, str]:
+    def _streamed(self, master: Tensor, budget_bytes: int | None, reason: str) -> StreamedWeights:
+        return StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes, reason)
+
+    def _auto(self, master: Tensor) -> WeightPlacement:
         counters = counters_for(self.device)
         if counters is None:
             reason = f"torch counts no memory on {self.device}, so there is nothing to choose by"
-            return SwappedWeights(self._weights, master, self._copier), reason
-        streamed = self._streamed(master, 0)
-        auto = AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
-        return auto, auto.reason
+            return SwappedWeights(self._weights, master, self._copier, reason)
+        streamed = self._streamed(master, 0, "it streams until two optimizer steps have been measured")
+        return AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
 
 
 def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> SharedBase:
@@ -244,12 +261,6 @@ def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> Sh
             "its dtype; use mode='auto' and no dtype"
         )
     return SharedBase(student)
-
-
-def _predictions(residency: Residency) -> dict[str, Any]:
-    if isinstance(residency, StreamedWeights) and residency.plan is not None:
-        return {"predicted_device_bytes": residency.plan.device_bytes}
-    return residency.predictions() if isinstance(residency, AutoWeights) else {}
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

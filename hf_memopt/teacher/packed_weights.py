@@ -11,27 +11,27 @@ from hf_memopt.teacher.quantised import inner_tensors
 # Large enough for every dtype and for the vectorised loads of CUDA kernels.
 ALIGNMENT_BYTES = 256
 
-# A tensor and the byte of a block where its first element lies.
-Place = tuple[Tensor, int]
+# A tensor and its offset: the byte of a block where its first element lies.
+OffsetTensor = tuple[Tensor, int]
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Memory that is packed as one piece; tensors that overlap, as tied ones do, share a segment.
+class WeightSlice:
+    """A part of the block that is packed as one piece; tensors that overlap, as tied ones do, share a slice.
 
     Attributes:
         start: where it lies in the block, aligned.
         num_bytes: how far it reaches, padding included.
-        places: its tensors, and where they lie in the block.
+        offsets: its tensors and their offsets in the block.
     """
 
     start: int
     num_bytes: int
-    places: tuple[Place, ...]
+    offsets: tuple[OffsetTensor, ...]
 
 
 class PackedWeights:
-    """A module's parameters and buffers, persistent or not, in the order in which they are registered.
+    """Packs a module's parameters and buffers, persistent or not, in the order in which they are registered.
 
     Args:
         module: the frozen module.
@@ -51,50 +51,50 @@ class PackedWeights:
             for name, tensor in named
             if id(tensor) not in excluded
         }
-        extents = _extents([tensor for tensors in inner.values() for tensor in tensors])
-        self._sources = [extent.memory for extent in extents]
-        self.segments = _packed(extents)
-        self.places = [place for segment in self.segments for place in segment.places]
-        self.num_bytes = sum(segment.num_bytes for segment in self.segments)
-        index = {id(tensor): i for i, segment in enumerate(self.segments) for tensor, _ in segment.places}
-        # By the identity of a parameter, of a buffer, or of a tensor inside a quantised one: which segments hold it.
-        self.segments_of = {each: (number,) for each, number in index.items()} | {
+        ranges = _memory_ranges([tensor for tensors in inner.values() for tensor in tensors])
+        self._sources = [each.memory for each in ranges]
+        self.slices = _packed(ranges)
+        self.offsets = [each for piece in self.slices for each in piece.offsets]
+        self.num_bytes = sum(piece.num_bytes for piece in self.slices)
+        index = {id(tensor): i for i, piece in enumerate(self.slices) for tensor, _ in piece.offsets}
+        # By the identity of a parameter, of a buffer, or of a tensor inside a quantised one: which slices hold it.
+        self.slices_of = {each: (number,) for each, number in index.items()} | {
             weight: tuple(dict.fromkeys(index[id(each)] for each in tensors)) for weight, tensors in inner.items()
         }
 
-    def pieces(self) -> Iterator[tuple[Segment, Tensor]]:
-        """Each segment with its bytes, `(n,)` uint8 where the module's memory is now; until `let_go`."""
-        return zip(self.segments, self._sources, strict=True)
+    def pieces(self) -> Iterator[tuple[WeightSlice, Tensor]]:
+        """Pair each slice with its bytes, `(n,)` uint8 where the module's memory is now; until `drop_sources`."""
+        return zip(self.slices, self._sources, strict=True)
 
     def pack(self, block: Tensor) -> None:
         """Copy the weights to `block`, `(num_bytes,)` uint8 on any device."""
-        for segment, memory in self.pieces():
-            block[segment.start : segment.start + memory.nbytes].copy_(memory)
+        for piece, memory in self.pieces():
+            block[piece.start : piece.start + memory.nbytes].copy_(memory)
 
-    def let_go(self) -> None:
-        """Keep the memory alive no longer that the weights came in. They are in a block now."""
+    def drop_sources(self) -> None:
+        """Drop the memory that the weights came in; they have been packed into a block."""
         self._sources = []
 
 
-def views(places: Sequence[Place], block: Tensor) -> list[Tensor]:
-    """The tensors of `places` as they lie in `block`, uint8; some 4 microseconds each."""
-    typed = {tensor.dtype: block.view(tensor.dtype) for tensor, _ in places}
+def views(offsets: Sequence[OffsetTensor], block: Tensor) -> list[Tensor]:
+    """Return views of `block`, uint8, in the shape of each of the `offsets`; some 4 microseconds each."""
+    typed = {tensor.dtype: block.view(tensor.dtype) for tensor, _ in offsets}
     return [
         typed[tensor.dtype].as_strided(
             tensor.size(), tensor.stride(), typed[tensor.dtype].storage_offset() + start // tensor.itemsize
         )
-        for tensor, start in places
+        for tensor, start in offsets
     ]
 
 
-def bind(places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
-    """Make the tensors of `places` those views. About a microsecond each."""
-    for (tensor, _), view in zip(places, tensors, strict=True):
+def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
+    """Point the tensors of `offsets` at these views; about a microsecond each."""
+    for (tensor, _), view in zip(offsets, tensors, strict=True):
         tensor.data = view
 
 
 @dataclass
-class _Extent:
+class _MemoryRange:
     """Addresses [begin, end) of the module's memory, and what lies there."""
 
     begin: int
@@ -108,30 +108,30 @@ class _Extent:
         return whole[self.begin - storage.data_ptr() : self.end - storage.data_ptr()]
 
 
-def _extents(tensors: list[Tensor]) -> list[_Extent]:
-    """Of tensors that overlap, one extent; in the order in which their first tensors come."""
-    extents: list[_Extent] = []
+def _memory_ranges(tensors: list[Tensor]) -> list[_MemoryRange]:
+    """Merge tensors that overlap into one range, in the order in which the ranges' first tensors come."""
+    ranges: list[_MemoryRange] = []
     for tensor in sorted(tensors, key=lambda each: each.data_ptr()):
         begin = tensor.data_ptr()
         end = begin + _span_bytes(tensor)
-        if extents and begin < extents[-1].end:
-            extents[-1].end = max(extents[-1].end, end)
-            extents[-1].tensors.append(tensor)
+        if ranges and begin < ranges[-1].end:
+            ranges[-1].end = max(ranges[-1].end, end)
+            ranges[-1].tensors.append(tensor)
         else:
-            extents.append(_Extent(begin, end, [tensor]))
+            ranges.append(_MemoryRange(begin, end, [tensor]))
     rank = {id(tensor): i for i, tensor in enumerate(tensors)}
-    return sorted(extents, key=lambda extent: min(rank[id(tensor)] for tensor in extent.tensors))
+    return sorted(ranges, key=lambda each: min(rank[id(tensor)] for tensor in each.tensors))
 
 
-def _packed(extents: list[_Extent]) -> list[Segment]:
-    segments: list[Segment] = []
+def _packed(ranges: list[_MemoryRange]) -> list[WeightSlice]:
+    slices: list[WeightSlice] = []
     start = 0
-    for extent in extents:
-        num_bytes = -(-(extent.end - extent.begin) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        places = tuple((tensor, start + tensor.data_ptr() - extent.begin) for tensor in extent.tensors)
-        segments.append(Segment(start, num_bytes, places))
+    for each in ranges:
+        num_bytes = -(-(each.end - each.begin) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets = tuple((tensor, start + tensor.data_ptr() - each.begin) for tensor in each.tensors)
+        slices.append(WeightSlice(start, num_bytes, offsets))
         start += num_bytes
-    return segments
+    return slices
 
 
 def _span_bytes(tensor: Tensor) -> int:

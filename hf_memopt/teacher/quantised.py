@@ -19,7 +19,7 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold a weight's bytes: itself, or those inside a quantised one.
 
     Raises:
-        ValueError: neither plain and dense nor quantised with torchao. bitsandbytes keeps part of a weight in places
+        ValueError: neither plain and dense nor quantised with torchao. bitsandbytes keeps part of a weight in offsets
             that no interface lists, and a sharded weight's bytes are on other ranks.
     """
     if is_quantised(tensor):

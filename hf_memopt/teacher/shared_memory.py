@@ -88,8 +88,8 @@ def _machine(boot: Path = Path("/proc/sys/kernel/random/boot_id"), processes: Pa
 
 def _fingerprint(weights: PackedWeights) -> str:
     digest = hashlib.sha256()
-    for segment, memory in weights.pieces():
-        layout = [(tensor.dtype, tensor.shape, tensor.stride(), start) for tensor, start in segment.places]
+    for piece, memory in weights.pieces():
+        layout = [(tensor.dtype, tensor.shape, tensor.stride(), start) for tensor, start in piece.offsets]
         digest.update(str(layout).encode())
         digest.update(memory.cpu().numpy())
     return digest.hexdigest()

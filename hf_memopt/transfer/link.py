@@ -7,7 +7,7 @@ from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.units import MIB
 
-_PROBE_BYTES = 16 * MIB
+PROBE_BYTES = 16 * MIB
 _REPEATS = 5
 
 
@@ -16,20 +16,21 @@ def measure_link(copier: Copier, clock: Clock) -> tuple[float, float]:
 
     The first copy of each direction is not counted: it touches its memory for the first time.
     """
-    host, device = copier.empty_host(_PROBE_BYTES), copier.empty_device(_PROBE_BYTES)
+    host, device = copier.empty_host(PROBE_BYTES), copier.empty_device(PROBE_BYTES)
     speeds = (
-        _bytes_per_s(lambda: copier.to_host(device, host), clock),
-        _bytes_per_s(lambda: copier.to_device(host, device), clock),
+        bytes_per_s(lambda: copier.to_host(device, host), PROBE_BYTES, clock),
+        bytes_per_s(lambda: copier.to_device(host, device), PROBE_BYTES, clock),
     )
     copier.release(device)
     copier.release(host)
     return speeds
 
 
-def _bytes_per_s(copy: Callable[[], Transfer], clock: Clock) -> float:
+def bytes_per_s(copy: Callable[[], Transfer], num_bytes: int, clock: Clock, repeats: int = _REPEATS) -> float:
+    """Median speed of a copy of `num_bytes` that is begun `1 + repeats` times; the first one is not counted."""
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(1 + repeats):
         begun = clock.mark()
         copy().wait()
         seconds.append(clock.elapsed_s(begun, clock.mark()))
-    return _PROBE_BYTES / statistics.median(seconds[1:])
+    return num_bytes / statistics.median(seconds[1:])

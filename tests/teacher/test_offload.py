@@ -108,7 +108,7 @@ def test_views_of_one_storage_travel_once() -> None:
     assert weights.num_bytes == 512  # 400 bytes, aligned
     block = torch.empty(weights.num_bytes, dtype=torch.uint8)
     weights.pack(block)
-    bind(weights.places, packed_views(weights.places, block))
+    bind(weights.offsets, packed_views(weights.offsets, block))
     assert torch.equal(module.left, whole[:60])
     assert module.right.data_ptr() - module.left.data_ptr() == 40 * 4
 
@@ -135,7 +135,7 @@ def test_any_views_are_restored(tensors: list[Tensor]) -> None:
     weights = PackedWeights(module)
     block = torch.full((weights.num_bytes,), 255, dtype=torch.uint8)
     weights.pack(block)
-    bind(weights.places, packed_views(weights.places, block.clone()))
+    bind(weights.offsets, packed_views(weights.offsets, block.clone()))
     for (value, stride), tensor in zip(want, module.buffers(), strict=True):
         assert torch.equal(tensor, value)
         assert tensor.stride() == stride

@@ -1,4 +1,4 @@
-"""Choosing a teacher's mode from the memory that a training step leaves."""
+"""Chooses a teacher's mode by the memory that a training step leaves, which it measures."""
 
 import logging
 import weakref
@@ -12,21 +12,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.teacher.packed_weights import PackedWeights
 from hf_memopt.teacher.strategies.mode_choice import Choice, Measured, choose, usable_bytes
-from hf_memopt.teacher.strategies.placement import Residency, ResidentWeights, SwappedWeights
+from hf_memopt.teacher.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.teacher.strategies.stream import StreamedWeights
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
 
 logger = logging.getLogger(__name__)
 
 # The optimizer makes its state in its first step; the second one sees the whole peak.
 _OPTIMIZER_STEPS = 2
-_PROBE_BYTES = 16 * 2**20
 _PROBES = 4
 
 
-class AutoWeights:
-    """Streams everything first, which takes the least memory, and chooses once two optimizer steps were measured.
+class AutoWeights(WeightPlacement):
+    """Streams everything first, which takes the least memory, and chooses once it has measured two optimizer steps.
 
     In those steps the process's peak memory counters are reset at the beginning and end of each visit, and the host
     waits for the device at the end of each.
@@ -50,9 +50,9 @@ class AutoWeights:
         clock: Clock,
     ) -> None:
         self.choice: Choice | None = None
-        self.reason = "it streams until two optimizer steps have been measured"
+        self._follow(streamed, streamed.reason)
+        # Milliseconds of waiting, and visits, before the choice.
         self._before = 0.0, 0
-        self._inner: Residency = streamed
         # What is needed to choose; None afterwards, so that nothing keeps the host copy of resident weights.
         self._undecided: tuple[StreamedWeights, Tensor] | None = (streamed, master)
         self._weights = weights
@@ -68,16 +68,6 @@ class AutoWeights:
         self._stop_counting = weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
 
     @property
-    def mode(self) -> str:
-        """The mode that is in force."""
-        return self._inner.mode
-
-    @property
-    def host_bytes(self) -> int:
-        """The master copy."""
-        return self._inner.host_bytes
-
-    @property
     def device_bytes(self) -> int:
         """What the weights hold on the device now."""
         return self._inner.device_bytes
@@ -88,7 +78,7 @@ class AutoWeights:
         return self._inner.peak_device_bytes
 
     def predictions(self) -> dict[str, float | None]:
-        """What the choice expects, and what came of it: fields of `TeacherReport`."""
+        """Return what the choice expects, and what came of it."""
         if self.choice is None:
             return {}
         stall_ms, num_visits = self._before
@@ -103,7 +93,7 @@ class AutoWeights:
         """Start the copy for the next visit."""
         self._inner.prefetch()
 
-    def arrive(self) -> None:
+    def onload(self) -> None:
         """Begin a visit, in the mode to stay with if enough was measured."""
         if self._undecided is not None:
             self._outside_bytes = max(self._outside_bytes, self._counters.read().peak_allocated_bytes)
@@ -112,14 +102,14 @@ class AutoWeights:
         if self._undecided is not None:
             self._counters.reset_peaks()
             self._begun = self._clock.mark(), self._copier.stall_ms()
-        self._inner.arrive()
+        self._inner.onload()
 
-    def leave(self, finished: bool) -> None:
+    def evict(self, finished: bool) -> None:
         """End a visit."""
         if self._undecided is not None:
             self._measure_visit(finished)
         self._num_visits += 1
-        self._inner.leave(finished)
+        self._inner.evict(finished)
 
     def _measure_visit(self, finished: bool) -> None:
         self._inside_bytes = max(self._inside_bytes, self._counters.read().peak_allocated_bytes)
@@ -143,18 +133,18 @@ class AutoWeights:
                 weights_bytes=self._weights.num_bytes,
                 stream_bytes=plan.device_bytes,
                 stream_visit_bytes=plan.visit_bytes,
-                bytes_per_s=link_bytes_per_s(master, self._copier, self._clock),
+                bytes_per_s=_bandwidth(master, self._copier, self._clock),
                 visit_s=self._visit_s,
             )
         )
         if self.choice.mode == "stream":
             streamed.adopt(plan)
+            self._follow(streamed, self.choice.reason)
         else:
             streamed.close()
-            self._inner = self._moved(self.choice.mode, master)
+            self._follow(self._moved(self.choice, master), self.choice.reason)
         self._undecided = None
         self._stop_counting()
-        self.reason = self.choice.reason
         self._before = self._copier.stall_ms(), self._num_visits
         logger.info(
             "teacher: %s from now on; %s. Predicted: %.2f GiB on the device, %.1f ms of waiting per visit",
@@ -164,28 +154,28 @@ class AutoWeights:
             self.choice.predicted_stall_ms,
         )
 
-    def _moved(self, mode: str, master: Tensor) -> Residency:
-        if mode == "swap":
-            return SwappedWeights(self._weights, master, self._copier)
+    def _follow(self, placement: WeightPlacement, reason: str) -> None:
+        self._inner, self.reason = placement, reason
+        self.mode, self.host_bytes = placement.mode, placement.host_bytes
+
+    def _moved(self, choice: Choice, master: Tensor) -> WeightPlacement:
+        if choice.mode == "swap":
+            return SwappedWeights(self._weights, master, self._copier, choice.reason)
         block = self._copier.empty_device(master.nbytes)
         begun = self._clock.mark()
         self._copier.to_device(master, block).wait()
         # The last copy of all: nothing later would find it to be over, and give the host copy back.
         self._clock.elapsed_s(begun, self._clock.mark())
-        return ResidentWeights(self._weights, block)
+        return ResidentWeights(self._weights, block, choice.reason)
 
 
-def link_bytes_per_s(master: Tensor, copier: Copier, clock: Clock) -> float:
-    """Measured bandwidth from host to device; waits for the device. The first copy is not counted."""
-    source = master[: min(_PROBE_BYTES, master.nbytes)]
+def _bandwidth(master: Tensor, copier: Copier, clock: Clock) -> float:
+    """Measure how many bytes per second go from host to device; waits for the device."""
+    source = master[: min(PROBE_BYTES, master.nbytes)]
     destination = copier.empty_device(source.nbytes)
-    copier.to_device(source, destination).wait()
-    begun = clock.mark()
-    for _ in range(_PROBES):
-        copier.to_device(source, destination).wait()
-    seconds = clock.elapsed_s(begun, clock.mark())
+    speed = bytes_per_s(lambda: copier.to_device(source, destination), source.nbytes, clock, _PROBES)
     copier.release(destination)
-    return _PROBES * source.nbytes / seconds
+    return speed
 
 
 def _counting(auto: "weakref.ref[AutoWeights]") -> Callable[..., None]:

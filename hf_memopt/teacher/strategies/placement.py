@@ -1,6 +1,4 @@
-"""Where a teacher's weights are, between its visits to the device and during them."""
-
-from typing import Protocol
+"""What every strategy does with a teacher's weights, and the two simple ones: resident and swapped."""
 
 from torch import Tensor
 
@@ -8,88 +6,88 @@ from hf_memopt.teacher.packed_weights import PackedWeights, bind, views
 from hf_memopt.transfer import Copier, Transfer
 
 
-class Residency(Protocol):
-    """What brings a frozen module's weights to the device. Every method may be called again after an exception.
+class WeightPlacement:
+    """Brings a frozen module's weights to the device for a visit, and drops them afterwards.
+
+    Every method may be called again after an exception. The defaults are those of weights that never move.
 
     Attributes:
         mode: its name in `TeacherReport`.
+        reason: why the teacher has this mode, in words.
         host_bytes: the weights' bytes in host memory.
-        device_bytes: and on the device, now.
-        peak_device_bytes: the most that these were.
+        shared_bytes: bytes of weights that are the student's own, in no other figure here.
     """
 
-    @property
-    def mode(self) -> str: ...
+    mode: str
+    reason: str
+    host_bytes = 0
+    shared_bytes = 0
 
     @property
-    def host_bytes(self) -> int: ...
+    def device_bytes(self) -> int:
+        """The weights' bytes on the device now."""
+        return 0
 
     @property
-    def device_bytes(self) -> int: ...
+    def peak_device_bytes(self) -> int:
+        """The most that `device_bytes` was."""
+        return 0
 
-    @property
-    def peak_device_bytes(self) -> int: ...
+    def predictions(self) -> dict[str, float | None]:
+        """Return what is expected of the weights, as fields of `TeacherReport`."""
+        return {}
 
     def prefetch(self) -> None:
         """Start the copy for the next visit."""
 
-    def arrive(self) -> None:
+    def onload(self) -> None:
         """Begin a visit: from now on the module can be called on the device."""
 
-    def leave(self, finished: bool) -> None:
+    def evict(self, finished: bool) -> None:
         """End a visit; `finished` if no exception ended it."""
 
 
-class ResidentWeights:
-    """Weights that stay on the device. Nothing moves after the start.
+class ResidentWeights(WeightPlacement):
+    """Keeps the weights on the device. Nothing moves after the start.
 
     Args:
         weights: packed into `block`.
         block: on the device.
+        reason: see `WeightPlacement`.
     """
 
     mode = "resident"
-    host_bytes = 0
+    device_bytes = peak_device_bytes = 0
 
-    def __init__(self, weights: PackedWeights, block: Tensor) -> None:
-        bind(weights.places, views(weights.places, block))
+    def __init__(self, weights: PackedWeights, block: Tensor, reason: str) -> None:
+        bind(weights.offsets, views(weights.offsets, block))
+        self.reason = reason
         self.device_bytes = self.peak_device_bytes = block.nbytes
 
-    def prefetch(self) -> None:
-        """Nothing to do."""
 
-    def arrive(self) -> None:
-        """Nothing to do."""
-
-    def leave(self, finished: bool) -> None:
-        """Nothing to do."""
-
-
-class SwappedWeights:
-    """Weights that visit the device in one block.
+class SwappedWeights(WeightPlacement):
+    """Brings the weights to the device in one block.
 
     Args:
         weights: packed into `master`.
         master: in host memory. Never written again, so that a visit has nothing to bring back.
         copier: how bytes move.
+        reason: see `WeightPlacement`.
     """
 
     mode = "swap"
+    peak_device_bytes = 0
 
-    def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier) -> None:
+    def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier, reason: str) -> None:
+        self.reason = reason
+        self.host_bytes = master.nbytes
         self._weights = weights
         self._master = master
         self._copier = copier
-        self._home = views(weights.places, master)
+        self._host_views = views(weights.offsets, master)
         self._block: Tensor | None = None
         self._transfer: Transfer | None = None
-        self.peak_device_bytes = 0
-        bind(weights.places, self._home)
-
-    @property
-    def host_bytes(self) -> int:
-        """The master copy."""
-        return self._master.nbytes
+        bind(weights.offsets, self._host_views)
 
     @property
     def device_bytes(self) -> int:
@@ -104,16 +102,16 @@ class SwappedWeights:
             self._block = block
             self.peak_device_bytes = block.nbytes
 
-    def arrive(self) -> None:
+    def onload(self) -> None:
         """Have the compute stream wait for the copy, and point the module at it."""
         self.prefetch()
         self._finish_copy()
         assert self._block is not None
-        bind(self._weights.places, views(self._weights.places, self._block))
+        bind(self._weights.offsets, views(self._weights.offsets, self._block))
 
-    def leave(self, finished: bool) -> None:
+    def evict(self, finished: bool) -> None:
         """Point the module at the host again and drop the copy."""
-        bind(self._weights.places, self._home)
+        bind(self._weights.offsets, self._host_views)
         # After an exception the copy may still be under way, and then its memory must not be reused yet.
         self._finish_copy()
         if self._block is not None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from hf_memopt.teacher.strategies.placement import WeightPlacement
 
-class SharedBase:
-    """The base of a PEFT model as its own teacher. No second copy exists, and nothing moves.
+
+class SharedBase(WeightPlacement):
+    """Lets the base of a PEFT model be its own teacher. No second copy exists, and nothing moves.
 
     Args:
         student: a `peft.PeftModel`; its adapters are disabled for each visit, and the whole model is in evaluation mode
@@ -19,36 +21,33 @@ class SharedBase:
     """
 
     mode = "shared"
-    host_bytes = device_bytes = peak_device_bytes = 0
+    reason = "the teacher is the student with its adapters disabled"
 
     def __init__(self, student: nn.Module) -> None:
-        obstacle = base_obstacle(student)
-        if obstacle:
+        why_not = why_base_differs(student)
+        if why_not:
             raise ValueError(
-                f"the student's base cannot be its teacher: {obstacle}; give the teacher a model of its own"
+                f"the student's base cannot be its teacher: {why_not}; give the teacher a model of its own"
             )
         self._student = student
         self._stack = ExitStack()
         self.shared_bytes = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
 
-    def prefetch(self) -> None:
-        """Nothing to do."""
-
-    def arrive(self) -> None:
+    def onload(self) -> None:
         """Switch the adapters off.
 
         Raises:
             RuntimeError: the adapters were merged into the base since the start.
         """
-        obstacle = base_obstacle(self._student)
-        if obstacle:
-            raise RuntimeError(f"the student's base is its teacher no longer: {obstacle}")
+        why_not = why_base_differs(self._student)
+        if why_not:
+            raise RuntimeError(f"the student's base is its teacher no longer: {why_not}")
         self._stack.enter_context(_restored(self._student))
         student: Any = self._student
         self._stack.enter_context(student.disable_adapter())
         self._student.train(False)
 
-    def leave(self, finished: bool) -> None:
+    def evict(self, finished: bool) -> None:
         """Switch the adapters on again."""
         self._stack.close()
 
@@ -58,8 +57,8 @@ def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
     return student is not None and any(module is part for part in student.modules())
 
 
-def base_obstacle(student: nn.Module) -> str | None:
-    """Why a student with its adapters disabled is not its base as it was at the start; None if it is."""
+def why_base_differs(student: nn.Module) -> str | None:
+    """Say why a student with its adapters disabled is not its base as it was at the start; None if it is."""
     if not hasattr(student, "disable_adapter"):
         return f"{type(student).__name__} is no PeftModel, whose disable_adapter() switches adapters off"
     adapters = _adapter_parameters(student)

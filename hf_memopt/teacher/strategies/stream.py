@@ -1,4 +1,4 @@
-"""Streaming: blocks of frozen weights come to the device as a module reads them, and leave when it is done."""
+"""Streaming: blocks of frozen weights come to the device as a module reads them, and are evicted when it is done."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.teacher.packed_weights import PackedWeights, bind, views
-from hf_memopt.teacher.streaming.access_trace import Tracer, own_segments
+from hf_memopt.teacher.strategies.placement import WeightPlacement
+from hf_memopt.teacher.streaming.access_trace import Tracer, own_slices
 from hf_memopt.teacher.streaming.copy_schedule import StreamPlan, plan_stream, untraced_plan
 from hf_memopt.teacher.streaming.ring import Ring
 from hf_memopt.transfer import Copier
@@ -20,16 +21,16 @@ from hf_memopt.units import MIB
 logger = logging.getLogger(__name__)
 
 
-class StreamedWeights:
+class StreamedWeights(WeightPlacement):
     """Streams a module's weights through a small ring of device slots while the module runs.
 
-    The first visit in which the module reads weights is watched, and each weight brought as it is read. From then on
+    The first visit in which the module reads weights is traced, and each weight is brought as it is read. From then on
     hooks on the modules bring what they read: weights that a visit reads again and again stay until it ends, the others
     pass through the ring, the next block on its way while the present one computes, and weights that are never read
     never travel. Embeddings are not brought: their rows are gathered from host memory.
 
     Between visits nothing is on the device. Within one, a weight that is not there is read in place, in host memory
-    that the device can read: a visit may take any path, and only one that was not watched may be slow.
+    that the device can read: a visit may take any path, and only one that was not traced may be slow.
 
     Args:
         module: the frozen module.
@@ -38,6 +39,7 @@ class StreamedWeights:
         device: where the module runs.
         copier: how bytes move.
         budget_bytes: what the weights may take on the device; see `plan_stream`.
+        reason: see `WeightPlacement`.
 
     Raises:
         ValueError: `device` cannot read `master`.
@@ -52,33 +54,30 @@ class StreamedWeights:
         master: Tensor,
         device: torch.device,
         copier: Copier,
-        budget_bytes: int | None = None,
+        budget_bytes: int | None,
+        reason: str,
     ) -> None:
+        self.reason = reason
+        self.host_bytes = master.nbytes
         self._module = module
         self._weights = weights
         self._master = master
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._hooks: list[RemovableHandle] = []
-        self._home = views(weights.places, master)
-        bind(weights.places, self._home)
+        # A weight is bound to one of three views: of host memory between visits; within one, of its slot on the device
+        # if it has been brought, and else of the same host memory as the device sees it.
+        self._host_views = views(weights.offsets, master)
+        bind(weights.offsets, self._host_views)
         in_place = readable_in_place(master, device)
-        self._in_place = [views(segment.places, in_place) for segment in weights.segments]
+        self._in_place = [views(piece.offsets, in_place) for piece in weights.slices]
+        # Ends the tracing of a visit.
         self._stack = ExitStack()
         self._tracer: Tracer | None = None
-        self._visiting = False
-        self._position = -1
-        self._entered: tuple[int, ...] = ()
-        # Needs that are met until blocks that stay are dropped.
-        self._settled: set[tuple[int, ...]] = set()
         # The visit that was planned from; None before.
         self._trace: Tracer | None = None
+        self._visiting = False
         self._set_plan(untraced_plan(self._sizes()))
-
-    @property
-    def host_bytes(self) -> int:
-        """The master copy."""
-        return self._master.nbytes
 
     @property
     def device_bytes(self) -> int:
@@ -90,32 +89,37 @@ class StreamedWeights:
         """The most that they held on the device, since streaming was planned."""
         return self._ring.peak_device_bytes
 
+    def predictions(self) -> dict[str, float | None]:
+        """Return the device memory that the plan needs, once there is one."""
+        return {} if self.plan is None else {"predicted_device_bytes": self.plan.device_bytes}
+
     def prefetch(self) -> None:
         """Start bringing what the next visit reads first: what has to be there before it begins, and one block."""
-        for number in (*self._plan.at_arrival, *self._plan.sequence[:1]):
+        for number in (*self._plan.at_start, *self._plan.sequence[:1]):
             self._ring.fetch(number)
 
-    def arrive(self) -> None:
+    def onload(self) -> None:
         """Begin a visit."""
         self._visiting = True
-        bind(self._weights.places, [view for segment in self._in_place for view in segment])
+        bind(self._weights.offsets, [view for piece in self._in_place for view in piece])
         if self.plan is None:
-            self._tracer = Tracer(self._module, self._weights.segments_of, self._enter)
+            self._tracer = Tracer(self._module, self._weights.slices_of, self._enter)
             self._stack.enter_context(self._tracer.running())
         self.prefetch()
-        for number in self._plan.at_arrival:
+        for number in self._plan.at_start:
             self._ring.bind(number)
 
-    def leave(self, finished: bool) -> None:
+    def evict(self, finished: bool) -> None:
         """End a visit. The first one that was finished, without an exception, and read weights is planned from."""
         self._visiting = False
-        self._begin_sequence()
+        self._restart_sequence()
         self._stack.close()
+        # All are bound to the host before any slot is given up: if that fails, the module is right all the same.
         for number in self._ring.present:
             self._ring.unbind(number)
-        bind(self._weights.places, self._home)
+        bind(self._weights.offsets, self._host_views)
         for number in self._ring.present:
-            self._ring.drop(number)
+            self._ring.evict(number)
         tracer, self._tracer = self._tracer, None
         if finished and tracer is not None and tracer.reads:
             self._trace = tracer
@@ -123,19 +127,20 @@ class StreamedWeights:
 
     @property
     def plan(self) -> StreamPlan | None:
-        """What visits follow; None before one was watched."""
+        """What visits follow; None before one was traced."""
         return self._plan if self._trace is not None else None
 
     def plan_within(self, budget_bytes: int | None) -> StreamPlan:
-        """The plan for a budget, once a visit was watched."""
+        """Return the plan for a budget, once a visit was traced."""
         assert self._trace is not None
-        segments_of = self._weights.segments_of
-        not_seen = {
-            name: own_segments(module, segments_of)
+        slices_of = self._weights.slices_of
+        # Modules that did not run in the trace get hooks too, should a later visit call them.
+        not_called = {
+            name: own_slices(module, slices_of)
             for name, module in self._module.named_modules()
             if name not in self._trace.called and not isinstance(module, nn.Embedding)
         }
-        return plan_stream(self._trace.reads, self._sizes(), not_seen, budget_bytes)
+        return plan_stream(self._trace.reads, self._sizes(), not_called, budget_bytes)
 
     def adopt(self, plan: StreamPlan) -> None:
         """Follow a plan from the next visit on."""
@@ -155,27 +160,31 @@ class StreamedWeights:
     def close(self) -> None:
         """Give up the device memory and the hooks, between visits."""
         for number in self._ring.present:
-            self._ring.drop(number)
+            self._ring.evict(number)
         while self._hooks:
             self._hooks.pop().remove()
 
     def _sizes(self) -> list[int]:
-        return [segment.num_bytes for segment in self._weights.segments]
+        return [piece.num_bytes for piece in self._weights.slices]
 
     def _set_plan(self, plan: StreamPlan) -> None:
         self._plan = plan
         self._ring = Ring(
-            self._copier, self._master, self._weights.segments, self._in_place, plan.blocks, plan.slot_bytes
+            self._copier, self._master, self._weights.slices, self._in_place, plan.blocks, plan.slot_bytes
         )
-        self._begin_sequence()
+        self._restart_sequence()
 
-    def _begin_sequence(self) -> None:
+    def _restart_sequence(self) -> None:
+        # Where the visit is in the plan's sequence of blocks; -1 before its first block.
         self._position = -1
-        self._entered = ()
-        self._settled.clear()
+        # What the module that ran last needed: a hook that needs the same has nothing to do.
+        self._entered: tuple[int, ...] = ()
+        # Needs of hot blocks alone that are on the device: met until one of these blocks is evicted.
+        self._settled: set[tuple[int, ...]] = set()
 
     def _hook(self, needs: tuple[int, ...]) -> Callable[..., None]:
-        # A function, so that a deep copy of the module shares it instead of copying the teacher with it.
+        # A function, so that a deep copy of the module shares it instead of copying the teacher with it. The plan has
+        # one tuple for equal needs, which makes the comparison by identity.
         def before_forward(module: nn.Module, args: Any) -> None:
             if self._visiting and self._entered is not needs:
                 self._enter(needs)
@@ -183,16 +192,20 @@ class StreamedWeights:
         return before_forward
 
     def _enter(self, needs: tuple[int, ...]) -> None:
-        """Have these blocks on the device, let go of those that nobody expects, and start bringing the next."""
+        """Have these blocks on the device, evict those that nobody expects, and start bringing the next.
+
+        The order matters: evicting first gives the allocator the memory that the next blocks get.
+        """
         if needs in self._settled:
             self._entered = needs
             return
+        # If a copy fails below, the same module must not find its needs met.
         self._entered = ()
-        self._follow(needs)
+        self._advance(needs)
         ahead = self._ahead(needs)
         for number in self._ring.present:
             if number not in needs and number not in ahead and self._is_over(number):
-                self._ring.drop(number)
+                self._ring.evict(number)
                 if self._plan.blocks[number].stays:
                     self._settled.clear()
         for number in needs:
@@ -208,19 +221,21 @@ class StreamedWeights:
         return self._plan.blocks[number].stays and self._ring.is_bound(number)
 
     def _is_over(self, number: int) -> bool:
-        leaves_at = self._plan.blocks[number].leaves_at
-        return leaves_at is None or leaves_at <= self._position
+        evict_at = self._plan.blocks[number].evict_at
+        return evict_at is None or evict_at <= self._position
 
-    def _follow(self, needs: tuple[int, ...]) -> None:
-        """Find the place in the expected sequence, from the present one on, then from the beginning."""
-        # What stays is expected once, and read many times.
+    def _advance(self, needs: tuple[int, ...]) -> None:
+        """Move to the place in the sequence where these blocks are expected, or stay if they are expected nowhere.
+
+        The search begins at the present place and goes on at the beginning, for visits that repeat a part.
+        """
+        # A hot block is in the sequence once, however often it is read: one that is there says nothing about the place.
         sought = {number for number in needs if not self._is_settled(number)}
         sequence, present = self._plan.sequence, max(self._position, 0)
-        for positions in (range(present, len(sequence)), range(present)):
-            for place in positions:
-                if sequence[place] in sought:
-                    self._position = self._last_of(needs, place)
-                    return
+        for place in (*range(present, len(sequence)), *range(present)):
+            if sequence[place] in sought:
+                self._position = self._last_of(needs, place)
+                return
 
     def _last_of(self, needs: tuple[int, ...], place: int) -> int:
         sequence = self._plan.sequence
@@ -229,7 +244,7 @@ class StreamedWeights:
         return place
 
     def _ahead(self, needs: tuple[int, ...]) -> list[int]:
-        """The blocks that are expected next and for which the ring has room beside those that are needed."""
+        """Return the blocks that are expected next and for which the ring has room beside those that are needed."""
         room = self._plan.num_slots - sum(not self._plan.blocks[number].stays for number in needs)
         ahead: list[int] = []
         for number in self._plan.sequence[self._position + 1 :]:

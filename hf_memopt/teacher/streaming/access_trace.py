@@ -1,6 +1,6 @@
-"""Which weights a module reads, and when: learned by watching it once."""
+"""Learns which weights a module reads, and when, by watching it once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,12 @@ class Read:
     """One operation that read weights.
 
     Attributes:
-        segments: which ones, as indices into `PackedWeights.segments`.
+        slices: which ones, as indices into `PackedWeights.slices`.
         module: name of the innermost module that was running; None outside of all.
         late: whether that module had called another one before, which may have taken the weights' place since.
     """
 
-    segments: tuple[int, ...]
+    slices: tuple[int, ...]
     module: str | None
     late: bool = False
 
@@ -31,12 +32,12 @@ class _Call:
 
     Attributes:
         has_called: whether it has called another one.
-        segments: what it has read, in order.
+        slices: what it has read, in order.
     """
 
     module: str | None
     has_called: bool = False
-    segments: dict[int, None] = field(default_factory=dict)
+    slices: dict[int, None] = field(default_factory=dict)
 
 
 class Tracer:
@@ -44,8 +45,8 @@ class Tracer:
 
     Args:
         module: the module.
-        segments_of: by `id` of a parameter or buffer, its segments.
-        before_read: called before each read, with the segments that the innermost module has read since it was entered.
+        slices_of: by `id` of a parameter or buffer, its slices.
+        before_read: called before each read, with the slices that the innermost module has read since it was entered.
 
     A module's own parameters and buffers count as read when it is called, since its operators may be hidden from torch
     (fused kernels); all other reads are seen as operators. An embedding that looks up fewer rows than it has does not
@@ -56,16 +57,16 @@ class Tracer:
     def __init__(
         self,
         module: nn.Module,
-        segments_of: Mapping[int, tuple[int, ...]],
+        slices_of: Mapping[int, tuple[int, ...]],
         before_read: Callable[[tuple[int, ...]], None],
     ) -> None:
         self.reads: list[Read] = []
         self.called: set[str] = set()
         self._module = module
-        self._segments_of = segments_of
+        self._slices_of = slices_of
         self._before_read = before_read
         self._running: list[_Call] = []
-        # Bringing weights takes operators of its own.
+        # True while `before_read` copies weights, which takes operators that read them too.
         self._bringing = False
 
     @contextmanager
@@ -74,9 +75,7 @@ class Tracer:
         self._running = [_Call(None)]
         with ExitStack() as stack:
             for name, module in self._module.named_modules():
-                entered = module.register_forward_pre_hook(
-                    self._on_entry(name, own_segments(module, self._segments_of))
-                )
+                entered = module.register_forward_pre_hook(self._on_entry(name, own_slices(module, self._slices_of)))
                 stack.callback(entered.remove)
                 left = module.register_forward_hook(self._on_exit(name), always_call=True)
                 stack.callback(left.remove)
@@ -95,7 +94,7 @@ class Tracer:
 
     def _on_exit(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            # Not if an exception came before this module was entered.
+            # This hook also runs when an exception came before the module was entered.
             if self._running[-1].module == name:
                 self._running.pop()
 
@@ -105,25 +104,28 @@ class Tracer:
         gathers = function is torch.ops.aten.embedding.default and _takes_few_rows(*arguments[:2])
         if gathers or self._bringing:
             return
-        tensors = (id(tensor) for tensor in _tensors(arguments))
-        self._record(tuple(dict.fromkeys(i for tensor in tensors for i in self._segments_of.get(tensor, ()))))
+        self._record(_slices(tree_leaves(arguments), self._slices_of))
 
-    def _record(self, segments: tuple[int, ...]) -> None:
-        if segments:
+    def _record(self, slices: tuple[int, ...]) -> None:
+        if slices:
             call = self._running[-1]
-            call.segments.update(dict.fromkeys(segments))
-            self.reads.append(Read(segments, call.module, call.module is not None and call.has_called))
+            call.slices.update(dict.fromkeys(slices))
+            self.reads.append(Read(slices, call.module, call.module is not None and call.has_called))
             self._bringing = True
             try:
-                self._before_read(tuple(call.segments))
+                self._before_read(tuple(call.slices))
             finally:
                 self._bringing = False
 
 
-def own_segments(module: nn.Module, segments_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The segments of the parameters and buffers that a module holds itself, not through a submodule."""
+def own_slices(module: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The slices of the parameters and buffers that a module holds itself, not through a submodule."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return tuple(dict.fromkeys(index for tensor in own for index in segments_of.get(id(tensor), ())))
+    return _slices(own, slices_of)
+
+
+def _slices(leaves: Iterable[Any], slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(index for leaf in leaves for index in slices_of.get(id(leaf), ())))
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,13 +141,3 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _takes_few_rows(table: Tensor, indices: Tensor) -> bool:
     return indices.numel() < table.shape[0]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

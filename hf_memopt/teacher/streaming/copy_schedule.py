@@ -1,4 +1,9 @@
-"""How weights stream: which travel together, which stay on the device for how long, and in what order others pass."""
+"""Plans how weights stream: which travel together, which stay on the device for how long, in what order others pass.
+
+reads of a visit     p0 p1 p2 | e0 e1 | e0 e1 | e0 e1        a prefix that runs once, and three steps of an expert
+ring (two slots)     p0 p1 p2 |                              each passes through once
+hot set              .  .  .  | e0 e1 | .  .  | .  .  evict  brought once, and kept to the end of the loop
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,20 +20,20 @@ class Block:
     """Weights that travel together.
 
     Attributes:
-        segments: indices into `PackedWeights.segments`.
+        slices: indices into `PackedWeights.slices`.
         num_bytes: their sum.
-        leaves_at: None for a block that leaves when the next ones need its slot. Otherwise it stays until this position
-            of the sequence is reached, or until the visit ends if none has this number.
+        evict_at: None for a block of the ring, which is evicted when the next ones need its slot. A hot block stays
+            until this position of the sequence is reached, or until the visit ends if none has this number.
     """
 
-    segments: tuple[int, ...]
+    slices: tuple[int, ...]
     num_bytes: int
-    leaves_at: int | None = None
+    evict_at: int | None = None
 
     @property
     def stays(self) -> bool:
-        """Whether it is read again and again, and kept meanwhile."""
-        return self.leaves_at is not None
+        """Whether this is a hot block: read again and again, and kept meanwhile."""
+        return self.evict_at is not None
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class StreamPlan:
         blocks: every weight's block, unread ones included.
         sequence: the blocks in the order in which they are expected to be read; those that stay, once.
         needs: by a module's name, the blocks to bring before it runs.
-        at_arrival: blocks to bring before the visit begins, since no module's call announces that they are read.
+        at_start: blocks to bring before the visit begins, since no module's call announces that they are read.
         slot_bytes: size of a slot of the ring that the blocks which do not stay pass through.
         num_slots: how many there are.
     """
@@ -47,18 +52,18 @@ class StreamPlan:
     blocks: tuple[Block, ...]
     sequence: tuple[int, ...]
     needs: Mapping[str, tuple[int, ...]]
-    at_arrival: tuple[int, ...]
+    at_start: tuple[int, ...]
     slot_bytes: int
     num_slots: int
 
     @property
     def hot_bytes(self) -> int:
-        """The most bytes that stay at the same time."""
-        present = set(self.at_arrival)
+        """The most bytes of hot blocks that are present at the same time."""
+        present = set(self.at_start)
         most = self._sum(present)
         for position, number in enumerate(self.sequence):
             if self.blocks[number].stays:
-                present = {each for each in present if (self.blocks[each].leaves_at or 0) > position} | {number}
+                present = {each for each in present if (self.blocks[each].evict_at or 0) > position} | {number}
                 most = max(most, self._sum(present))
         return most
 
@@ -76,7 +81,7 @@ class StreamPlan:
     @property
     def visit_bytes(self) -> int:
         """Bytes that a visit like the traced one copies to the device."""
-        present = set(self.at_arrival)
+        present = set(self.at_start)
         total = self._sum(present)
         for position in range(len(self.sequence)):
             expected = self._expected(position)
@@ -85,7 +90,7 @@ class StreamPlan:
         return total
 
     def _expected(self, position: int) -> set[int]:
-        """The block at a position of the sequence, and those after it for which there are slots."""
+        """Return the block at a position of the sequence, and those after it for which there are slots."""
         found: set[int] = set()
         for number in self.sequence[position:]:
             found.add(number)
@@ -98,7 +103,7 @@ class StreamPlan:
 
 
 def untraced_plan(sizes: Sequence[int]) -> StreamPlan:
-    """For the visit that is traced: every weight comes when it is read and leaves with the next one."""
+    """Plan the visit that is traced: every weight is brought when it is read, and evicted with the next read."""
     blocks = tuple(Block((index,), size) for index, size in enumerate(sizes))
     return StreamPlan(blocks, (), {}, (), slot_bytes=0, num_slots=0)
 
@@ -113,78 +118,82 @@ def plan_stream(
 
     Args:
         reads: the trace.
-        sizes: bytes of each segment.
-        owned: by the names of modules that the trace has not seen, the segments to bring should one be called later.
+        sizes: bytes of each slice.
+        owned: by the names of modules that the trace has not seen, the slices to bring should one be called later.
         budget_bytes: hot set and ring together may take this; the weights read most often stay. None, no limit. The
             ring, and weights whose reading no call announces, are needed whatever the limit.
 
     Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
     loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
     """
+    # Slices of one read must be on the device together, so a slot holds the largest such unit at least.
     units = _first_reads(reads)
     unit_bytes = [sum(sizes[index] for index in unit) for unit in units]
     slot_bytes = max([sum(unit_bytes) // _MAX_BLOCKS, *unit_bytes])
-    arriving = {index for read in reads if read.module is None or read.late for index in read.segments}
-    room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in arriving)
+    # No hook runs right before these reads: outside of all modules, or after a call of another module, which may have
+    # evicted the weights again.
+    unannounced = {index for read in reads if read.module is None or read.late for index in read.slices}
+    # What the budget leaves to hot blocks, beside a ring of two slots and the unannounced weights.
+    room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in unannounced)
     loads = _count_loads(reads, sizes, 2 * slot_bytes)
-    again = [index for index, count in loads.most_common() if count > 1 and index not in arriving]
-    # By segment, the read after which it need not stay.
-    ends = _within(_loops(reads, again), sizes, room) | dict.fromkeys(arriving, len(reads))
+    again = [index for index, count in loads.most_common() if count > 1 and index not in unannounced]
+    # By slice, the read after which it need not stay.
+    ends = _within(_loops(reads, again), sizes, room) | dict.fromkeys(unannounced, len(reads))
     groups = [
         *_grouped(units, ends, sizes, slot_bytes),
         *(Block((index,), size) for index, size in enumerate(sizes) if index not in loads),
     ]
-    block_of = {index: number for number, block in enumerate(groups) for index in block.segments}
+    block_of = {index: number for number, block in enumerate(groups) for index in block.slices}
     sequence, reached = _sequence(reads, block_of, groups)
     needs = _needs(reads, owned, block_of)
     seen = {read.module for read in reads}
     together = [sum(not groups[n].stays for n in blocks) for name, blocks in needs.items() if name in seen]
     return StreamPlan(
-        blocks=tuple(b if b.leaves_at is None else replace(b, leaves_at=reached[b.leaves_at]) for b in groups),
+        blocks=tuple(b if b.evict_at is None else replace(b, evict_at=reached[b.evict_at]) for b in groups),
         sequence=tuple(sequence),
         needs=needs,
-        at_arrival=tuple(sorted({block_of[index] for index in arriving})),
+        at_start=tuple(sorted({block_of[index] for index in unannounced})),
         slot_bytes=max((groups[number].num_bytes for number in sequence if not groups[number].stays), default=0),
         num_slots=1 + max([1, *together]),
     )
 
 
 def _count_loads(reads: Sequence[Read], sizes: Sequence[int], capacity_bytes: int) -> Counter[int]:
-    """How often each segment would be brought if the least recently used ones made room."""
+    """Count how often each slice would be brought if the least recently used ones made room."""
     loads: Counter[int] = Counter()
     present: OrderedDict[int, int] = OrderedDict()
     for read in reads:
-        for index in read.segments:
+        for index in read.slices:
             loads[index] += index not in present
             present[index] = sizes[index]
             present.move_to_end(index)
-        while sum(present.values()) > capacity_bytes and len(present) > len(read.segments):
+        while sum(present.values()) > capacity_bytes and len(present) > len(read.slices):
             present.popitem(last=False)
     return loads
 
 
-def _loops(reads: Sequence[Read], segments: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Of segments that are read again and again: the first read, and the last read of the loop around it.
+def _loops(reads: Sequence[Read], slices: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Find for slices that are read again and again the first read, and the last read of the loop around it.
 
     A loop reads all its weights for the first time before it reads one for the last time.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for number, read in enumerate(reads):
-        for index in read.segments:
+        for index in read.slices:
             first.setdefault(index, number)
             last[index] = number
     return {
-        index: (first[index], max(last[other] for other in segments if first[index] <= first[other] <= last[index]))
-        for index in segments
+        index: (first[index], max(last[other] for other in slices if first[index] <= first[other] <= last[index]))
+        for index in slices
     }
 
 
 def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: int | None) -> dict[int, int]:
-    """The ends of those loops that fit `room` bytes at any time; what is loaded most often comes first."""
+    """Return the ends of those loops that fit `room` bytes at any time; what is loaded most often comes first."""
     if room is None:
         return {index: end for index, (_, end) in loops.items()}
-    # What stays at each moment at which something begins to stay.
+    # Bytes that stay at each moment at which something begins to stay: between two of these the sum only falls.
     taken = dict.fromkeys((begin for begin, _ in loops.values()), 0)
     ends: dict[int, int] = {}
     for index, (begin, end) in loops.items():
@@ -197,11 +206,11 @@ def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: in
 
 
 def _first_reads(reads: Sequence[Read]) -> list[tuple[int, ...]]:
-    """Of each read, the segments that were not read before: they should travel together."""
+    """Return of each read the slices that were not read before: they should travel together."""
     seen: set[int] = set()
     units = []
     for read in reads:
-        unit = tuple(index for index in read.segments if index not in seen)
+        unit = tuple(index for index in read.slices if index not in seen)
         seen.update(unit)
         if unit:
             units.append(unit)
@@ -211,20 +220,20 @@ def _first_reads(reads: Sequence[Read]) -> list[tuple[int, ...]]:
 def _grouped(
     units: Sequence[tuple[int, ...]], ends: Mapping[int, int], sizes: Sequence[int], slot_bytes: int
 ) -> list[Block]:
-    """Neighbours in the order of first use that leave together, as large as a slot at most."""
+    """Join neighbours in the order of first use that are evicted together, up to the size of a slot."""
     groups: list[Block] = []
-    open_group: dict[int | None, int] = {}  # by when it leaves, the group that still has room
+    open_group: dict[int | None, int] = {}  # by `evict_at`, the group that still has room
     for unit in units:
         for end in dict.fromkeys(ends.get(index) for index in unit):
-            segments = tuple(index for index in unit if ends.get(index) == end)
-            num_bytes = sum(sizes[index] for index in segments)
+            slices = tuple(index for index in unit if ends.get(index) == end)
+            num_bytes = sum(sizes[index] for index in slices)
             number = open_group.get(end)
             if number is None or groups[number].num_bytes + num_bytes > slot_bytes:
                 open_group[end] = len(groups)
-                groups.append(Block(tuple(sorted(segments)), num_bytes, end))
+                groups.append(Block(tuple(sorted(slices)), num_bytes, end))
             else:
                 group = groups[number]
-                groups[number] = Block(tuple(sorted(group.segments + segments)), group.num_bytes + num_bytes, end)
+                groups[number] = Block(tuple(sorted(group.slices + slices)), group.num_bytes + num_bytes, end)
     return groups
 
 
@@ -234,7 +243,7 @@ def _needs(
     called: dict[str, set[int]] = {}
     for read in reads:
         if read.module is not None and not read.late:
-            called.setdefault(read.module, set()).update(block_of[index] for index in read.segments)
+            called.setdefault(read.module, set()).update(block_of[index] for index in read.slices)
     others = {name: {block_of[index] for index in indices} for name, indices in owned.items()}
     # One tuple for equal needs, so that going from module to module of a block is seen by identity.
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -248,12 +257,16 @@ def _needs(
 def _sequence(
     reads: Sequence[Read], block_of: Mapping[int, int], blocks: Sequence[Block]
 ) -> tuple[list[int], list[int]]:
-    """The expected sequence, and its length after each read; after the last one it has no end."""
+    """Return the expected sequence of blocks, and its length after each read.
+
+    The lengths turn the end of a loop, a number of a read, into `evict_at`. The last length stands twice, for weights
+    that stay until the visit ends.
+    """
     sequence: list[int] = []
     reached: list[int] = []
     brought: set[int] = set()
     for read in reads:
-        for number in dict.fromkeys(block_of[index] for index in read.segments):
+        for number in dict.fromkeys(block_of[index] for index in read.slices):
             if sequence[-1:] != [number] and not (blocks[number].stays and number in brought):
                 sequence.append(number)
                 brought.add(number)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_memopt.teacher.packed_weights import Place, Segment, bind, views
+from hf_memopt.teacher.packed_weights import OffsetTensor, WeightSlice, bind, views
 from hf_memopt.teacher.streaming.copy_schedule import Block
 from hf_memopt.transfer import Copier, Transfer
 
@@ -16,14 +16,14 @@ class _Layout:
 
     Attributes:
         num_bytes: of the block.
-        places: its tensors and their bytes in the slot.
-        home: views of the same tensors where they lie between visits.
+        offsets: its tensors and their offsets in the slot.
+        in_place: the views that the same tensors are bound to while the block is not on the device.
         runs: (start in host memory, start in the slot, bytes) of each copy; neighbours travel in one.
     """
 
     num_bytes: int
-    places: tuple[Place, ...]
-    home: tuple[Tensor, ...]
+    offsets: tuple[OffsetTensor, ...]
+    in_place: tuple[Tensor, ...]
     runs: tuple[tuple[int, int, int], ...]
 
 
@@ -43,8 +43,8 @@ class Ring:
     Args:
         copier: how bytes move.
         master: the weights in host memory, `(n,)` uint8.
-        segments: where they lie in it.
-        home: of each segment, the views that its tensors are bound to while they are not on the device.
+        slices: where they lie in it.
+        in_place: of each slice, the views that its tensors are bound to while they are not on the device.
         blocks: what travels together.
         slot_bytes: size of a slot for a block that does not stay. All are equal, and taken from and given back to the
             allocator together, so that it hands the same memory out again.
@@ -57,15 +57,15 @@ class Ring:
         self,
         copier: Copier,
         master: Tensor,
-        segments: Sequence[Segment],
-        home: Sequence[Sequence[Tensor]],
+        slices: Sequence[WeightSlice],
+        in_place: Sequence[Sequence[Tensor]],
         blocks: Sequence[Block],
         slot_bytes: int,
     ) -> None:
         self._copier = copier
         self._master = master
         self._blocks = blocks
-        self._layouts = [_layout([(segments[i], home[i]) for i in block.segments]) for block in blocks]
+        self._layouts = [_layout([(slices[i], in_place[i]) for i in block.slices]) for block in blocks]
         self._slot_bytes = slot_bytes
         self._slots: dict[int, _Slot] = {}
         self.device_bytes = 0
@@ -91,8 +91,8 @@ class Ring:
         slot = self._slots[number]
         while slot.to_copy:
             source, start, size = slot.to_copy[0]
-            piece = slot.memory[start : start + size]
-            slot.on_their_way.append(self._copier.to_device(self._master[source : source + size], piece))
+            destination = slot.memory[start : start + size]
+            slot.on_their_way.append(self._copier.to_device(self._master[source : source + size], destination))
             slot.to_copy.pop(0)
 
     def bind(self, number: int) -> None:
@@ -100,17 +100,17 @@ class Ring:
         slot, layout = self._slots[number], self._layouts[number]
         if not slot.bound:
             _wait(slot)
-            bind(layout.places, views(layout.places, slot.memory))
+            bind(layout.offsets, views(layout.offsets, slot.memory))
             slot.bound = True
 
     def unbind(self, number: int) -> None:
-        """Point the module's tensors at their home."""
+        """Point the module's tensors at where they lie between visits."""
         slot, layout = self._slots[number], self._layouts[number]
         if slot.bound:
-            bind(layout.places, layout.home)
+            bind(layout.offsets, layout.in_place)
             slot.bound = False
 
-    def drop(self, number: int) -> None:
+    def evict(self, number: int) -> None:
         """Unbind a block and give its slot up. Work submitted so far may still read it."""
         self.unbind(number)
         slot = self._slots[number]
@@ -127,18 +127,18 @@ def _wait(slot: _Slot) -> None:
         slot.on_their_way.pop(0)
 
 
-def _layout(pieces: Sequence[tuple[Segment, Sequence[Tensor]]]) -> _Layout:
-    places: list[Place] = []
-    home: list[Tensor] = []
+def _layout(block: Sequence[tuple[WeightSlice, Sequence[Tensor]]]) -> _Layout:
+    offsets: list[OffsetTensor] = []
+    in_place: list[Tensor] = []
     runs: list[tuple[int, int, int]] = []
     filled = 0
-    for segment, home_views in pieces:
-        places += [(tensor, filled + start - segment.start) for tensor, start in segment.places]
-        home += home_views
-        if runs and runs[-1][0] + runs[-1][2] == segment.start:
+    for piece, views_in_place in block:
+        offsets += [(tensor, filled + start - piece.start) for tensor, start in piece.offsets]
+        in_place += views_in_place
+        if runs and runs[-1][0] + runs[-1][2] == piece.start:
             source, start, size = runs.pop()
-            runs.append((source, start, size + segment.num_bytes))
+            runs.append((source, start, size + piece.num_bytes))
         else:
-            runs.append((segment.start, filled, segment.num_bytes))
-        filled += segment.num_bytes
-    return _Layout(filled, tuple(places), tuple(home), tuple(runs))
+            runs.append((piece.start, filled, piece.num_bytes))
+        filled += piece.num_bytes
+    return _Layout(filled, tuple(offsets), tuple(in_place), tuple(runs))

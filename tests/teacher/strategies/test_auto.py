@@ -123,7 +123,7 @@ def test_a_resident_teacher_gives_the_host_copy_back(
 
     monkeypatch.setattr(offload, "clock_for", lambda device: WaitingClock())
     training = Training(network, counters, 10 * MIB, 10 * MIB, copier)
-    master = StorageWeakRef(training.teacher._residency._undecided[1].untyped_storage())
+    master = StorageWeakRef(training.teacher._placement._undecided[1].untyped_storage())
     while training.teacher.report().mode != "resident":
         assert not master.expired()
         training.step(x)
@@ -165,11 +165,11 @@ def test_the_hot_set_takes_the_room_that_there_is(network: nn.Module, counters: 
 
 def test_a_teacher_that_is_gone_before_the_choice_leaves_nothing(network: nn.Module, counters: FakeCounters) -> None:
     training = Training(network, counters, MIB, MIB)
-    residency = weakref.ref(training.teacher._residency)
+    placement = weakref.ref(training.teacher._placement)
     optimizer = training._optimizer
     del training
     gc.collect()
-    assert residency() is None
+    assert placement() is None
     optimizer.step()
 
 

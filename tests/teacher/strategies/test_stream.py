@@ -97,9 +97,9 @@ def streamed(module: nn.Module, copier: object = None, budget_gib: float | None 
 
 
 def plan_of(teacher: OffloadedTeacher) -> StreamPlan:
-    assert isinstance(teacher._residency, StreamedWeights)
-    assert teacher._residency.plan is not None
-    return teacher._residency.plan
+    assert isinstance(teacher._placement, StreamedWeights)
+    assert teacher._placement.plan is not None
+    return teacher._placement.plan
 
 
 def named_bytes(module: nn.Module) -> int:
@@ -410,7 +410,7 @@ def test_a_language_model_of_transformers(tied: bool, monkeypatch: pytest.Monkey
         with teacher.onload() as module, torch.no_grad():
             assert torch.equal(module(tokens).logits, want)
     plan = plan_of(teacher)
-    assert plan.at_arrival == ()
+    assert plan.at_start == ()
     assert plan.hot_bytes == 0
     assert plan.ring_bytes < named_bytes(model) / 3
 
@@ -424,11 +424,11 @@ def reads(*names: str) -> list[Read]:
 
 def test_plan_of_a_prefix_and_three_steps() -> None:
     plan = plan_stream(reads(*"012345" + "67" * 3), [10] * 9, {"module 8": (8,)})
-    assert [block.segments for block in plan.blocks if block.stays] == []  # both fit the ring together
+    assert [block.slices for block in plan.blocks if block.stays] == []  # both fit the ring together
     plan = plan_stream(reads(*"012" + "3456" * 3), [10] * 9, {"module 8": (8,)})
-    assert [block.segments for block in plan.blocks if block.stays] == [(3,), (4,), (5,), (6,)]
+    assert [block.slices for block in plan.blocks if block.stays] == [(3,), (4,), (5,), (6,)]
     assert (plan.hot_bytes, plan.ring_bytes, plan.visit_bytes) == (40, 20, 70)
-    assert [plan.blocks[number].segments for number in plan.needs["module 8"]] == [(8,)]
+    assert [plan.blocks[number].slices for number in plan.needs["module 8"]] == [(8,)]
     plan = plan_stream(reads(*"012" + "3456" * 3), [10] * 9, {}, budget_bytes=40)
     assert plan.hot_bytes == 20
     assert plan.device_bytes == 40
@@ -453,7 +453,7 @@ def test_what_one_loop_reads_is_gone_before_the_next_loop() -> None:
 
 def test_reads_that_no_call_announces_arrive_with_the_visit() -> None:
     plan = plan_stream([Read((0,), None), *reads("1", "2"), Read((3,), "module 1", late=True)], [10] * 4, {}, 0)
-    assert [plan.blocks[number].segments for number in plan.at_arrival] == [(0,), (3,)]
+    assert [plan.blocks[number].slices for number in plan.at_start] == [(0,), (3,)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -467,9 +467,9 @@ def test_reads_that_no_call_announces_arrive_with_the_visit() -> None:
 def test_any_plan_holds_each_weight_once_and_keeps_to_its_budget(case: tuple[list[int], list[int], int]) -> None:
     sizes, order, budget = case
     plan = plan_stream([Read((index,), f"module {index}") for index in order], sizes, {}, budget)
-    held = sorted(index for block in plan.blocks for index in block.segments)
+    held = sorted(index for block in plan.blocks for index in block.slices)
     assert held == list(range(len(sizes)))
-    used = {index for number in plan.sequence for index in plan.blocks[number].segments}
+    used = {index for number in plan.sequence for index in plan.blocks[number].slices}
     assert used == set(order)
     largest = max(sizes[index] for index in order)
     assert plan.hot_bytes <= max(0, budget - 2 * largest)
