@@ -24,7 +24,7 @@ from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
-from hf_memopt.transfer import Copier, clock_for, copier_for
+from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -262,12 +262,12 @@ class ActivationOffloader:
         return active_in(op_recorder, [module for module in modules if module is not None], everywhere)
 
     def _op_recorder(self, model: nn.Module | None, fixed: frozenset[int]) -> OpRecorder | None:
-        device = _device_of(model, self._given_copier)
-        if self.mode != "auto" or self._context(device) is None:
+        context = self._context(_device_of(model, self._given_copier))
+        if self.mode != "auto" or context is None:
             return None
         plans = self._plans_of(model).values()
         if any(plan.is_recording for plan in plans) or (not plans and self._key(model) not in self._idle):
-            return OpRecorder(fixed, clock_for(device))
+            return OpRecorder(fixed, context.clock)
         return OpRecorder(fixed, None) if any(plan.makers() for plan in plans) else None
 
     def _note_idle(self, model: nn.Module | None) -> None:

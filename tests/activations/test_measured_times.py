@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
-from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.activations.planner.offload_plan import Plan, make_plan
 from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.planner.simulator import Link
+from hf_memopt.activations.saved_tensors import device_context
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -80,7 +80,7 @@ class Run:
         self.model = Layers(device)
         patch.setattr(auto_mode, "measure_link", lambda copier, clock: (1e9, 1e9))
         patch.setattr(auto_mode, "make_plan", self._plan)
-        patch.setattr(offloader_module, "clock_for", lambda _: device)
+        patch.setattr(device_context, "clock_for", lambda _: device)
         self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
 
     def _plan(self, profile: Profile, link: Link, **limits: Any) -> Plan:
