@@ -4,7 +4,6 @@
 - `darcy`: coefficient fields and their solutions, as files.
 - `data`: these files, or neuralop's, as datasets.
 - `model`: neuralop's models, and what is checkpointed.
-- `evaluation`: losses, and errors by resolution.
-- `step`: the optimizer and one update in micro-batches.
+- `step`: the optimizer, one update in micro-batches, and errors by resolution.
 - `trainer`: the same training by neuralop's Trainer; `report`: results and panels; `plan`: the update on fake tensors.
 """

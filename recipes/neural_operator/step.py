@@ -1,19 +1,23 @@
-"""One update of `train_neural_operator.py`, as its loop and its plans run it."""
+"""One update of `train_neural_operator.py`, as its loop and its plans run it, and errors as neuralop measures them."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from neuralop import H1Loss, LpLoss
 from neuralop.training import AdamW
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.neural_operator.evaluation import LOSSES
 from hf_memopt.recipes.neural_operator.options import TrainingOptions
 
 Batch = dict[str, Tensor]
+
+# Sums over the samples of a batch. H1Loss takes fields for periodic by default, which these are not.
+LOSSES = {"l2": LpLoss(d=2, p=2), "h1": H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)}
 
 
 @dataclass(kw_only=True)
@@ -76,3 +80,29 @@ def update(run: Run, batch: Batch) -> Tensor:
     run.optimizer.zero_grad()
     run.progress.num_updates += 1
     return torch.stack(losses).sum()
+
+
+def evaluate(
+    model: nn.Module, processor: Any, tests: dict[int, DataLoader[Any]], accelerator: Accelerator
+) -> dict[str, float]:
+    """Return mean relative errors by test resolution and norm, as `l2_<resolution>` and `h1_<resolution>`."""
+    model.eval()
+    processor.eval()
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        for resolution, batches in tests.items():
+            errors = torch.cat([accelerator.gather_for_metrics(_errors(model, processor, batch)) for batch in batches])
+            found |= {
+                f"{name}_{resolution}": mean.item() for name, mean in zip(LOSSES, errors.mean(dim=0), strict=True)
+            }
+    model.train()
+    processor.train()
+    return found
+
+
+def _errors(model: nn.Module, processor: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the relative errors of a batch, `(batch, norms)`."""
+    batch = processor.preprocess(batch)
+    output, batch = processor.postprocess(model(batch["x"]), batch)
+    pairs = zip(output.split(1), batch["y"].split(1), strict=True)
+    return torch.stack([torch.stack([loss(ours, truth) for loss in LOSSES.values()]) for ours, truth in pairs])

@@ -13,10 +13,9 @@ from transformers import get_scheduler
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.loop import make_offloader
 from hf_memopt.recipes.neural_operator.data import Data
-from hf_memopt.recipes.neural_operator.evaluation import LOSSES
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.step import make_optimizer
+from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
 
 
 def train_with_trainer(

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.canary
 MODEL = "recipes/neural_operator/model.py"
 DATA = "recipes/neural_operator/data.py"
 LOOP = "recipes/train_neural_operator.py"
-EVALUATION = "recipes/neural_operator/evaluation.py"
+EVALUATION = "recipes/neural_operator/step.py"
 TRAINER = "recipes/neural_operator/trainer.py"
 DARCY = "recipes/neural_operator/darcy.py"
 

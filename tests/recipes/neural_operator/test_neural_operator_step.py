@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_memopt.recipes.neural_operator.evaluation import LOSSES
+from hf_memopt.recipes.neural_operator.step import LOSSES
 
 
 def test_losses_do_not_take_fields_for_periodic() -> None:
