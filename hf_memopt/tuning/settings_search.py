@@ -8,12 +8,12 @@ from functools import partial
 
 from tqdm import tqdm
 
-from hf_memopt.estimate.accounting.step_phases import BACKWARD, FORWARD
-from hf_memopt.estimate.estimate import MemoryEstimate, SimulationOptions, simulate
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
+from hf_memopt.estimate.estimate import MemoryEstimate, simulate
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
-from hf_memopt.tuning.workload import Lever, Settings, Workload
+from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainingPlan:
     """
 
     workload: str
-    levers: tuple[Lever, ...]
+    levers: tuple[SearchDimension, ...]
     card: Card
     host_bytes: int | None
     rows: tuple[Row, ...]
@@ -107,7 +107,7 @@ def plan(
     """
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
-    card = gpu if isinstance(gpu, Card) else find_card(gpu, link_bytes_per_s)
+    card = find_card(gpu, link_bytes_per_s)
     search = _Search(workload, card, None if host is None else parse_size(host, "host"))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
@@ -184,8 +184,7 @@ class _Search:
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
-        options = SimulationOptions(num_steps=simulated.num_steps, card=self._card)
-        estimate = simulate(simulated.setup, simulated.step, options)
+        estimate = simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=self._card)
         accumulation = self._workload.effective_batch // micro_batch
         needed_bytes = estimate.trace.smallest_capacity()
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
@@ -205,7 +204,7 @@ def _update_ms(estimate: MemoryEstimate, repeats: float) -> float:
     return sum(time * (repeats if phase in (FORWARD, BACKWARD) else 1) for phase, time in estimate.phases_ms.items())
 
 
-def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
+def _combinations(levers: Sequence[SearchDimension]) -> Iterator[Settings]:
     """All settings, those that spend least first."""
     ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
     for chosen in sorted(ranks, key=lambda each: (sum(each), each)):

@@ -124,7 +124,7 @@ def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
 
 
 def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
-    """If it no longer does, the import in virtual_device.py can go."""
+    """If it no longer does, the import in `simulation.device` can go."""
     source = inspect.getsource(torch._compile._disable_dynamo)
     assert "torch._dynamo" in source
 
