@@ -23,6 +23,8 @@ class OutOfDeviceMemoryError(MemoryError):
 
 
 class _Block:
+    """A piece of a segment; `previous` and `following` are its neighbours there, free or not."""
+
     __slots__ = ("address", "following", "free", "num_bytes", "previous", "small")
 
     def __init__(self, address: int, num_bytes: int, small: bool) -> None:
@@ -64,6 +66,7 @@ class CachingAllocator:
         position = bisect_left(free, num_bytes, key=lambda entry: entry[0])
         block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, small)
         block.free = False
+        # As in torch: a small block is split at any size, a large one only if what remains is no small block.
         rest = block.num_bytes - num_bytes
         if rest >= BLOCK_BYTES if small else rest > _SMALL_BYTES:
             self._split(block, num_bytes)
@@ -101,6 +104,7 @@ class CachingAllocator:
 
     def _return_unused(self) -> None:
         for small, free in self._free.items():
+            # A free block without neighbours is a whole segment. Only such can go back to the device.
             kept = [entry for entry in free if entry[2].previous or entry[2].following]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
             self._free[small] = kept
