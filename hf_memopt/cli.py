@@ -1,11 +1,19 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
 
 from hf_memopt import __version__
 from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
+
+# The subcommands, and the module in which they are.
+_COMMANDS = {
+    "smolvla_commands": ("prepare-student", "precompute", "evaluate", "export"),
+    "machine_commands": ("doctor", "report"),
+    "planning_commands": ("estimate", "plan"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parsed = _parser().parse_args(arguments)
+    parsed = _parser(arguments[0] if arguments else "").parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
@@ -24,9 +32,8 @@ def _run(arguments: list[str]) -> int:
     return status
 
 
-def _parser() -> Parser:
-    from hf_memopt.commands import estimate_command, machine_commands, plan_command, smolvla_commands
-
+def _parser(command: str = "") -> Parser:
+    """Make the parser of one subcommand, or of all where it is none."""
     parser = Parser(
         prog="hf-memopt",
         description="Train in the memory you have.",
@@ -34,8 +41,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for part in (smolvla_commands, machine_commands, estimate_command, plan_command):
-        part.add_to(commands)
+    modules = [module for module, names in _COMMANDS.items() if command in names] or list(_COMMANDS)
+    for module in modules:
+        importlib.import_module(f"hf_memopt.commands.{module}").add_to(commands)
     return parser
 
 

@@ -13,7 +13,6 @@ from benchmarks.cells import Cell, Row, found_by, preload
 from benchmarks.common import environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
 from hf_memopt.estimate.estimate import estimate_peak_memory
-from hf_memopt.estimate.gpus import CARDS
 
 BENCHMARK = "planning.estimates"
 Step = tuple[str, Definition]
@@ -27,7 +26,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     """The cell that estimates a step; it never asks for an accelerator, after which simulations could not be forked."""
     step = simulated_step(settings["definition"], folder / slug(settings["step"]))
     begun = time.perf_counter()
-    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=CARDS[settings["card"]])
+    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=settings["card"])
     modelled = estimate.trace.allocator()
     figures = {
         "allocated_bytes": modelled.peak_allocated_bytes,

@@ -1,18 +1,16 @@
 """Peak memory of a training step, without the accelerator that it is for."""
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_memopt.estimate.accounting import caching_allocator, categories
-from hf_memopt.estimate.accounting.allocation_log import Ledger, StorageRecord
-from hf_memopt.estimate.accounting.labels import StepWatch
-from hf_memopt.estimate.accounting.memory_trace import Trace
-from hf_memopt.estimate.accounting.step_phases import Phases
-from hf_memopt.estimate.gpus import DEFAULT_CARD, Card
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, StorageRecord
+from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
+from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.data_dependent import Unknowns
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
@@ -53,7 +51,7 @@ class MemoryEstimate:
             trainable parameters got no gradient, so that part of the model may not have run.
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
-        step_ms: what the last step would take on `card`; None without one.
+        step_ms: what the last step would take on `gpu`; None without one.
         phases_ms: the same by phase.
         stall_ms: for how long compute would wait for copies in it.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
@@ -74,7 +72,7 @@ class MemoryEstimate:
     step_ms: float | None
     phases_ms: dict[str, float]
     stall_ms: float | None
-    trace: Trace
+    trace: MemoryTrace
     storage_kinds: tuple[str, ...]
 
 
@@ -84,26 +82,27 @@ def estimate_peak_memory(
     *,
     like: Like = "cuda",
     num_steps: int = 2,
-    card: Card | None = None,
+    gpu: str | Card | None = None,
 ) -> MemoryEstimate:
-    """Runs whole training steps on tensors without memory and reports the most that was alive at one time.
+    """Run whole training steps on tensors without memory and report the most that was alive at one time.
 
     Args:
         setup: called with a device, builds model, optimizer and batch there. What it returns is passed to `step`.
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
         like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
         num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
-        card: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. Its
-            compute capability decides which kernels attention runs; without a card that of the desktop cards of 2023.
+        gpu: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. A name
+            ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
+            runs; without a card that of the desktop cards of 2023.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
     Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
 
     Raises:
-        ValueError: `like` is unknown or a number out of its range; an operation has no fake implementation (named,
-            with its module); no trainable parameter got a gradient; backward has run on an accelerator before; or
-            `setup` or `step` raised it.
+        ValueError: `like` or `gpu` is unknown, or `num_steps` is no count; an operation has no fake implementation
+            (named, with its module); no trainable parameter got a gradient; backward has run on an accelerator before;
+            or `setup` or `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
@@ -123,78 +122,50 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    options = SimulationOptions(like, num_steps, card)
-    return run_isolated(lambda: simulate(setup, step, options))
+    return run_isolated(lambda: simulate(setup, step, like=like, num_steps=num_steps, gpu=gpu))
 
 
-@dataclass(frozen=True)
-class SimulationOptions:
-    """See `estimate_peak_memory`."""
-
-    like: Like = "cuda"
-    num_steps: int = 2
-    card: Card | None = None
-
-    def __post_init__(self) -> None:
-        if self.like not in ("cuda", "cpu"):
-            raise ValueError(f'like={self.like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
-        COUNT.check("num_steps", self.num_steps)
-
-
-def simulate(setup: Callable[[Any], Any], step: Callable[[Any], Any], options: SimulationOptions) -> MemoryEstimate:
-    """`estimate_peak_memory` in this process, which is then good for simulations alone."""
-    phases = Phases()
-    device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if options.like == "cuda" else ("cpu", 1)
-    with ExitStack() as stack:
-        clock = VirtualClock(options.card or DEFAULT_CARD)
-        times = StepTimes(clock, phases)
-        ledger = Ledger(device_type, block_bytes, phases, times.charge)
-        watch = StepWatch(ledger, phases)
-        device, unknowns = stack.enter_context(
-            simulation(options.like, clock, lambda: phases.module, watch.see_teacher)
-        )
-        begins = []
-        with ledger, phases.following(watch.add_root, watch.see_optimizer):
+def simulate(
+    setup: Callable[[Any], Any],
+    step: Callable[[Any], Any],
+    *,
+    like: Like = "cuda",
+    num_steps: int = 2,
+    gpu: str | Card | None = None,
+) -> MemoryEstimate:
+    """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
+    COUNT.check("num_steps", num_steps)
+    if like not in ("cuda", "cpu"):
+        raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
+    device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
+    # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
+    phases = StepPhases()
+    clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu))
+    log = AllocationLog(device_type, block_bytes, phases, clock.charge)
+    labels = StepLabels(log, phases)
+    begins = []
+    with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
+        with log, labels.following():
             state = setup(device)
-            watch.add_state(state)
-            for _ in range(options.num_steps):
-                begins.append(len(ledger.log))
+            labels.add_state(state)
+            for _ in range(num_steps):
+                begins.append(len(log.changes))
                 phases.begin_step()
-                times.begin_step()
+                clock.begin_step()
                 step(state)
-            unreached = watch.unreached()
-        return _estimate(ledger, begins, unknowns, unreached, times if options.card else None)
-
-
-class StepTimes:
-    """How long the phases of the newest step took on the virtual clock, if there is one."""
-
-    def __init__(self, clock: VirtualClock, phases: Phases) -> None:
-        self.phases_ms: dict[str, float] = {}
-        self.stall_ms = 0.0
-        self._clock, self._phases = clock, phases
-        self._booked_s = self._stalled_s = 0.0
-
-    def begin_step(self) -> None:
-        self.phases_ms = {}
-        self._booked_s, self._stalled_s = self._clock.now_s, self._clock.stalled_s
-
-    def charge(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Let an operation take its time, and book all time since the last one."""
-        self._clock.charge(function, args, kwargs, result)
-        spent_ms = 1e3 * (self._clock.now_s - self._booked_s)
-        self.phases_ms[self._phases.name] = self.phases_ms.get(self._phases.name, 0.0) + spent_ms
-        self._booked_s = self._clock.now_s
-        self.stall_ms = 1e3 * (self._clock.stalled_s - self._stalled_s)
+            unreached = labels.unreached()
+        # Read before the simulation ends, which frees what autocast has cached.
+        return _estimate(log, begins, data_dependent.guesses, unreached, None if gpu is None else clock)
 
 
 def _estimate(
-    ledger: Ledger, begins: list[int], unknowns: Unknowns, unreached: tuple[str, ...], times: StepTimes | None
+    log: AllocationLog, begins: list[int], guesses: Counter[str], unreached: tuple[str, ...], clock: VirtualClock | None
 ) -> MemoryEstimate:
-    trace = ledger.trace(begins[0])
+    """Read the answer off the log; `begins` are the positions in it at which the steps began."""
+    trace = log.trace(begins[0])
     peak_bytes, peak_at = trace.peak()
-    live = categories.alive_at(ledger, trace.positions[peak_at])
-    guesses = tuple(f"{what} ({count} times)" for what, count in unknowns.guesses.items())
+    live = categories.alive_at(log, trace.positions[peak_at])
+    assumptions = tuple(f"{what} ({count} times)" for what, count in guesses.items())
     return MemoryEstimate(
         peak_bytes=peak_bytes,
         reserved_bytes=trace.allocator().peak_reserved_bytes,
@@ -203,15 +174,15 @@ def _estimate(
         phases=trace.peaks_by_phase(),
         breakdown=categories.breakdown(live),
         top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
-        host_bytes=ledger.host_peak_bytes(begins[0]),
-        confidence="low" if unreached else "medium" if guesses else "high",
-        assumptions=guesses,
+        host_bytes=log.host_peak_bytes(begins[0]),
+        confidence="low" if unreached else "medium" if assumptions else "high",
+        assumptions=assumptions,
         unreached=unreached,
-        step_ms=sum(times.phases_ms.values()) if times else None,
-        phases_ms=times.phases_ms if times else {},
-        stall_ms=times.stall_ms if times else None,
+        step_ms=sum(clock.phases_ms.values()) if clock else None,
+        phases_ms=clock.phases_ms if clock else {},
+        stall_ms=clock.stall_ms if clock else None,
         trace=trace,
-        storage_kinds=categories.of_storages(ledger),
+        storage_kinds=categories.of_storages(log),
     )
 
 

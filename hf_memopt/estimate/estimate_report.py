@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hf_memopt.estimate.accounting.step_phases import OPTIMIZER
+from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
 from hf_memopt.estimate.estimate import MemoryEstimate
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import Table, align

@@ -93,22 +93,26 @@ def allowances(card: Card | None = None) -> dict[str, int]:
     }
 
 
-def find_card(text: str, link_bytes_per_s: float | None = None) -> Card:
-    """A card by its name ("rtx4070-laptop"), or one of a size ("8GiB") with the speed of a small desktop card.
+def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
+    """Return a card by its name ("rtx4070-laptop"), or one of a size ("8GiB") with the speed of a small desktop card.
+
+    Args:
+        gpu: a name or a size; a `Card` is returned as it is.
+        link_bytes_per_s: bandwidth to the host's memory in place of the card's own.
 
     Raises:
         ValueError: neither a known name nor a size.
     """
-    named = CARDS.get(text.strip().lower())
-    if named is None:
-        try:
-            memory_bytes = parse_size(text)
-        except ValueError:
-            raise ValueError(
-                f"gpu={text!r} is neither a size such as 8GiB nor a known card; known are {', '.join(CARDS)}"
-            ) from None
-        named = replace(CARDS["rtx4070"], name=text.strip(), memory_bytes=memory_bytes)
-    return named if link_bytes_per_s is None else replace(named, link_bytes_per_s=link_bytes_per_s)
+    card = gpu if isinstance(gpu, Card) else CARDS.get(gpu.strip().lower()) or _card_of_size(gpu)
+    return card if link_bytes_per_s is None else replace(card, link_bytes_per_s=link_bytes_per_s)
+
+
+def _card_of_size(text: str) -> Card:
+    try:
+        return replace(DEFAULT_CARD, name=text.strip(), memory_bytes=parse_size(text))
+    except ValueError:
+        known = ", ".join(CARDS)
+        raise ValueError(f"gpu={text!r} is neither a size such as 8GiB nor a known card; known are {known}") from None
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

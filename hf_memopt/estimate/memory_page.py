@@ -37,7 +37,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Timeline(NamedTuple):
+class MemoryTimeline(NamedTuple):
     """Bytes by kind at some positions of a trace, and its phases.
 
     Attributes:
@@ -51,7 +51,7 @@ class Timeline(NamedTuple):
     spans: list[Span]
 
 
-def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> Timeline:
+def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryTimeline:
     """At most `max_points` positions from the first step on; of each stretch the one that holds most, so that the peak
     is among them.
     """
@@ -65,7 +65,7 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> Timelin
             rows.append(held.copy())
     ordered = sorted(held, key=lambda kind: _ORDER.index(kind))
     by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
-    return Timeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
+    return MemoryTimeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
 
 
 def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
@@ -101,7 +101,7 @@ def _spans(phases: tuple[str, ...], first: int) -> Iterator[Span]:
         yield Span(phase, stretch[0], stretch[-1] + 1)
 
 
-def _draw(figure: Any, shown: Timeline, estimate: MemoryEstimate) -> None:
+def _draw(figure: Any, shown: MemoryTimeline, estimate: MemoryEstimate) -> None:
     figure.set_size_inches(9, 4.6)
     axes = figure.subplots()
     series = [[num_bytes / MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]

@@ -206,6 +206,8 @@ class StreamCopier:
         compute = torch.accelerator.current_stream(self.device)
         if compute != self._compute:
             self._follow(compute)
+        # The copy begins after all that compute has been given so far: the work that made its source, and the last work
+        # that used the memory of its destination.
         stream.wait_stream(compute)
         with stream:
             destination.copy_(source, non_blocking=True)
@@ -215,6 +217,8 @@ class StreamCopier:
                 stream.synchronize()  # nobody could tell when the copy is over
                 raise
         is_read = stream is self._stream_to_device
+        # The host's end is kept here until the copy is over, since its owner may drop it at any time. The device's end
+        # is kept by the transfer until compute has been told to wait.
         ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
         self._drop_finished()
         ends.hold(host, finished)
@@ -232,6 +236,7 @@ class StreamCopier:
         self._compute = compute
 
     def _order_after(self, finished: torch.Event, compute: torch.Stream) -> None:
+        # The two marks enclose the wait: the time between them is the stall.
         try:
             before = compute.record_event(torch.Event(self.device, enable_timing=True))
             compute.wait_event(finished)

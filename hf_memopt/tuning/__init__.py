@@ -8,6 +8,6 @@
 """
 
 from hf_memopt.tuning.settings_search import NothingFitsError, Row, TrainingPlan, plan
-from hf_memopt.tuning.workload import Lever, SimulatedStep, Workload
+from hf_memopt.tuning.workload import SearchDimension, SimulatedStep, Workload
 
-__all__ = ["Lever", "NothingFitsError", "Row", "SimulatedStep", "TrainingPlan", "Workload", "plan"]
+__all__ = ["NothingFitsError", "Row", "SearchDimension", "SimulatedStep", "TrainingPlan", "Workload", "plan"]

@@ -26,7 +26,7 @@ from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.model_config import building, read_config
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, Lever, SimulatedStep, divisors
+from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, SimulatedStep, divisors
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 _AUTO_CLASSES = {
@@ -35,10 +35,6 @@ _AUTO_CLASSES = {
     "causal": AutoModelForCausalLM,
     "image-classification": AutoModelForImageClassification,
 }
-TASKS = ("auto", *_AUTO_CLASSES)
-DTYPES = ("float32", "bfloat16")
-PRECISIONS = ("no", "bf16", "fp16")
-ATTENTION = ("auto", "sdpa", "eager")
 CHECKPOINTING = ("none", "selective", "full")
 OFFLOAD = ("off", "auto", "inputs", "all")
 
@@ -50,8 +46,14 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw-4bit": lambda parameters: low_bit_adamw(4)(parameters),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
 }
-OPTIMIZERS = tuple(_OPTIMIZERS)
-_CHOICES = {"task": TASKS, "dtype": DTYPES, "precision": PRECISIONS, "attention": ATTENTION, "optimizer": OPTIMIZERS}
+# What each option may be, the default first.
+CHOICES = {
+    "task": ("auto", *_AUTO_CLASSES),
+    "dtype": ("float32", "bfloat16"),
+    "precision": ("no", "bf16", "fp16"),
+    "attention": ("auto", "sdpa", "eager"),
+    "optimizer": tuple(_OPTIMIZERS),
+}
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -62,6 +64,7 @@ ACTIVATIONS = {
     "checkpointed, inputs offloaded": ("full", "inputs"),
     "all offloaded": ("none", "all"),
 }
+_LEVERS = (SearchDimension("activations", tuple(ACTIVATIONS)),)
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,12 @@ class HuggingFaceModel:
     lora_rank: int | None = None
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
-    levers: tuple[Lever, ...] = field(default=(Lever("activations", tuple(ACTIVATIONS)),), init=False)
+    levers: tuple[SearchDimension, ...] = field(
+        default=(SearchDimension("activations", tuple(ACTIVATIONS)),), init=False
+    )
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             _check_choice(name, getattr(self, name), known)
         for name in ("seq_len", "effective_batch", "lora_rank"):
             COUNT.check(name, getattr(self, name))

@@ -8,12 +8,12 @@ from functools import partial
 
 from tqdm import tqdm
 
-from hf_memopt.estimate.accounting.step_phases import BACKWARD, FORWARD
-from hf_memopt.estimate.estimate import MemoryEstimate, SimulationOptions, simulate
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
+from hf_memopt.estimate.estimate import MemoryEstimate, simulate
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
-from hf_memopt.tuning.workload import Lever, Settings, Workload
+from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 from hf_memopt.units import format_gib
 
 
@@ -53,7 +53,7 @@ class TrainingPlan:
     """
 
     workload: str
-    levers: tuple[Lever, ...]
+    levers: tuple[SearchDimension, ...]
     card: Card
     host_bytes: int | None
     rows: tuple[Row, ...]
@@ -85,7 +85,7 @@ def plan(
     num_workers: int | None = None,
     progress: bool = True,
 ) -> TrainingPlan:
-    """Simulates a workload's settings on a card and ranks them by predicted time.
+    """Simulate a workload's settings on a card and rank them by predicted time.
 
     For every combination of levers the largest micro-batch that fits is found by bisection, since the peak is convex in
     the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits with the whole batch at
@@ -108,7 +108,7 @@ def plan(
     """
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
-    card = gpu if isinstance(gpu, Card) else find_card(gpu, link_bytes_per_s)
+    card = find_card(gpu, link_bytes_per_s)
     search = _Search(workload, card, None if host is None else parse_size(host, "host"))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
@@ -135,7 +135,7 @@ class _Search:
         self._rows: list[Row] = []
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:
-        """Each combination in a process of its own."""
+        """Simulate the combinations, each in a process of its own, and return all rows."""
         combinations = list(_combinations(self._workload.levers))
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
 
@@ -146,7 +146,8 @@ class _Search:
                     else:
                         yield partial(self.explore, settings)
 
-            # The first changes nothing: what it shows may spare all others.
+            # The first combination is the plain run. It is simulated alone, before the others: if it fits with the
+            # whole batch at once, every other combination is skipped.
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
@@ -156,6 +157,7 @@ class _Search:
     def explore(self, settings: Settings) -> list[Row]:
         """Find the largest micro-batch that fits with these settings."""
         rows = []
+        # Positions in the ascending micro-batches: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         while failing - fitting > 1:
             position = self._next(fitting, failing)
@@ -164,14 +166,17 @@ class _Search:
         return rows
 
     def _next(self, fitting: int, failing: int) -> int:
-        """The smallest first, then the largest: on most cards a combination fails at one or fits at the other."""
+        """Choose the micro-batch to try: the smallest, then the largest, then the middle of what is open.
+
+        On most cards a combination fails at the smallest or fits at the largest, so that two simulations do.
+        """
         if fitting == -1:
             return 0
         last = len(self._micro_batches) - 1
         return last if failing > last and fitting == 0 else (fitting + failing) // 2
 
     def _is_needless(self, settings: Settings) -> bool:
-        """Whether something that spends less in every respect fits with the whole batch at once."""
+        """Return whether a combination that spends no more in any respect fits with the whole batch at once."""
         ranks = self._ranks(settings)
         return any(
             row.fits
@@ -185,8 +190,7 @@ class _Search:
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
-        options = SimulationOptions(num_steps=simulated.num_steps, card=self._card)
-        estimate = simulate(simulated.setup, simulated.step, options)
+        estimate = simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=self._card)
         accumulation = self._workload.effective_batch // micro_batch
         needed_bytes = estimate.trace.smallest_capacity()
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
@@ -202,12 +206,12 @@ class _Search:
 
 
 def _update_ms(estimate: MemoryEstimate, repeats: float) -> float:
-    """Forward and backward as often as an update needs them, everything else once."""
+    """Add up forward and backward as often as an update needs them, and everything else once."""
     return sum(time * (repeats if phase in (FORWARD, BACKWARD) else 1) for phase, time in estimate.phases_ms.items())
 
 
-def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
-    """All settings, those that spend least first."""
+def _combinations(levers: Sequence[SearchDimension]) -> Iterator[Settings]:
+    """Yield all settings, those that spend least first."""
     ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
     for chosen in sorted(ranks, key=lambda each: (sum(each), each)):
         yield {lever.name: lever.values[rank] for lever, rank in zip(levers, chosen, strict=True)}

@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt.estimate.gpus import allowances
 from hf_memopt.text_table import align
 from hf_memopt.tuning.settings_search import Row, TrainingPlan, describe
-from hf_memopt.tuning.workload import Lever
+from hf_memopt.tuning.workload import SearchDimension
 from hf_memopt.units import GIB, MIB, format_gib
 
 
@@ -105,7 +105,7 @@ def _explain_micro_batch(plan: TrainingPlan) -> str:
     )
 
 
-def _explain(plan: TrainingPlan, lever: Lever) -> Iterator[str]:
+def _explain(plan: TrainingPlan, lever: SearchDimension) -> Iterator[str]:
     chosen = plan.best.settings[lever.name]
     for value in lever.values:
         if value == chosen:

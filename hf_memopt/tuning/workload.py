@@ -13,7 +13,7 @@ PASSES_OF_AUTO = 4
 
 
 @dataclass(frozen=True)
-class Lever:
+class SearchDimension:
     """One setting that trades time for memory.
 
     Attributes:
@@ -64,7 +64,7 @@ class Workload(Protocol):
     def name(self) -> str: ...
 
     @property
-    def levers(self) -> Sequence[Lever]: ...
+    def levers(self) -> Sequence[SearchDimension]: ...
 
     @property
     def effective_batch(self) -> int: ...

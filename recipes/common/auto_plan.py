@@ -17,7 +17,7 @@ from hf_memopt.recipes.common.flags import as_words
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, Lever, Settings, SimulatedStep, divisors
+from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, Settings, SimulatedStep, divisors
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class RecipeWorkload(ABC):
         self.name, self.options, self.effective_batch = name, options, effective_batch
         precisions = PRECISIONS if precision == "auto" else (precision,)
         self.levers = (
-            *(Lever(lever, tuple(values)) for lever, values in self.LEVERS.items()),
-            Lever(PRECISION, precisions),
+            *(SearchDimension(lever, tuple(values)) for lever, values in self.LEVERS.items()),
+            SearchDimension(PRECISION, precisions),
         )
 
     @property

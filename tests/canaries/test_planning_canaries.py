@@ -1,6 +1,7 @@
 """What simulated training steps rely on in torch, transformers and accelerate. A failure names who relies on it."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
@@ -124,9 +126,25 @@ def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
 
 
 def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
-    """If it no longer does, the import in virtual_device.py can go."""
+    """If it no longer does, the import in `simulation.device` can go."""
     source = inspect.getsource(torch._compile._disable_dynamo)
     assert "torch._dynamo" in source
+
+
+def test_an_alias_that_is_made_under_dispatch_modes_shares_the_version_counter() -> None:
+    """Only inside of a mode's own handler it does not. So guards need not hide from the modes around them."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    whole = torch.zeros(4, 4)
+    with relied_on_by("hf_memopt/activations/checkpointing/save_policies.py"), Watching(), Watching():
+        for tensor in (whole, whole[1:], whole.t()):
+            alias = tensor.detach()
+            alias.data = torch.empty(0)
+            tensor.add_(1)
+            assert alias._version == tensor._version == whole._version > 0
 
 
 def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:

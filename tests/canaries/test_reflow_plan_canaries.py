@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
-WEIGHTS = "hf_memopt/estimate/simulation/frozen_weights.py"
+WEIGHTS = "hf_memopt/estimate/simulation/device.py"
 PLAN = "recipes/reflow/plan.py"
 
 pytestmark = pytest.mark.canary

@@ -1,6 +1,7 @@
 """The hf-memopt command: what it prints, writes and refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -29,14 +30,22 @@ def test_version(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"hf_memopt {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "command", ["prepare-student", "precompute", "evaluate", "export", "doctor", "report", "estimate", "plan"]
-)
+COMMANDS = ("prepare-student", "precompute", "evaluate", "export", "doctor", "report", "estimate", "plan")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
     assert f"usage: hf-memopt {command}" in capsys.readouterr().out
+
+
+def test_every_command_is_listed_once(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r" {4}\w", line)]
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 def test_prepared_student_trains_with_the_printed_command(

@@ -52,7 +52,7 @@ def estimate(
     settings = {"seq_len": TOKENS, "effective_batch": BATCH * num_micro_batches, "offload_threshold_mb": 0.001}
     workload = HuggingFaceModel(model, **{**settings, **options})
     step = workload.step_with(checkpointing, offload, BATCH)
-    return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, card=CARD)
+    return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=CARD)
 
 
 @pytest.fixture(scope="module")
@@ -213,39 +213,6 @@ def test_steps_are_checked(arguments: tuple[str, str, int], message: str, qwen3:
         HuggingFaceModel(qwen3, seq_len=TOKENS).step_with(*arguments)
 
 
-@pytest.mark.parametrize("text", ["{broken", "{}", '{"model_type": "unheard-of"}', "[1]"])
-def test_unreadable_configurations_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="no configuration of a transformers model was found or read"):
-        HuggingFaceModel(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
-        ({"hidden_size": 64.5}, "Field 'hidden_size' expected int, got float"),
-        ({"hidden_size": None}, "Field 'hidden_size' expected int, got NoneType"),
-        ({"hidden_size": -64}, "hidden_size=-64 must be at least 1"),
-        ({"hidden_size": 2**62}, "hidden_size=4611686018427387904 must be at most 2147483647"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
-        ({"intermediate_size": -1}, "intermediate_size=-1 must be at least 0"),
-        (
-            {"num_hidden_layers": 10**6, "layer_types": None},
-            "num_hidden_layers=1000000 are more than 1000 layers, .*; use two smaller numbers and extrapolate",
-        ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights are not simulated; remove"),
-    ],
-)
-def test_configurations_that_cannot_be_simulated_are_refused(
-    change: dict[str, Any], message: str, qwen3: str, tmp_path: Path
-) -> None:
-    config = json.loads((Path(qwen3) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=f"(?s)model='{tmp_path}'.*{message}"):
-        HuggingFaceModel(str(tmp_path), seq_len=TOKENS)
-
-
 @pytest.mark.parametrize(
     ("change", "seq_len", "message"),
     [
@@ -267,12 +234,6 @@ def test_what_shows_when_a_model_is_built_or_run(
         estimate_peak_memory(step.setup, step.step)
 
 
-@pytest.mark.parametrize("model", ["nobody/no-such-model", "/nowhere"])
-def test_unknown_models_are_refused(model: str) -> None:
-    with pytest.raises(ValueError, match=f"model='{model}'.*when offline, one that was downloaded before"):
-        HuggingFaceModel(model)
-
-
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="no class of model_type='wav2vec2' for any task of seq2seq, masked, causal"):
         _ = HuggingFaceModel(folder_of("wav2vec2"), task="auto", seq_len=8).kind
@@ -284,7 +245,7 @@ def test_fp16_and_bf16_take_different_kernels_on_turing(folder_of: FolderOf) -> 
     def saved_bytes(precision: str, card: str) -> int:
         workload = HuggingFaceModel(ungrouped, seq_len=TOKENS, effective_batch=BATCH, precision=precision)
         step = workload.step_with("none", "off", BATCH)
-        return estimate_peak_memory(step.setup, step.step, card=find_card(card)).phases["forward"]
+        return estimate_peak_memory(step.setup, step.step, gpu=card).phases["forward"]
 
     assert saved_bytes("fp16", "t4") < saved_bytes("bf16", "t4")
     assert saved_bytes("fp16", "rtx4070") == saved_bytes("bf16", "rtx4070")

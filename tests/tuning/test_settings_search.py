@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.estimate.gpus import CARDS, GIB, Card, allowances, find_card, parse_size
-from hf_memopt.tuning import Lever, NothingFitsError, Row, SimulatedStep, TrainingPlan, plan
+from hf_memopt.estimate.gpus import GIB, Card, allowances
+from hf_memopt.tuning import NothingFitsError, Row, SearchDimension, SimulatedStep, TrainingPlan, plan
 from hf_memopt.tuning.settings_table import as_json, explain, headline, table
-from hf_memopt.tuning.workload import divisors
 
 MIB = 2**20
 KEPT = sum(allowances().values())
@@ -43,8 +42,8 @@ class Toy:
     effective_batch = 16
     micro_batches = (1, 2, 4, 8, 16)
 
-    def __init__(self, *levers: Lever) -> None:
-        self.levers = levers or (Lever("activations", ("kept", "checkpointed", "offloaded")),)
+    def __init__(self, *levers: SearchDimension) -> None:
+        self.levers = levers or (SearchDimension("activations", ("kept", "checkpointed", "offloaded")),)
         self.simulations: list[tuple[str, int]] = []
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
@@ -91,11 +90,6 @@ def make_plan(room_bytes: int, **options: Any) -> TrainingPlan:
 def tight() -> TrainingPlan:
     """For a card on which the whole batch does not fit as it is."""
     return make_plan(100 * MIB)
-
-
-@pytest.mark.parametrize("number", [1, 2, 12, 16, 97])
-def test_divisors_are_complete_and_ascending(number: int) -> None:
-    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
 
 
 def test_plain_training_is_chosen_where_it_fits_and_nothing_else_is_simulated() -> None:
@@ -146,7 +140,7 @@ def test_offloading_waits_for_a_slow_link_and_is_not_chosen() -> None:
 
 def _offloaded_ms(link_bytes_per_s: float) -> float:
     card = replace(card_with(60 * MIB), link_bytes_per_s=link_bytes_per_s)
-    found = plan(Toy(Lever("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
+    found = plan(Toy(SearchDimension("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
     return min(row.update_ms for row in found.rows)
 
 
@@ -197,34 +191,6 @@ def test_an_error_in_a_simulation_reaches_the_caller() -> None:
         plan(Broken(), gpu="8GiB", num_workers=1, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("8GiB", 8 * GIB), ("24 GB", 24 * 10**9), ("500mb", 500 * 10**6), ("12GBps", 12 * 10**9), ("1.5gib", 1.5 * GIB)],
-)
-def test_sizes_are_read(text: str, num_bytes: float) -> None:
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "8 elephants", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
-
-
-def test_cards_are_found_by_name_and_by_size() -> None:
-    assert find_card("RTX4070-laptop") is CARDS["rtx4070-laptop"]
-    assert find_card("8GiB").memory_bytes == 8 * GIB
-    assert find_card("h100", 12 * 10**9).link_bytes_per_s == 12 * 10**9
-    with pytest.raises(ValueError, match=r"gpu='rtx9999' is neither a size .* known are t4, "):
-        find_card("rtx9999")
-
-
 def test_a_card_smaller_than_what_it_keeps_for_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gpu='256MiB': .* kept for the device context"):
         plan(Toy(), gpu="256MiB", num_workers=1, progress=False)
-
-
-def test_cards_with_larger_workspaces_keep_more_for_themselves() -> None:
-    ampere, hopper = (sum(allowances(CARDS[name]).values()) for name in ("a100-80gb", "h100"))
-    assert hopper - ampere == 2 * (32 * MIB - 8320 * 1024)
-    assert sum(allowances().values()) == ampere

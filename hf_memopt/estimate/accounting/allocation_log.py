@@ -1,20 +1,90 @@
-"""A log of when each storage was born and died, from which peaks and breakdowns are read off afterwards."""
+"""A log of when each storage was born and died, in which phase of a training step and in which module.
+
+Peaks and breakdowns are read off it afterwards.
+"""
 
 import itertools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from hf_memopt.estimate.accounting.memory_trace import Trace
-from hf_memopt.estimate.accounting.pytree import device_type, tensors_in
-from hf_memopt.estimate.accounting.step_phases import Phases
+from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
+
+SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
+
+
+class StepPhases:
+    """Knows the running phase and module, as far as it is told; backward tells nothing, so every operation asks.
+
+    Forward lasts from the beginning of a step, or from a module's call, until backward begins; what comes between
+    backward and the optimizer, or after it (clipping, averaging), is "outside".
+
+    Attributes:
+        name: of the running phase.
+        module: full name of the innermost running module; "" outside of modules.
+    """
+
+    def __init__(self) -> None:
+        self.name = SETUP
+        self._running: list[str] = []
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []
+
+    @property
+    def module(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def add_root(self, module: nn.Module, prefix: str = "") -> None:
+        """Name a module and all in it; what is known already keeps its name."""
+        self._roots.append(module)  # keeps ids from being reused
+        for name, child in module.named_modules():
+            full = ".".join(part for part in (prefix, name) if part)
+            self._names.setdefault(id(child), full or type(module).__name__)
+
+    def begin_step(self) -> None:
+        """Note that a step begins, with its forward pass."""
+        self.name = FORWARD
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module belongs to a root."""
+        return id(module) in self._names
+
+    def enter(self, module: nn.Module) -> None:
+        """Note that a module begins to run: a forward pass, unless backward runs a checkpointed region again."""
+        self._running.append(self._names[id(module)])
+        if self.name in (BACKWARD, OUTSIDE) and not _in_backward():
+            self.name = FORWARD
+
+    def leave(self) -> None:
+        """Note that the innermost module has returned, or raised."""
+        self._running.pop()
+
+    def observe(self) -> bool:
+        """Look whether backward runs, which begins and ends without telling; return whether it begins here.
+
+        Called before each operation.
+        """
+        if self.name == OPTIMIZER:
+            return False
+        before = self.name
+        if _in_backward():
+            self.name = BACKWARD
+        elif self.name == BACKWARD:
+            self.name = OUTSIDE
+        return self.name == BACKWARD != before
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
 
 # What fake tensors are asked through the dispatcher, without computing anything.
 _QUESTIONS = {torch.ops.prim.device.default, torch.ops.prim.layout.default}
@@ -49,36 +119,36 @@ class StorageRecord:
     died: int | None = None
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Logs every storage that operations make inside of `with ledger:`, whether tensors are fake or real.
+class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Logs every storage that operations make inside of `with log:`, whether tensors are fake or real.
 
     Args:
         counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
-        on_operation: called with the function, its arguments and its result after each operation.
+        charge: called after each operation with the function, its arguments, its result and the running phase.
 
     Attributes:
         records: all storages so far, in order of birth.
         log: (index of a record, change in bytes), in order.
-        log_phases: the phase of each entry.
+        change_phases: the phase of each entry.
     """
 
     def __init__(
         self,
         counted: str,
         block_bytes: int,
-        phases: Phases,
-        on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
+        phases: StepPhases,
+        charge: Callable[[Any, Any, Any, Any, str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[StorageRecord] = []
-        self.log: list[tuple[int, int]] = []
-        self.log_phases: list[str] = []
+        self.changes: list[tuple[int, int]] = []
+        self.change_phases: list[str] = []
         self.phases = phases
         self._counted = counted
         self._block_bytes = block_bytes
-        self._on_operation = on_operation
+        self._charge = charge
         self._backwards: list[int] = []  # where backward passes begin
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
 
@@ -86,12 +156,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function in _QUESTIONS:
             return function(*args, **(kwargs or {}))
         if self.phases.observe():
-            self._backwards.append(len(self.log))
+            self._backwards.append(len(self.changes))
         result = function(*args, **(kwargs or {}))
         for leaf in tensors_in(result):
             self._note(leaf, function)
-        if self._on_operation is not None:
-            self._on_operation(function, args, kwargs, result)
+        if self._charge is not None:
+            self._charge(function, args, kwargs, result, self.phases.name)
         return result
 
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
@@ -107,24 +177,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else self.records[found[0]]
 
-    def trace(self, first_step: int) -> Trace:
+    def trace(self, first_step: int) -> MemoryTrace:
         """What happened to device memory; `first_step` is a position in `log`."""
         entries = [
             (position, index, change)
-            for position, (index, change) in enumerate(self.log)
+            for position, (index, change) in enumerate(self.changes)
             if not self.records[index].on_host
         ]
-        return Trace(
+        return MemoryTrace(
             storages=tuple(index for _, index, _ in entries),
             changes=tuple(change for _, _, change in entries),
-            phases=tuple(self.log_phases[position] for position, _, _ in entries),
+            phases=tuple(self.change_phases[position] for position, _, _ in entries),
             positions=tuple(position for position, _, _ in entries),
             first_step=sum(position < first_step for position, _, _ in entries),
         )
 
     def host_peak_bytes(self, first_step: int) -> int:
         """The most that tensors held in host memory from a position of `log` on."""
-        held = accumulate(change if self.records[index].on_host else 0 for index, change in self.log)
+        held = accumulate(change if self.records[index].on_host else 0 for index, change in self.changes)
         return max(itertools.islice(held, first_step, None), default=0)
 
     def next_backward(self, position: int) -> int | None:
@@ -159,7 +229,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner=self.phases.module,
             phase=self.phases.name,
             kind="",
-            born=len(self.log),
+            born=len(self.changes),
         )
         self.records.append(record)
         self._write(index, record.num_bytes)
@@ -177,12 +247,39 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bury(self, address: int, index: int) -> None:
         self._live.pop(address, None)
         record = self.records[index]
-        record.died = len(self.log)
+        record.died = len(self.changes)
         self._write(index, -record.num_bytes)
 
     def _write(self, index: int, change: int) -> None:
-        self.log.append((index, change))
-        self.log_phases.append(self.phases.name)
+        self.changes.append((index, change))
+        self.change_phases.append(self.phases.name)
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._block_bytes) * self._block_bytes
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries, as operations take and return them."""
+    if isinstance(value, Tensor):
+        yield from _with_memory(value)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _with_memory(tensor: Any) -> Iterator[Tensor]:
+    """The tensor, or those that it is made of: quantised optimizer states, say, have no memory of their own."""
+    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_memory(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def device_type(tensor: Tensor) -> str:
+    """Of real and fake tensors; asking a fake one for `device` is an operation of its own."""
+    device = getattr(tensor, "fake_device", None) or tensor.device
+    return str(device.type)

@@ -1,9 +1,25 @@
-"""What the storages of a ledger are for."""
+"""What the storages of a simulated step are for, as far as modules, optimizers and teachers tell."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from hf_memopt.estimate.accounting.allocation_log import Ledger, StorageRecord
-from hf_memopt.estimate.accounting.step_phases import FORWARD, SETUP
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from hf_memopt.estimate.accounting.allocation_log import (
+    FORWARD,
+    OPTIMIZER,
+    OUTSIDE,
+    SETUP,
+    AllocationLog,
+    StepPhases,
+    StorageRecord,
+)
 
 PARAMETER = "parameters"
 FROZEN = "frozen parameters"
@@ -16,19 +32,134 @@ INPUT = "inputs"
 TEACHER = "teacher"
 
 
-def alive_at(ledger: Ledger, position: int) -> list[tuple[str, StorageRecord]]:
+class StepLabels:
+    """Labels storages by what they are for, and knows which parameters were trained.
+
+    What modules and optimizers own is labelled when they run, at the latest. The results of operations stay without a
+    label: whether one is an activation shows only when backward begins, so `alive_at` decides it after the run.
+
+    Args:
+        log: where the storages are.
+        phases: is told which module and which phase is running.
+    """
+
+    def __init__(self, log: AllocationLog, phases: StepPhases) -> None:
+        self._log = log
+        self._phases = phases
+        self._trainable: dict[int, tuple[str, nn.Parameter]] = {}
+        self._reached: set[int] = set()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow modules and optimizers through torch's global hooks, without the program's help."""
+        handles: Iterable[Any] = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end_update),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add_state(self, state: Any) -> None:
+        """Label what setup returned: modules and their weights, optimizers, and tensors, which are inputs."""
+        things = list(_things(state, ""))
+        modules = [(name, thing) for name, thing in things if isinstance(thing, nn.Module)]
+        for name, module in modules:
+            self.add_root(module, name if len(modules) > 1 else "")
+        tensors = (thing for _, thing in things if isinstance(thing, Tensor))
+        self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), INPUT)
+
+    def add_root(self, module: nn.Module, prefix: str = "") -> None:
+        """Label the weights and buffers of a module, and name all modules in it."""
+        self._phases.add_root(module, prefix)
+        for name, parameter in module.named_parameters(prefix=prefix):
+            self._label_weight(parameter, PARAMETER if parameter.requires_grad else FROZEN, name)
+            if parameter.requires_grad:
+                self._trainable.setdefault(id(parameter), (name, parameter))
+        for name, buffer in module.named_buffers(prefix=prefix):
+            self._label_weight(buffer, BUFFER, name)
+
+    def add_teacher_block(self, block: Tensor) -> None:
+        """Label device memory that a teacher has taken."""
+        self._log.label([block], TEACHER, "")
+
+    def unreached(self) -> tuple[str, ...]:
+        """Return the names of trainable parameters that never had a gradient.
+
+        Raises:
+            ValueError: none had one, so that the step did not train.
+        """
+        self._reach(parameter for _, parameter in self._trainable.values())
+        missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
+        if self._trainable and len(missing) == len(self._trainable):
+            raise ValueError("step: no trainable parameter got a gradient, so this was no training step; call backward")
+        return missing
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if not self._phases.knows(module):
+            self.add_root(module)
+        self._phases.enter(module)
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._phases.leave()
+
+    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._reach(each for group in optimizer.param_groups for each in group["params"])
+        self._phases.name = OPTIMIZER
+
+    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
+        self._phases.name = OUTSIDE
+
+    def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+                name = self._trainable.get(id(parameter), ("", parameter))[0]
+                self._log.label([parameter.grad], GRADIENT, name)
+
+    def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
+        record = self._log.record_of(weight)
+        if record is None or record.kind != TEACHER:  # whose block holds many weights
+            self._log.label([weight], kind, name)
+
+    def _is_unlabelled(self, tensor: Tensor) -> bool:
+        record = self._log.record_of(tensor)
+        return record is None or not record.kind
+
+
+def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
+    """Modules, optimizers and tensors in nested containers and dataclasses, with the names under which they lie."""
+    if isinstance(value, nn.Module | Optimizer | Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _things(item, str(key))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _things(getattr(value, field.name), field.name)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for position, item in enumerate(value):
+            yield from _things(item, str(position))
+
+
+def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord]]:
     """Device storages that are alive after a position of the log, with their kinds, largest first."""
     live = [
         record
-        for record in ledger.records
+        for record in log.records
         if not record.on_host and record.born <= position and (record.died is None or record.died > position)
     ]
-    return sorted(((_kind(record, ledger), record) for record in live), key=lambda pair: -pair[1].num_bytes)
+    return sorted(((_kind(record, log), record) for record in live), key=lambda pair: -pair[1].num_bytes)
 
 
-def of_storages(ledger: Ledger) -> tuple[str, ...]:
+def of_storages(log: AllocationLog) -> tuple[str, ...]:
     """The kind of every storage, by number."""
-    return tuple(_kind(record, ledger) for record in ledger.records)
+    return tuple(_kind(record, log) for record in log.records)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
@@ -39,12 +170,12 @@ def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _kind(record: StorageRecord, ledger: Ledger) -> str:
+def _kind(record: StorageRecord, log: AllocationLog) -> str:
     """An activation is made in a forward pass and still alive when the next backward begins."""
     if record.kind:
         return record.kind
     if record.phase == SETUP:
         return INPUT
-    backward = ledger.next_backward(record.born)
+    backward = log.next_backward(record.born)
     outlives = backward is not None and (record.died is None or record.died > backward)
     return ACTIVATION if record.phase == FORWARD and outlives else TEMPORARY

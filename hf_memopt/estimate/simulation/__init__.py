@@ -1,9 +1,8 @@
 """The accelerator without hardware. Read in this order:
 
 - `device`: fake tensors on a device that follows CUDA's rules.
-- `autocast`, `attention_kernels`, `attention`: which dtype and which attention kernel CUDA would choose.
+- `autocast`, `attention`: which dtype and which attention kernel CUDA would choose.
 - `data_dependent`: answers to questions that only real numbers could answer.
-- `frozen_weights`: teachers' weights that come and go.
 - `virtual_time`: how long compute and copies would take.
 - `child_process`: runs a simulation where it leaves nothing behind.
 """

@@ -6,7 +6,6 @@ answer that a plain training run would most likely get is given, and noted, so t
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_memopt.estimate.accounting.allocation_log import StepPhases
+
 _aten = torch.ops.aten
 # Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
 _DRAWN = (_aten.rand.default, _aten.randint.default, _aten.randint.low)
@@ -30,7 +31,7 @@ _SHRUNK = (
     _aten.binary_cross_entropy.default,
     _aten.soft_margin_loss.default,
 )
-# Masks hide nothing, and what a distribution checks of its arguments holds.
+# Checks that go through `all()` are assumed to pass: masks are full, the arguments of distributions are valid.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
 
 
@@ -38,23 +39,23 @@ class UnsupportedOperationError(ValueError):
     """An operation that cannot be simulated."""
 
 
-class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
     nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take all of their input.
 
     Args:
-        running_module: names the module that is running, for errors.
+        phases: know which module is running, for errors.
 
     Attributes:
         guesses: what was assumed, and how often; these may change memory.
     """
 
-    def __init__(self, running_module: Callable[[], str] = str) -> None:
+    def __init__(self, phases: StepPhases) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guesses: Counter[str] = Counter()
-        self._running_module = running_module
+        self._phases = phases
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +77,7 @@ class Unknowns(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not _lacks_fake(error):
                 raise
             raise UnsupportedOperationError(
-                f"{function}, in module {self._running_module()!r}: torch has no fake implementation of this operation "
+                f"{function}, in module {self._phases.module!r}: torch has no fake implementation of this operation "
                 f"for these arguments ({error}), so its memory cannot be simulated; register one with "
                 "torch.library.register_fake, or leave the operation out of the simulated step"
             ) from error

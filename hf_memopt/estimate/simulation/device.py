@@ -4,6 +4,11 @@ Fake tensors on "cuda" need a driver (backward fails without one, autocast switc
 path), and fake tensors on "cpu" follow the CPU's rules. torch's PrivateUse1 Python backend is an accelerator to the
 autograd engine, to the optimizers and to operators that have one path for accelerators and one for the CPU; what
 remains is given to it here. Registering it is for a process and for good, so a simulation has a process of its own.
+
+Inside of `simulation` three dispatch modes lie on each other, and every operation passes them from the top down:
+the allocation log (`accounting.allocation_log`, which the caller opens), the answers to questions about values
+(`data_dependent`), and torch's fake mode, which computes shapes and allocates nothing. A mode that the simulated step
+opens, such as an offloader's, lies above them.
 """
 
 import contextlib
@@ -23,14 +28,14 @@ import torch.utils._foreach_utils as foreach_utils
 import torch.utils.backend_registration as backend_registration
 import transformers.utils.import_utils as seam
 from accelerate.state import AcceleratorState, PartialState
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
+from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation import attention, autocast
-from hf_memopt.estimate.simulation.data_dependent import Unknowns
-from hf_memopt.estimate.simulation.frozen_weights import as_seen_by, replace_memory, weights_come_and_go
+from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
 from hf_memopt.transfer.device_types import DeviceType, registered
 
@@ -62,7 +67,7 @@ _TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.sour
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Without its cache for operations on storages: the cache's keys would keep them alive."""
+    """Makes tensors fake, without torch's cache for operations on storages: its keys would keep the storages alive."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         enabled = self.cache_enabled
@@ -73,7 +78,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.cache_enabled = enabled
 
     def __deepcopy__(self, memo: Any) -> "_FakeMode":
-        """Copies of tensors, whose attributes are copied too, stay tensors of this mode."""
+        """Return the mode itself: a copied tensor, whose attributes are copied too, stays a tensor of this mode."""
         return self
 
 
@@ -87,121 +92,96 @@ def _register() -> list[torch.library.Library]:
 def simulation(
     like: str,
     clock: VirtualClock | None = None,
-    running_module: Callable[[], str] = str,
-    on_teacher_block: Callable[[torch.Tensor], object] = id,
-) -> Iterator[tuple[torch.device, Unknowns]]:
-    """Tensors made inside are fake; gives the device to build on and the record of guesses.
+    phases: StepPhases | None = None,
+    on_teacher_block: Callable[[Tensor], None] | None = None,
+) -> Iterator[tuple[torch.device, DataDependentOps]]:
+    """Make all tensors fake while the context is open.
+
+    Gives the device to build on and the dispatch mode that notes what was assumed.
 
     Args:
         like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
         clock: tells copies and offloaders the time; its card's compute capability decides on attention's kernels.
-        running_module: names the module that is running, for errors.
+        phases: know which module is running, for errors.
         on_teacher_block: called with the device memory that teachers take.
 
-    Call it in a process of its own: it stays registered, and an exception in a backend thread would end the process,
-    which is why autograd's threads are off.
+    Call it in a process of its own: the device stays registered, and an exception in a backend thread would end the
+    process, which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD) if clock is None else clock
-    unknowns = Unknowns(running_module)
+    data_dependent = DataDependentOps(StepPhases() if phases is None else phases)
     device = torch.device("cpu")
+    if like == "cuda":
+        _register()
+        device = torch.device(DEVICE_TYPE, 0)
     with ExitStack() as stack:
-        stack.enter_context(_without_cuda())
-        stack.enter_context(_untraced())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        enter = stack.enter_context
+        # The result is the same beside a GPU as without one, and no driver is woken in a forked process.
+        enter(patch.object(torch.cuda, "is_available", lambda: False))
+        enter(_deny_tracing())
+        enter(torch.autograd.set_multithreading_enabled(False))
         if like == "cuda":
-            _register()
-            device = torch.device(DEVICE_TYPE, 0)
-            stack.enter_context(autocast.shared_casts())
-            capability = clock.card.compute_capability
-            stack.enter_context(attention.attention_as_on_cuda(DEVICE_TYPE, capability))
-            stack.enter_context(_autocast_for_cuda())
-            stack.enter_context(_accelerate_on(device))
-        stack.enter_context(_nothing_compiles(unknowns))
-        stack.enter_context(_modules_move())
-        stack.enter_context(registered(device.type, _simulated(clock, on_teacher_block)))
-        stack.enter_context(weights_come_and_go())
-        stack.enter_context(_foreach_takes_fakes())
-        stack.enter_context(warnings.catch_warnings())
+            enter(autocast.shared_casts())
+            enter(attention.attention_as_on_cuda(DEVICE_TYPE, clock.card.compute_capability))
+            enter(_redirect_autocast())
+            enter(_redirect_accelerate(device))
+        enter(_disable_compile(data_dependent))
+        enter(_keep_parameters_when_moved())
+        enter(_let_weights_change_device())
+        enter(registered(device.type, _simulated_type(clock, on_teacher_block)))
+        # Optimizers and gradient clipping choose their foreach path by a tensor's class.
+        for module in (torch_optimizer, foreach_utils):
+            types = [*module._foreach_supported_types, FakeTensor]
+            enter(patch.object(module, "_foreach_supported_types", types))
+        enter(warnings.catch_warnings())
         # Deep copies of tensors look at the pointer, and copy a fake one as they should.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
-        stack.enter_context(unknowns)
-        yield device, unknowns
+        enter(_FakeMode(allow_non_fake_inputs=True))
+        enter(data_dependent)
+        yield device, data_dependent
 
 
-def _simulated(clock: VirtualClock, on_teacher_block: Callable[[torch.Tensor], object]) -> DeviceType:
+def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], None] | None) -> DeviceType:
     """Describe the simulated device to those who copy, offload and stream."""
 
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
-        return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else id)
+        return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
     return DeviceType(
         make_copier=make_copier,
         make_clock=lambda device: clock,
-        map_host=as_seen_by,
-        # Offloaders hide their own operations from the mode that they opened, the newest. The modes below make tensors
-        # fake, and go on.
+        map_host=_on_device,
+        # An offloader hides its own operations from the mode that it opened, the newest. Those below have to see them:
+        # they make the results fake.
         hide_operations=_pop_mode_temporarily,
         tensor_class=FakeTensor,
         is_unlimited=True,
     )
 
 
-@contextmanager
-def _without_cuda() -> Iterator[None]:
-    """A simulation gives the same result beside a GPU as without one, and never wakes a driver in a forked process."""
-    with patch.object(torch.cuda, "is_available", lambda: False):
-        yield
+# ---------------------------------------------------------------- what other libraries do otherwise in a simulation
 
 
 @contextmanager
-def _untraced() -> Iterator[None]:
-    """transformers takes fake tensors for a trace and then builds explicit attention masks, as no training run does."""
-    holders = [seam, *(module for name, module in sys.modules.items() if name.startswith("transformers."))]
+def _deny_tracing() -> Iterator[None]:
+    """Have transformers build no explicit attention masks, as it does for traces, for which it takes fake tensors."""
+    holders = [module for name, module in sys.modules.items() if name.startswith("transformers.")]
+    is_tracing = seam.is_tracing
     with ExitStack() as stack:
         for holder in holders:
-            if vars(holder).get("is_tracing") is seam.is_tracing and holder is not seam:
-                stack.enter_context(patch.object(holder, "is_tracing", _never))
-        stack.enter_context(patch.object(seam, "is_tracing", _never))
+            if vars(holder).get("is_tracing") is is_tracing:
+                stack.enter_context(patch.object(holder, "is_tracing", lambda tensor=None: False))
         yield
 
 
-def _never(tensor: Any = None) -> bool:
-    return False
-
-
-@contextmanager
-def _nothing_compiles(unknowns: Unknowns) -> Iterator[None]:
-    """Functions and modules run as they are written; fused kernels would hold fewer temporaries."""
-
-    def as_written(function: Any = None, **options: Any) -> Any:
-        unknowns.guesses["compiled code simulated as it is written, with all its temporaries"] += 1
-        return function if function is not None else lambda given: given
-
-    with patch.object(torch, "compile", as_written), patch.object(nn.Module, "compile", as_written):
-        yield
-
-
-@contextmanager
-def _autocast_for_cuda() -> Iterator[None]:
-    """Code that says torch.autocast("cuda") means the accelerator that is simulated."""
+def _redirect_autocast() -> Any:
+    """Have code that says torch.autocast("cuda") mean the accelerator that is simulated."""
     plain = torch.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         plain(self, DEVICE_TYPE if device_type == "cuda" else device_type, *args, **kwargs)
 
-    with patch.object(torch.autocast, "__init__", init):
-        yield
-
-
-@contextmanager
-def _foreach_takes_fakes() -> Iterator[None]:
-    """Optimizers and gradient clipping choose their foreach path by a tensor's class."""
-    with ExitStack() as stack:
-        for module in (torch_optimizer, foreach_utils):
-            types = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
-        yield
+    return patch.object(torch.autocast, "__init__", init)
 
 
 # How launchers tell a process its place among others, and accelerate that it is to use the CPU.
@@ -209,8 +189,8 @@ _LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WO
 
 
 @contextmanager
-def _accelerate_on(device: torch.device) -> Iterator[None]:
-    """An `Accelerator` made inside lands on the virtual device, alone, however this process was launched."""
+def _redirect_accelerate(device: torch.device) -> Iterator[None]:
+    """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
     AcceleratorState._reset_state(reset_partial_state=True)
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     with (
@@ -222,8 +202,22 @@ def _accelerate_on(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _modules_move() -> Iterator[None]:
-    """`module.to()`, `.half()` and the like keep the identity of parameters, to which optimizers and ties refer.
+def _disable_compile(data_dependent: DataDependentOps) -> Iterator[None]:
+    """Run functions and modules as they are written; fused kernels would hold fewer temporaries."""
+
+    def as_written(function: Any = None, **options: Any) -> Any:
+        data_dependent.guesses["compiled code simulated as it is written, with all its temporaries"] += 1
+        return function if function is not None else lambda given: given
+
+    with patch.object(torch, "compile", as_written), patch.object(nn.Module, "compile", as_written):
+        yield
+
+
+# ---------------------------------------------------------------- what torch cannot do with fake tensors
+
+
+def _keep_parameters_when_moved() -> Any:
+    """Have `module.to()`, `.half()` and the like keep parameters, to which optimizers and ties refer, the same objects.
 
     torch would swap a fake parameter with its moved copy, and refuses since fake tensors are known to a weak table.
     """
@@ -231,18 +225,64 @@ def _modules_move() -> Iterator[None]:
     def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         for module in self.modules() if recurse else [self]:
             for parameter in module.parameters(recurse=False):
-                _move(parameter, function)
+                with torch.no_grad():
+                    moved = function(parameter.detach())
+                if (moved.device, moved.dtype) != (parameter.device, parameter.dtype):
+                    _replace_memory(parameter, moved)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = function(buffer)
         return self
 
-    with patch.object(nn.Module, "_apply", apply):
+    return patch.object(nn.Module, "_apply", apply)
+
+
+@contextmanager
+def _let_weights_change_device() -> Iterator[None]:
+    """Let teachers pack fake weights by their addresses, and point parameters at memory of another device and back.
+
+    Fake tensors have no addresses, and torch refuses to give them data of another device.
+    """
+    with (
+        patch.object(FakeTensor, "data", property(Tensor.data.__get__, _rebind)),  # type: ignore[attr-defined]
+        patch.object(FakeTensor, "data_ptr", _address),
+        patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage),
+    ):
         yield
 
 
-def _move(parameter: nn.Parameter, function: Any) -> None:
-    with torch.no_grad():
-        moved = function(parameter.detach())
-    if moved.device == parameter.device and moved.dtype == parameter.dtype:
-        return
-    replace_memory(parameter, moved)
+def _replace_memory(tensor: Tensor, memory: Tensor) -> None:
+    """Do what `tensor.data = memory` does, across devices: the same object gets the implementation of another one."""
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    tensor.__class__, memory.__class__ = memory.__class__, tensor.__class__
+    tensor.__dict__, memory.__dict__ = memory.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, memory)
+
+
+def _rebind(tensor: Any, memory: Tensor) -> None:
+    if tensor.device == memory.device:
+        Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
+    else:
+        _replace_memory(tensor, memory.detach())
+
+
+_storage_address = torch.UntypedStorage.data_ptr
+# Storages lie so far apart that none reaches the next. Python's integers have room for that.
+_APART_BITS = 48
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize)
+
+
+def _address_of_storage(storage: torch.UntypedStorage) -> int:
+    return storage._cdata << _APART_BITS if storage.device.type == "meta" else _storage_address(storage)
+
+
+def _on_device(memory: Tensor, device: torch.device) -> Tensor:
+    """Return host memory as the device sees it: a tensor there with the same storage, which is counted once."""
+    assert isinstance(memory, FakeTensor)
+    with _disable_current_modes():
+        seen = torch.empty(0, dtype=memory.dtype, device="meta")
+        seen.set_(memory.untyped_storage(), 0, memory.size(), memory.stride())
+        return FakeTensor(memory.fake_mode, seen, device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_memopt.estimate.accounting.pytree import device_type, tensors_in
+from hf_memopt.estimate.accounting.allocation_log import device_type, tensors_in
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.transfer import Transfer
 
@@ -24,12 +24,20 @@ class VirtualClock:
 
     Args:
         card: how fast operations and copies are.
+
+    Attributes:
+        now_s: the moment at which the compute stream is.
+        stalled_s: for how long it has waited for copies, over all steps.
+        phases_ms: how long the newest step has taken, by phase.
+        stall_ms: for how long the newest step has waited for copies.
     """
 
     def __init__(self, card: Card) -> None:
         self.card = card
-        self.now_s = 0.0
-        self.stalled_s = 0.0
+        self.now_s = self.stalled_s = self.stall_ms = 0.0
+        self.phases_ms: dict[str, float] = {}
+        # Up to which moment time is booked to phases, and what of `stalled_s` belongs to earlier steps.
+        self._booked_s = self._stalled_before_s = 0.0
 
     def mark(self) -> float:
         return self.now_s
@@ -41,27 +49,37 @@ class VirtualClock:
         return end - start
 
     def wait_until(self, moment_s: float) -> None:
-        """Compute goes on no earlier."""
+        """Let compute go on no earlier."""
         self.stalled_s += max(0.0, moment_s - self.now_s)
         self.now_s = max(self.now_s, moment_s)
 
-    def charge(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Move on by what an operation takes: its arithmetic or its bytes, whichever takes longer."""
+    def begin_step(self) -> None:
+        """Count the newest step's time from here."""
+        self.phases_ms = {}
+        self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
+
+    def charge(self, function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
+        """Let an operation take its time, and book all time since the last one to a phase."""
+        self.now_s += self._duration_s(function, args, kwargs or {}, result)
+        self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
+        self._booked_s = self.now_s
+        self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
+
+    def _duration_s(self, function: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Return what an operation takes: its arithmetic or its bytes, whichever takes longer."""
         if function.is_view or function.overloadpacket.__name__ in _NO_KERNEL:
-            return
+            return 0.0
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         devices = {device_type(leaf) for leaf in (*inputs, *outputs)}
         if devices <= {"cpu"}:
-            return
-        num_bytes = sum(leaf.nbytes for leaf in (*inputs, *outputs))
+            return 0.0
         if "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
-            self.now_s += sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
-            return
-        flops = _flops(function, args, kwargs or {}, result)
+            return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
+        flops = _flops(function, args, kwargs, result)
         halves = any(leaf.dtype in _HALVES for leaf in inputs)
         compute_s = flops / (self.card.half_flops if halves else self.card.float32_flops)
-        memory_s = num_bytes / self.card.memory_bytes_per_s
-        self.now_s += max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
+        memory_s = sum(leaf.nbytes for leaf in (*inputs, *outputs)) / self.card.memory_bytes_per_s
+        return max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -97,7 +115,9 @@ class VirtualCopier:
         on_block: called with each block that `empty_device` allocates.
     """
 
-    def __init__(self, clock: VirtualClock, device: torch.device, on_block: Callable[[Tensor], object] = id) -> None:
+    def __init__(
+        self, clock: VirtualClock, device: torch.device, on_block: Callable[[Tensor], None] | None = None
+    ) -> None:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._clock, self._device, self._on_block = clock, device, on_block
@@ -108,7 +128,8 @@ class VirtualCopier:
 
     def empty_device(self, num_bytes: int) -> Tensor:
         block = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._on_block(block)
+        if self._on_block is not None:
+            self._on_block(block)
         return block
 
     def release(self, buffer: Tensor) -> None:

@@ -1,56 +1,21 @@
 """The virtual accelerator follows CUDA's rules: which kernels run, in which precision, and what moves where."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from simulated import operations, simulated
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.estimate.gpus import CARDS, DEFAULT_CARD, Card
-from hf_memopt.estimate.simulation import autocast
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 CUDNN = "_scaled_dot_product_cudnn_attention"
-
-
-class Operations(TorchDispatchMode):
-    """Names of torch's own operations that run inside; detaching is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "aten" and function is not torch.ops.aten.detach.default:
-            self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def operations() -> Iterator[list[str]]:
-    watch = Operations()
-    with watch:
-        yield watch.names
-
-
-def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
-    """What `function` returns on the virtual device, in a process of its own."""
-
-    def run() -> Any:
-        with simulation("cuda", VirtualClock(card)) as (device, _):
-            return function(device)
-
-    return run_isolated(run)
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -158,52 +123,6 @@ def test_softmax_from_float16_to_float32_is_one_kernel_and_from_bfloat16_two() -
 
 
 # -------------------------------------------------------------------------------------------------- autocast
-
-
-AUTOCAST: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
-    "matrix products run in half precision": (lambda whole, half: whole @ whole, HALF),
-    "convolutions": (lambda whole, half: F.conv1d(whole[None], whole[:, :, None]), HALF),
-    "layer norm in float32": (lambda whole, half: F.layer_norm(half, half.shape[-1:]), WHOLE),
-    "losses": (lambda whole, half: F.mse_loss(half, half), WHOLE),
-    "powers": (lambda whole, half: half.pow(2), WHOLE),
-    "sums give float32": (lambda whole, half: half.sum(), WHOLE),
-    "sums in a dtype that is named": (lambda whole, half: half.sum(0, dtype=HALF), HALF),
-    "two dtypes meet in the wider one": (lambda whole, half: torch.addcmul(whole, half, half), WHOLE),
-    "halves stay halves": (lambda whole, half: torch.addcmul(half, half, half), HALF),
-    "other operations are left alone": (lambda whole, half: F.gelu(half), HALF),
-}
-
-
-@pytest.fixture(scope="module")
-def autocast_dtypes() -> dict[str, torch.dtype]:
-    def run(device: torch.device) -> dict[str, torch.dtype]:
-        whole, half = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=HALF, device=device)
-        with torch.autocast("cuda", HALF):
-            return {name: operation(whole, half).dtype for name, (operation, _) in AUTOCAST.items()}
-
-    return simulated(run)
-
-
-@pytest.mark.parametrize("name", AUTOCAST)
-def test_autocast(name: str, autocast_dtypes: dict[str, torch.dtype]) -> None:
-    assert autocast_dtypes[name] == AUTOCAST[name][1]
-
-
-def test_a_weight_is_cast_once_and_its_copy_dies_with_autocast() -> None:
-    def run(device: torch.device) -> Any:
-        layer, frozen = (nn.Linear(8, 8, bias=False, device=device) for _ in range(2))
-        frozen.requires_grad_(False)
-        x = torch.zeros(4, 8, dtype=HALF, device=device)
-        counts = []
-        for module in (layer, frozen):
-            with operations() as names, torch.autocast("cuda", HALF):
-                module(module(x))
-                counts.append((names.count("_to_copy"), len(autocast._cast_weights)))
-        with operations() as names, torch.autocast("cuda", HALF, cache_enabled=False):
-            layer(layer(x))
-        return counts, names.count("_to_copy"), len(autocast._cast_weights)
-
-    assert simulated(run) == ([(1, 1), (2, 0)], 2, 0)
 
 
 # -------------------------------------------------------------------------------------------- moving modules

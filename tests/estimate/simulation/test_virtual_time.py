@@ -79,7 +79,7 @@ def estimate(num_steps: int = 2, card: Card = CARD, **offloading: Any) -> Memory
         if offloader is not None and offloader.stats.predicted_peak_gib is not None:
             check_prediction(offloader.stats)
 
-    return estimate_peak_memory(setup, step, num_steps=num_steps, card=card)
+    return estimate_peak_memory(setup, step, num_steps=num_steps, gpu=card)
 
 
 def check_prediction(stats: OffloadStats) -> None:
@@ -93,7 +93,7 @@ def test_a_matrix_product_takes_its_arithmetic_at_the_roofline() -> None:
         model = nn.Linear(4096, 4096, bias=False, device=device)
         return model, torch.zeros(4096, 4096, device=device)
 
-    found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), card=CARD)
+    found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), gpu=CARD)
     product_ms = 1e3 * 2 * 4096**3 / (1e13 * 0.6)
     assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.01)
     assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.1)  # by the weight; inputs need no gradient
@@ -108,7 +108,7 @@ def test_a_convolution_takes_its_arithmetic_whatever_its_groups(groups: int) -> 
         model = nn.Conv2d(64, 64, 11, padding=5, groups=groups, bias=False, device=device)
         return model, torch.zeros(64, 64, 64, 64, device=device)
 
-    found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), card=CARD)
+    found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), gpu=CARD)
     product_ms = 1e3 * 2 * 64 * 64 * 64 * 64 * (64 // groups) * 11 * 11 / (1e13 * 0.6)
     assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.5 if groups > 1 else 0.02)
     assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.9 if groups > 1 else 0.1)

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.gpus import CARDS
-from hf_memopt.estimate.simulation.attention_kernels import Call, choose
+from hf_memopt.estimate.simulation.attention import AttentionCall, choose_kernel
 
 TABLE = attention_choices.read()
 CAPABILITIES = sorted(next(iter(TABLE.values())))
 
 
-def call(case: attention_choices.Case, device: str = "meta") -> Call:
+def call(case: attention_choices.Case, device: str = "meta") -> AttentionCall:
     positional, named = attention_choices.arguments(case, torch.device(device))
-    return Call(*positional, **named)
+    return AttentionCall(*positional, **named)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -22,7 +21,7 @@ def test_the_rule_is_torchs_own_choice_in_all_cases(capability: tuple[int, int])
     wrong = {
         case: (rule, kernels[capability])
         for case, kernels in TABLE.items()
-        if (rule := choose(call(case), capability)) != kernels[capability]
+        if (rule := choose_kernel(call(case), capability)) != kernels[capability]
     }
     assert not wrong
 
@@ -43,10 +42,10 @@ def test_the_table_has_every_case() -> None:
 def test_what_is_switched_off_is_not_chosen(switch: object, before: str, after: str) -> None:
     case = attention_choices.Case("float32" if before == "efficient" else "bfloat16", 64, False, "plain")
     capability = (9, 0) if before == "cudnn" else (8, 0)
-    assert choose(call(case), capability) == before
+    assert choose_kernel(call(case), capability) == before
     switch(False)
     try:
-        assert choose(call(case), capability) == after
+        assert choose_kernel(call(case), capability) == after
     finally:
         switch(True)
 
@@ -55,7 +54,7 @@ def test_deterministic_algorithms_leave_cudnn_out() -> None:
     case = attention_choices.Case("bfloat16", 64, False, "plain")
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose(call(case), (9, 0)) == "flash"
+        assert choose_kernel(call(case), (9, 0)) == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -67,5 +66,5 @@ def test_an_estimate_takes_the_kernels_of_its_card() -> None:
     def step(operands: list[torch.nn.Parameter]) -> None:
         torch.nn.functional.scaled_dot_product_attention(*operands).sum().backward()
 
-    turing, ada = (estimate_peak_memory(setup, step, card=CARDS[name]).peak_bytes for name in ("t4", "rtx4070"))
+    turing, ada = (estimate_peak_memory(setup, step, gpu=name).peak_bytes for name in ("t4", "rtx4070"))
     assert turing - ada > 2 * 4 * 512 * 512 * 2  # the math path keeps all probabilities

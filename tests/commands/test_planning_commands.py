@@ -1,17 +1,13 @@
-"""`hf-memopt estimate`: what it prints, writes, draws and refuses."""
+"""`hf-memopt estimate` and `plan`: what they print, write, draw and refuse."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from estimate_runs import mlp_setup, step
 from transformers import Qwen3Config
 
 from hf_memopt.cli import main
-from hf_memopt.estimate import estimate_report, memory_page
-from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.estimate.gpus import find_card
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--seq-len", "32", "--batch-size", "2", "--precision", "bf16"]
@@ -23,11 +19,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=512).save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def estimated() -> MemoryEstimate:
-    return estimate_peak_memory(mlp_setup, step)
 
 
 def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, tmp_path: Path, capsys: Capture) -> None:
@@ -73,7 +64,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         (["/nowhere"], "model='/nowhere'"),
         (["MODEL", "--gpu", "rtx"], "gpu='rtx' is neither a size such as 8GiB nor a known card"),
         (["MODEL", "--offload", "auto"], "offload='auto' weighs copies against compute, so it needs --gpu"),
-        (["MODEL", "--precision", "int3"], "precision='int3' is unknown"),
+        (["MODEL", "--precision", "int3"], "argument --precision: invalid choice: 'int3'"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
         (["--recipe", "train_causal_lm"], "needs --config FILE"),
         (
@@ -89,40 +80,9 @@ def test_what_it_refuses(arguments: list[str], message: str, model: str, capsys:
     assert message in captured.err
 
 
-def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:
-    assert estimated.phase == "optimizer"
-    text = estimate_report.text(estimated)
-    assert text.startswith("The peak is in the optimizer's update, in step 1: 0.00 GiB of tensors")
-    assert "checkpointing and offloading cannot lower it" in text.splitlines()[1]
+def test_the_choices_are_those_of_the_library() -> None:
+    from hf_memopt.commands.planning_commands import ACTIVATION_CHOICES, MODEL_CHOICES
+    from hf_memopt.tuning import huggingface
 
-
-def test_a_card_that_is_too_small(estimated: MemoryEstimate) -> None:
-    needed = estimate_report.needed_bytes(estimated)
-    assert needed == estimated.reserved_bytes + 640 * 2**20
-    fits, tight = (find_card(f"{num_bytes}B") for num_bytes in (needed, needed - 1))
-    assert "It fits on" in estimate_report.text(estimated, fits)
-    assert "It does not fit on" in estimate_report.text(estimated, tight)
-
-
-def test_the_timeline_adds_up_and_holds_the_peak(estimated: MemoryEstimate) -> None:
-    shown = memory_page.timeline(estimated)
-    totals = [sum(column) for column in zip(*shown.bytes_by_kind.values(), strict=True)]
-    held = estimated.trace.held()
-    assert totals == [held[position] for position in shown.positions]
-    assert max(totals) == estimated.peak_bytes
-    assert shown.positions[0] == shown.spans[0].start == estimated.trace.first_step
-    assert [span.phase for span in shown.spans][:4] == ["forward", "backward", "optimizer", "outside"]
-    assert shown.spans[-1].end == len(held)
-    assert max(shown.bytes_by_kind["parameters"]) == estimated.breakdown["parameters"]
-
-
-def test_a_shortened_timeline_holds_the_peak_too(estimated: MemoryEstimate) -> None:
-    shown = memory_page.timeline(estimated, max_points=5)
-    assert len(shown.positions) <= 5
-    totals = [sum(column) for column in zip(*shown.bytes_by_kind.values(), strict=True)]
-    assert max(totals) == estimated.peak_bytes
-
-
-def test_a_timeline_needs_a_folder(estimated: MemoryEstimate, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no folder"):
-        memory_page.write_timeline(estimated, "toy", tmp_path / "missing" / "page.html")
+    known = {**huggingface.CHOICES, "checkpointing": huggingface.CHECKPOINTING, "offload": huggingface.OFFLOAD}
+    assert {name: values for name, (values, _) in (MODEL_CHOICES | ACTIVATION_CHOICES).items()} == known

@@ -1,0 +1,223 @@
+"""`hf-memopt estimate` and `hf-memopt plan`, which simulate the same training steps."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.command_line import check_output_file, check_output_folder, number, or_none
+from hf_memopt.ranges import COUNT, POSITIVE
+
+if TYPE_CHECKING:
+    from hf_memopt.tuning import SearchDimension, SimulatedStep, TrainingPlan, Workload
+    from hf_memopt.tuning.huggingface import HuggingFaceModel
+
+# Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
+# here, since `tuning.huggingface` is slow to import and not needed for `--help`.
+MODEL_CHOICES = {
+    "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
+    "dtype": (("float32", "bfloat16"), "of the weights"),
+    "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
+    "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
+    "optimizer": (
+        ("adamw", "adamw-foreach", "sgd", "adamw-8bit", "adamw-4bit", "adafactor"),
+        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
+    ),
+}
+ACTIVATION_CHOICES = {
+    "checkpointing": (("none", "selective", "full"), "of activations"),
+    "offload": (("off", "auto", "inputs", "all"), "of activations"),
+}
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    _add_estimate(commands)
+    _add_plan(commands)
+
+
+def _add_model_options(parser: argparse.ArgumentParser, recipes_precisions: tuple[str, ...] = ()) -> Any:
+    """Add what a transformers model is trained with: the arguments of `HuggingFaceModel`. Returns their group."""
+    group = parser.add_argument_group("with a model")
+    precisions, text = MODEL_CHOICES["precision"]
+    _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
+    group.add_argument("--seq-len", type=number(COUNT), default=2048, help="tokens per sample (default: %(default)s)")
+    group.add_argument(
+        "--lora-rank", type=number(COUNT), help="train adapters of this rank on all linear layers (default: none)"
+    )
+    group.add_argument(
+        "--max-grad-norm",
+        type=or_none(number(POSITIVE)),
+        default=1.0,
+        help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+    )
+    return group
+
+
+def _add_choices(group: Any, choices: dict[str, tuple[tuple[str, ...], str]]) -> None:
+    for name, (values, text) in choices.items():
+        group.add_argument(f"--{name}", choices=values, help=f"{text} (default: {values[0]})")
+
+
+def _model(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceModel":
+    from hf_memopt.tuning.huggingface import HuggingFaceModel
+
+    options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
+    options |= {name: getattr(parsed, name) for name in ("seq_len", "lora_rank", "max_grad_norm")}
+    return HuggingFaceModel(parsed.model, effective_batch=effective_batch, **options)
+
+
+# --------------------------------------------------------------------------------------------------- estimate
+
+
+def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="say how much device memory a training step needs, without the device",
+        description="Run whole training steps (forward, backward, clipping, optimizer with its state) on tensors "
+        "without memory, by CUDA's rules, and print the peak: in which phase it is, what it consists of, what was "
+        "assumed. No weight is downloaded or allocated; the configuration is enough.",
+        epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
+        "h100. Batches have no padding. Not simulated, and added as named allowances: the device context and the "
+        "workspaces of libraries.",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="instead of MODEL: a recipe, such as train_causal_lm")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the recipe's configuration file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="one of the recipe's levers; may be repeated"
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument(
+        "--batch-size", type=number(COUNT), default=1, help="samples per forward pass (default: %(default)s)"
+    )
+    step.add_argument(
+        "--accumulation", type=number(COUNT), help="forward passes per update (default: 1; a recipe's own)"
+    )
+    _add_choices(_add_model_options(parser), ACTIVATION_CHOICES)
+    output = parser.add_argument_group("output")
+    output.add_argument("--gpu", help="a card (rtx4070-laptop, h100, ...) or a size (8GiB): say whether it fits")
+    output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    output.add_argument("--timeline", type=Path, metavar="FILE.html", help="also draw memory over the step, by kind")
+    parser.set_defaults(run=_run_estimate)
+
+
+def _run_estimate(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_file("timeline", parsed.timeline)
+    from hf_memopt.estimate import estimate_report, memory_page
+    from hf_memopt.estimate.estimate import estimate_peak_memory
+    from hf_memopt.estimate.gpus import find_card
+
+    card = find_card(parsed.gpu) if parsed.gpu else None
+    name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
+    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=card)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
+    print(f"{name}\n\n{estimate_report.text(estimate, card)}")
+    if parsed.timeline:
+        print(f"\ntimeline: {memory_page.write_timeline(estimate, name, parsed.timeline)}")
+    return 0
+
+
+def _model_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+    if parsed.model is None:
+        raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
+    if parsed.offload == "auto" and not parsed.gpu:
+        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
+    workload = _model(parsed, parsed.batch_size * (parsed.accumulation or 1))
+    checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
+    return workload.name, workload.step_with(checkpointing, offload, parsed.batch_size)
+
+
+def _recipe_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+    from hf_memopt.commands.recipe_workloads import recipe_workload
+
+    if parsed.model is not None:
+        raise ValueError(f"recipe={parsed.recipe!r} and MODEL={parsed.model!r}: name one of them")
+    batch = None if parsed.accumulation is None else parsed.batch_size * parsed.accumulation
+    workload = recipe_workload(parsed.recipe, parsed.config, effective_batch=batch)
+    settings = {each.name: each.values[0] for each in workload.levers} | _chosen(parsed.set, workload.levers)
+    return workload.name, workload.simulated(settings, parsed.batch_size)
+
+
+def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[str, Any]:
+    values = {(each.name, str(value)): value for each in levers for value in each.values}
+    chosen = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if (name, value) not in values:
+            known = "; ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in levers)
+            raise ValueError(f"set={text!r} is no value of a lever; there are {known}")
+        chosen[name] = values[name, value]
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------------- plan
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="find the fastest settings with which a training run fits a card, without the card",
+        description="Simulate micro-batches and memory levers of a recipe or a transformers model on tensors without "
+        "memory, and print a table of all candidates, the fastest that fits first. Times are a roofline's: good for "
+        "comparing rows, not as milliseconds.",
+        epilog="examples: hf-memopt plan --config recipes/configs/lgt.json --gpu 8GiB --output plans/lgt; "
+        "hf-memopt plan --model Qwen/Qwen3-8B --seq-len 4096 --effective-batch 64 --gpu rtx4090 --lora-rank 16",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of a recipe")
+    parser.add_argument("--recipe", metavar="NAME", help="which recipe (default: the one that the file is named after)")
+    parser.add_argument("--model", help="instead: hub id, folder or config.json of a transformers model")
+    parser.add_argument("--gpu", required=True, help="a card such as rtx4070-laptop, or the size of one such as 8GiB")
+    parser.add_argument("--host", help="host memory that may be used, such as 32GiB (default: any)")
+    parser.add_argument("--link", help="bandwidth between host and device, such as 12GBps (default: the card's)")
+    parser.add_argument(
+        "--effective-batch", type=number(COUNT), help="samples per update (default: the configuration's)"
+    )
+    _add_model_options(parser, recipes_precisions=("auto",))
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, help="folder for the chosen configuration and an accelerate config")
+    output.add_argument("--explain", action="store_true", help="say why each lever is used or not")
+    output.add_argument("--json", type=Path, metavar="FILE", help="also write all candidates as JSON")
+    parser.add_argument("--workers", type=number(COUNT), help="simulations at once (default: one per core)")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(parsed: argparse.Namespace) -> int:
+    check_output_file("json", parsed.json)
+    check_output_folder("output", parsed.output)
+    from hf_memopt.tuning import plan
+    from hf_memopt.tuning.settings_table import as_json, explain, headline, table
+
+    workload = _workload(parsed)
+    found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)
+    print(f"{headline(found)}\n\n{table(found)}")
+    if parsed.explain:
+        print("\n" + "\n".join(explain(found)))
+    if parsed.json:
+        parsed.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
+    if parsed.output:
+        _write(workload, found, parsed.output)
+    return 0
+
+
+def _workload(parsed: argparse.Namespace) -> "Workload":
+    from hf_memopt.commands.recipe_workloads import recipe_of, recipe_workload
+
+    if (parsed.model is None) == (parsed.config is None):
+        raise ValueError("name either a recipe's --config FILE or a --model")
+    if parsed.config is None:
+        return _model(parsed, parsed.effective_batch or 1)
+    name = parsed.recipe or recipe_of(parsed.config)
+    return recipe_workload(name, parsed.config, precision=parsed.precision, effective_batch=parsed.effective_batch)
+
+
+def _write(workload: "Workload", found: "TrainingPlan", folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = workload.write(found.best.settings, found.best.micro_batch, folder)
+    for path in written:
+        print(f"wrote {path}")
+    print(f"run it with\n  {workload.command(written)}")

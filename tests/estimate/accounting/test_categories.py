@@ -1,0 +1,32 @@
+"""What storages are for, with real tensors on the CPU."""
+
+import torch
+from torch import nn
+
+from hf_memopt.estimate.accounting import categories
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.estimate.accounting.categories import StepLabels
+
+
+def test_what_modules_and_optimizers_own_is_labelled_and_the_rest_follows_from_backward() -> None:
+    phases = StepPhases()
+    log = AllocationLog("cpu", 1, phases)
+    labels = StepLabels(log, phases)
+    with log, labels.following():
+        model, batch = nn.Linear(4, 4, bias=False), torch.ones(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        labels.add_state([model, {"batch": batch}])
+        labels.add_teacher_block(teacher := torch.empty(5, dtype=torch.uint8))
+        phases.begin_step()
+        saved = model(batch).exp()
+        at_forward = len(log.changes) - 1
+        saved.sum().backward()
+        optimizer.step()
+        found = categories.breakdown(categories.alive_at(log, len(log.changes) - 1))
+        before = categories.breakdown(categories.alive_at(log, at_forward))
+    assert before[categories.ACTIVATION] == 8 * 4 * 4
+    assert found[categories.TEACHER] == teacher.nbytes
+    assert found[categories.INPUT] == batch.nbytes
+    of_weights = (categories.PARAMETER, categories.GRADIENT, categories.OPTIMIZER_STATE)
+    assert {found[each] for each in of_weights} == {model.weight.nbytes}
+    assert labels.unreached() == ()

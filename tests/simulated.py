@@ -1,0 +1,43 @@
+"""What runs on the virtual accelerator, and which of torch's operations it performs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.estimate.simulation.device import simulation
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's own operations that run inside; detaching is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "aten" and function is not torch.ops.aten.detach.default:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def operations() -> Iterator[list[str]]:
+    watch = Operations()
+    with watch:
+        yield watch.names
+
+
+def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
+    """What `function` returns on the virtual device, in a process of its own."""
+
+    def run() -> Any:
+        with simulation("cuda", VirtualClock(card)) as (device, _):
+            return function(device)
+
+    return run_isolated(run)
