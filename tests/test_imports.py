@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("locks", "ranges"),
+    ("locks", "ranges", "files_on_disk"),
     ("command_line",),
     ("transfer", "reflow"),
     ("memory",),
@@ -33,6 +33,7 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 LIBRARIES = {
     "locks": set(),
     "ranges": set(),
+    "files_on_disk": set(),
     "command_line": set(),
     "transfer": {"torch"},
     "reflow": {"torch"},

@@ -274,11 +274,11 @@ def test_a_folder_that_cannot_be_written_is_resumed_while_latest_is_right(
 ) -> None:
     """Root may write wherever it likes; hence the pretence."""
 
-    def refuse(file: Path, content: bytes) -> None:
+    def refuse(file: Path, content: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(files, "_write", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
     saved.resume()
     saved.resume("step-000003")
     with pytest.raises(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches, files
-from hf_memopt.checkpoint.manifest import sha256
+from hf_memopt.files_on_disk import sha256
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 

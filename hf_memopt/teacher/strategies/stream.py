@@ -257,7 +257,7 @@ class StreamedWeights(WeightPlacement):
 
 
 def readable_in_place(master: Tensor, device: torch.device) -> Tensor:
-    """Return the same bytes as the device sees them: page-locked memory is mapped into CUDA's address space.
+    """The same bytes as the device sees them: page-locked memory is mapped into CUDA's address space.
 
     Raises:
         ValueError: the device cannot read this memory.
@@ -277,10 +277,9 @@ def readable_in_place(master: Tensor, device: torch.device) -> Tensor:
 
 
 class _CudaArray:
-    """Describes page-locked host memory to torch as CUDA memory at the same address.
+    """Page-locked host memory, described to torch as CUDA memory at the same address.
 
-    Torch deletes this object with the last tensor of that memory, when queued work of the device may still read it.
-    Deleting it therefore makes the host wait for the device.
+    It dies with the last tensor of that memory, when queued work may still read it: the host waits for the device then.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
