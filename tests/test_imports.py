@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("locks", "ranges", "text_table", "units"),
+    ("disk", "ranges", "text_table", "units"),
     ("command_line",),
     ("transfer", "reflow"),
     ("autograd_state",),
@@ -32,10 +32,10 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What each part may import besides the standard library; recipes may import anything.
 LIBRARIES = {
-    "locks": set(),
     "ranges": set(),
     "text_table": set(),
     "units": set(),
+    "disk": set(),
     "command_line": set(),
     "transfer": {"torch"},
     "autograd_state": {"torch"},

@@ -19,6 +19,7 @@ from hf_memopt.checkpoint.folder_lock import lock_of
 from hf_memopt.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
 from hf_memopt.checkpoint.signals import StopSignals
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
+from hf_memopt.disk.files_on_disk import sync
 from hf_memopt.ranges import Range
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -229,7 +230,7 @@ class Checkpoints:
             return
         with files.writing(self.folder / files.LATEST):
             self._lock.acquire()
-            files.sync_folder(self.folder.parent)
+            sync(self.folder.parent)
         latest = files.read_latest(self.folder)
         if latest is not None and latest.name not in self._ours:
             raise ValueError(

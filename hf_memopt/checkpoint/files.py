@@ -5,7 +5,6 @@ checkpoint, the sha256 of its manifest, and the run's id, which is in the manife
 `.removed` are what an interrupted save left.
 """
 
-import errno
 import os
 import re
 import shutil
@@ -25,9 +24,9 @@ from hf_memopt.checkpoint.manifest import (
     read_manifest,
     read_regular,
     render,
-    sha256,
     verify_files,
 )
+from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256, sync
 
 LATEST = "latest"
 _UNFINISHED = ("*.partial", "*.removed")
@@ -108,22 +107,16 @@ def draft_of(checkpoint: Path) -> Path:
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """What cannot be written inside raises an OSError that names `target`, and how many bytes are free and needed."""
+    """Turn what cannot be written inside into an OSError that names `target`, and the bytes free and needed."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        folder = next(parent for parent in target.parents if parent.is_dir())
-        free = shutil.disk_usage(folder).free
-        needed = max((_num_bytes(path) for path in folder.glob("step-*")), default=0)
-        cause, code = str(error).partition("\n")[0], getattr(error, "errno", None)
-        if code is None:  # torch and safetensors tell less than the system told them
-            code = errno.ENOSPC if free < needed else errno.EIO
-            cause = f"{os.strerror(code)} ({cause})"
-        raise OSError(
-            code,
-            f"{target} could not be written: {cause}; its disk has {free:,} bytes free, and a checkpoint takes "
-            f"{needed:,} or more. Make room, or mend the permissions; what '{LATEST}' named is still there",
-        ) from error
+        needed = max((_num_bytes(path) for path in target.parent.glob("step-*")), default=0)
+        advice = (
+            f", and a checkpoint takes {needed:,} or more. Make room, or mend the permissions; what '{LATEST}' named "
+            "is still there"
+        )
+        raise not_written(target, error, advice, needed) from error
 
 
 def begin(draft: Path) -> None:
@@ -141,17 +134,7 @@ def begin(draft: Path) -> None:
 def sync_files(folder: Path) -> None:
     """Wait until the contents of all files below `folder` are on disk."""
     for file in files_below(folder):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(file)
 
 
 def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
@@ -160,12 +143,14 @@ def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
     A checkpoint of that name, which `latest` must not name, is replaced.
     """
     _set_modes(draft)
-    _write(draft / MANIFEST, render({**header, "files": list_files(draft)}))
+    manifest = draft / MANIFEST
+    manifest.write_bytes(render({**header, "files": list_files(draft)}))
+    sync(manifest)
     for subfolder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
-        sync_folder(subfolder)
+        sync(subfolder)
     remove([checkpoint] if checkpoint.exists() else [])
     draft.rename(checkpoint)
-    sync_folder(checkpoint.parent)
+    sync(checkpoint.parent)
     point_latest_to(checkpoint)
 
 
@@ -176,9 +161,8 @@ def point_latest_to(checkpoint: Path) -> None:
     if _pointer(folder) == pointer:
         return
     draft = folder / f"{LATEST}.partial"
-    _write(draft, "".join(f"{line}\n" for line in pointer).encode())
-    draft.replace(folder / LATEST)
-    sync_folder(folder)
+    draft.write_text("".join(f"{line}\n" for line in pointer))
+    put_in_place(draft, folder / LATEST)
 
 
 def remove(checkpoints: Iterable[Path]) -> None:
@@ -262,10 +246,3 @@ def _set_modes(draft: Path) -> None:
     for file in files_below(draft):
         if file.stat().st_mode & 0o777 != mode:
             file.chmod(mode)
-
-
-def _write(file: Path, content: bytes) -> None:
-    with file.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())

@@ -3,7 +3,7 @@
 from pathlib import Path
 from weakref import WeakValueDictionary, finalize
 
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.locks import WriterLock
 
 
 class FolderLock:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.disk.files_on_disk import sha256
+
 MANIFEST = "manifest.json"
 
 Manifest = dict[str, Any]
@@ -93,12 +95,6 @@ def read_regular(file: Path) -> bytes | None:
         return file.read_bytes() if file.is_file() else None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def sha256(file: Path) -> str:
-    """Digest of a file, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def render(manifest: Manifest) -> bytes:

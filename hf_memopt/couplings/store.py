@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ from datasets.table import InMemoryTable, concat_tables
 from tqdm import tqdm
 
 from hf_memopt.couplings.key import check_same
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256
+from hf_memopt.disk.locks import WriterLock
 
 DESCRIPTION_FILE = "couplings.json"
 STATE_FILE = "state.json"  # what `datasets.load_from_disk` reads first; written when all shards are there
@@ -34,10 +34,13 @@ _AGAIN = "run the same `precompute` command again"
 class CouplingFolder:
     """Writes and reads one cache. Shards may be written by any number of processes, in any order, each by one.
 
-    A shard is `data-00002-of-00010.arrow`, and beside it a `.json`, its note, with its number, its size and SHA-256,
-    and the SHA-256 of the description in `couplings.json`. The note is written last: a shard counts as absent unless
-    its note fits it and the description. Files appear under their names whole and flushed to disk, so that a kill or a
-    full disk costs at most the shard in flight.
+    couplings.json               what `begin` was given, and its SHA-256
+    data-00002-of-00010.arrow    a shard
+    data-00002-of-00010.json     its note: its number, its size, its SHA-256, and that of the description
+    state.json                   makes the folder a dataset; written when all shards are there
+
+    The note is written after its shard: a shard counts as absent unless its note fits it and the description. Files get
+    their names when they are whole and on disk, so that a kill or a full disk costs at most the shard in flight.
 
     Args:
         path: of the folder.
@@ -45,8 +48,10 @@ class CouplingFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Of each shard that `read` has checked, the file's size and times then.
         self._checked: dict[int, os.stat_result] = {}
-        self._ends: list[int] = []  # of the shards, in rows
+        # Of each shard, the number of the row after its last one.
+        self._ends: list[int] = []
 
     @property
     def num_shards(self) -> int:
@@ -71,6 +76,8 @@ class CouplingFolder:
         try:
             found = self.description
         except _AbsentError:
+            # Only a folder with nothing but shards of this very description may get its description back: others hold
+            # somebody's files, or couplings that nobody can name any more.
             self._refuse_other_files(_digest(description))
             _write_json(self.path / DESCRIPTION_FILE, {**description, "sha256": _digest(description)})
             found = self.description
@@ -92,7 +99,7 @@ class CouplingFolder:
         return described
 
     def incomplete(self, shards: Iterable[int]) -> list[int]:
-        """Those of some shards that are missing, damaged, or of other couplings. Reads all of them.
+        """Return those of some shards that are missing, damaged, or of other couplings. Reads all of them.
 
         Raises:
             ValueError: a file that cannot be read and is not to be replaced either, a folder for example; names it.
@@ -108,16 +115,19 @@ class CouplingFolder:
         """
         file = self._data_file(shard)
         with WriterLock(self.path / f".lock-{file.stem}", str(file), "give each process a RANK of its own"):
+            # The lock is ours, so other drafts of this shard are those of processes that were killed.
             for draft in self.path.glob(f".{file.stem}.*"):
-                draft.unlink()  # of a process that was killed
+                draft.unlink()
             with _appearing(file) as draft:
                 with ArrowWriter(features=features, path=str(draft)) as writer:
+                    # The teacher computes the rows here. Its errors are not those of the disk, so only the lines that
+                    # write are watched.
                     for columns in rows:
                         with _writing(file):
                             writer.write_batch(columns)
                     with _writing(file):
                         writer.finalize()
-                size, digest = draft.stat().st_size, _sha256(draft)
+                size, digest = draft.stat().st_size, sha256(draft)
             note = {"couplings": _digest(self.description), "shard": shard, "num_bytes": size, "sha256": digest}
             _write_json(self._note_file(shard), note)
 
@@ -128,6 +138,7 @@ class CouplingFolder:
             The shards that are still missing. Reads all shards if none seems to be.
         """
         shards = range(self.num_shards)
+        # Reading all shards takes long, and is of no use while others are still at work.
         missing = [shard for shard in shards if not self._seems_complete(shard)] or self.incomplete(shards)
         if not missing:
             files = [{"filename": self._data_file(shard).name} for shard in shards]
@@ -137,7 +148,7 @@ class CouplingFolder:
         return missing
 
     def read(self) -> Dataset:
-        """All rows, mapped from disk: of the files that were checked, also if others take their names later.
+        """Map all rows from disk: of the files that were checked, also if others take their names later.
 
         Raises:
             ValueError: a shard is missing, truncated, damaged or of other couplings; names it. Costs one read of all
@@ -155,9 +166,10 @@ class CouplingFolder:
                 raise ValueError(f"{file} was changed while it was in use; start again, which checks all files anew")
 
     def _table(self, shard: int) -> InMemoryTable:
-        """One shard, after reading all of it. The mapping outlives the file's name."""
+        """Return one shard, after reading all of it. The mapping outlives the file's name."""
         file, note = self._data_file(shard), self._note(shard)
         with _reading(file):
+            # Before reading, so that what is written meanwhile is noticed later.
             self._checked[shard] = file.stat()
             with pyarrow.memory_map(str(file)) as mapped:
                 content = mapped.read_buffer()
@@ -166,7 +178,7 @@ class CouplingFolder:
         return InMemoryTable.from_buffer(content)
 
     def _note(self, shard: int) -> dict[str, Any]:
-        """What was noted about a shard, if it is this shard of these couplings."""
+        """Return what was noted about a shard, if it is this shard of these couplings."""
         file, note = self._data_file(shard), _read_json(self._note_file(shard))
         if note.get("couplings") != _digest(self.description):
             raise _AbsentError(
@@ -185,7 +197,7 @@ class CouplingFolder:
         return True
 
     def _seems_complete(self, shard: int) -> bool:
-        """Judged without reading the shard."""
+        """Judge a shard by its size and its note, without reading it."""
         try:
             with _reading(self._data_file(shard)):
                 return bool(self._data_file(shard).stat().st_size == self._note(shard).get("num_bytes"))
@@ -193,7 +205,7 @@ class CouplingFolder:
             return False
 
     def _refuse_other_files(self, digest: str) -> None:
-        """Only a cache with this digest may get its description back."""
+        """Raise a ValueError if there is a file here that is not of the couplings with this description's digest."""
         names = sorted(file.name for file in self.path.iterdir() if not file.name.startswith("."))
         for name in names:
             if name not in (DESCRIPTION_FILE, STATE_FILE, INFO_FILE) and self._owner_of(name) != digest:
@@ -202,14 +214,14 @@ class CouplingFolder:
                 )
 
     def _owner_of(self, name: str) -> Any:
-        """The description's SHA-256 in the note beside a file of this name."""
+        """Return the description's SHA-256 in the note beside a file of this name."""
         try:
             return _read_json((self.path / name).with_suffix(".json")).get("couplings")
         except _AbsentError:
             return None
 
     def _with_bar(self, shards: Iterable[int]) -> Iterable[int]:
-        """Shows a bar once checking them has taken ten seconds."""
+        """Show a bar once checking them has taken ten seconds."""
         bar: Iterable[int] = tqdm(shards, desc=f"checking {self.path}", unit="shard", delay=10)
         return bar
 
@@ -221,7 +233,7 @@ class CouplingFolder:
 
 
 class _AbsentError(ValueError):
-    """A file is missing, damaged or of other couplings, all of which `precompute` mends by writing it."""
+    """A file is missing, damaged or of other couplings, and `precompute` mends it by writing it."""
 
 
 def coupling_features(num_elements: int, with_observations: bool) -> Features:
@@ -237,7 +249,7 @@ def coupling_features(num_elements: int, with_observations: bool) -> Features:
 
 
 def _dataset_state(files: list[dict[str, str]], digests: list[str]) -> dict[str, Any]:
-    """What `datasets.Dataset.save_to_disk` writes beside its shards; the fingerprint is that of their contents."""
+    """Return what `datasets.Dataset.save_to_disk` writes beside its shards; the fingerprint is of their contents."""
     return {
         "_data_files": files,
         "_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
@@ -272,7 +284,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _was_written_into(file: Path, before: os.stat_result) -> bool:
-    """A file that has taken its name is no matter."""
+    """Tell whether the file that was checked has been written into; another that has taken its name is no matter."""
     try:
         now = file.stat()
     except FileNotFoundError:
@@ -283,7 +295,7 @@ def _was_written_into(file: Path, before: os.stat_result) -> bool:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Errors that name the file and the remedy."""
+    """Turn errors inside into ones that name the file and the remedy."""
     try:
         yield
     except FileNotFoundError as error:
@@ -294,48 +306,30 @@ def _reading(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _appearing(file: Path) -> Iterator[Path]:
-    """A draft beside `file` that takes its name once it is whole and on disk, and disappears on an error."""
+    """Yield a draft beside `file`, which takes its name when it is whole and on disk, and disappears on an error."""
+    # Several processes may write the description and the state at the same time; the last one wins, with equal bytes.
+    draft = file.with_name(f".{file.name}-{uuid.uuid4().hex}")
     with _writing(file):
-        handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-        os.close(handle)
-    draft = Path(name)
+        draft.touch()
     try:
-        draft.chmod(0o644)
         yield draft
         with _writing(file):
-            _flush(draft)
-            _replace(file, draft)
-            _flush(file.parent)
+            _put_in_place(draft, file)
     finally:
         draft.unlink(missing_ok=True)
 
 
 @contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """What cannot be written inside raises an OSError that names `file`, and how many bytes are free."""
+    """Turn what cannot be written inside into an OSError that names `file`, and how many bytes are free."""
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(file.parent).free
-        message = f"{file} could not be written: {error}; its disk has {free:,} bytes free. Make room, and {_AGAIN}"
-        raise OSError(error.errno, message) from error
+        raise not_written(file, error, f". Make room, and {_AGAIN}") from error
 
 
-def _replace(file: Path, draft: Path) -> None:
+def _put_in_place(draft: Path, file: Path) -> None:
     try:
-        draft.replace(file)
+        put_in_place(draft, file)
     except IsADirectoryError as error:
         raise ValueError(f"{file} is a folder: delete it, and {_AGAIN}") from error
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
+from hf_memopt.disk.files_on_disk import put_in_place
+
 HIGH, LOW = 12.0, 3.0
 # Part of every cache key: another number whenever the same parameters would give other fields.
 FORMAT_VERSION = 1
@@ -245,5 +247,5 @@ def cached_folder(root: Path, train: Darcy, tests: list[Darcy], device: torch.de
         if not file.exists():
             draft = file.with_suffix(f".{os.getpid()}.partial")
             torch.save(generate(darcy, device), draft)
-            os.replace(draft, file)
+            put_in_place(draft, file)
     return folder

@@ -2,22 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 INTEGRATION = "hf_memopt/integrations/lerobot"
-PREFIX = f"{INTEGRATION}/prefix.py"
+PREFIX = f"{INTEGRATION}/reflow/prefix.py"
 MODELING = f"{INTEGRATION}/modeling_smolvla_reflow.py"
-TEACHER = f"{INTEGRATION}/teacher.py"
+TEACHER = f"{INTEGRATION}/reflow/reflow_teacher.py"
 CHECKPOINT_FILES = f"{INTEGRATION}/checkpoint_files.py"
 PROCESSORS = f"{INTEGRATION}/processors.py"
-CHECKPOINTS = f"{INTEGRATION}/checkpoints.py"
+CHECKPOINTS = f"{INTEGRATION}/policy_files.py"
 RECIPE = "recipes/reflow_smolvla.py"
 
 
 @contextmanager
 def relied_on_by(module: str) -> Iterator[None]:
     """Any exception in here fails the test with a message that names `module`."""
+    assert (Path(__file__).parents[2] / module.split()[0]).exists()
     try:
         yield
     except Exception as error:

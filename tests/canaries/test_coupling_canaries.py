@@ -5,21 +5,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
 import pytest
 import torch
-from datasets.arrow_writer import ArrowWriter
-from datasets.table import InMemoryTable, concat_tables
-from lerobot.datasets import LeRobotDatasetMetadata
-from lerobot.datasets.factory import make_dataset
-from lerobot.envs.utils import FreezeAfterEpisodeEnd
-from lerobot.policies import factory
-from lerobot.scripts import lerobot_eval, lerobot_train
 from reliance import INTEGRATION, relied_on_by
 
-from hf_memopt.integrations.lerobot.policy_files import load_config
-from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global ArrowWriter, concat_tables, datasets, factory, FreezeAfterEpisodeEnd, InMemoryTable, lerobot_eval
+    global lerobot_train, LeRobotDatasetMetadata, load_config, make_dataset, pyarrow, toy
+    import datasets
+    import pyarrow
+    from datasets.arrow_writer import ArrowWriter
+    from datasets.table import InMemoryTable, concat_tables
+    from lerobot.datasets import LeRobotDatasetMetadata
+    from lerobot.datasets.factory import make_dataset
+    from lerobot.envs.utils import FreezeAfterEpisodeEnd
+    from lerobot.policies import factory
+    from lerobot.scripts import lerobot_eval, lerobot_train
+
+    from hf_memopt.integrations.lerobot.policy_files import load_config
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+
 
 pytestmark = pytest.mark.canary
 
@@ -100,7 +108,7 @@ def test_a_policy_in_training_is_told_its_dataset(
 
 
 def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
-    with relied_on_by(f"{INTEGRATION}/precompute.py"):
+    with relied_on_by(f"{INTEGRATION}/reflow/precompute_pairs.py"):
         source = inspect.getsource(lerobot_train.train)
         convert = source.index(".to(dtype=torch.float32) / 255.0")
         assert convert < source.index("batch = preprocessor(batch)", convert)
@@ -108,7 +116,7 @@ def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
 
 
 def test_rollouts_freeze_finished_environments_and_report_success() -> None:
-    with relied_on_by(f"{INTEGRATION}/rollouts.py"):
+    with relied_on_by(f"{INTEGRATION}/evaluate/rollouts.py"):
         assert list(inspect.signature(lerobot_eval.eval_policy).parameters)[:7] == [
             "env",
             "policy",

@@ -1,5 +1,7 @@
 """What this project relies on in lerobot's commands and in accelerate. A failure names who relies on it."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import json
@@ -10,27 +12,38 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
-from draccus.utils import ParsingError
-from lerobot.configs import PreTrainedConfig
-from lerobot.configs.parser import load_plugin
-from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
-from lerobot.policies import make_policy
-from lerobot.policies.factory import get_policy_class
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
-from lerobot.scripts import lerobot_train as lerobot_train_module
-from lerobot.scripts.lerobot_train import update_policy
-from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-from lerobot_runs import PLUGIN, lerobot_train, new_process, run, train_flags, weights
 from reliance import CHECKPOINT_FILES, CHECKPOINTS, INTEGRATION, MODELING, PREFIX, PROCESSORS, RECIPE, relied_on_by
 from safetensors.torch import load_file
-from transformers.dynamic_module_utils import resolve_trust_remote_code
 
-from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.processors import STEPS
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global Accelerator, AverageMeter, get_policy_class, GradientAccumulationPlugin, lerobot_train
+    global lerobot_train_module, LeRobotDatasetMetadata, load_plugin, make_policy
+    global make_smolvla_pre_post_processors, MetricsTracker, new_process, no_remote_code, ParsingError, PLUGIN
+    global PreTrainedConfig, resolve_trust_remote_code, run, SmolVLAPolicy, SmolVLAReflowPolicy, STEPS
+    global train_flags, update_policy, weights
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+    from draccus.utils import ParsingError
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.configs.parser import load_plugin
+    from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+    from lerobot.policies import make_policy
+    from lerobot.policies.factory import get_policy_class
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
+    from lerobot.scripts import lerobot_train as lerobot_train_module
+    from lerobot.scripts.lerobot_train import update_policy
+    from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+    from lerobot_runs import PLUGIN, lerobot_train, new_process, run, train_flags, weights
+    from transformers.dynamic_module_utils import resolve_trust_remote_code
+
+    from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.processors import STEPS
+
 
 pytestmark = pytest.mark.canary
 

@@ -1,5 +1,7 @@
 """What this project relies on in the SmolVLA model and in transformers' caches. A failure names who relies on it."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot.policies.common.flow_matching import euler_integrate
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
-from lerobot.policies.smolvla.smolvlm_with_expert import SmolVLMWithExpertModel, apply_rope
-from lerobot.scripts.lerobot_train import train, update_policy
 from reliance import MODELING, PREFIX, RECIPE, TEACHER, relied_on_by
-from transformers.cache_utils import DynamicCache, DynamicLayer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global apply_rope, DynamicCache, DynamicLayer, euler_integrate, SmolVLAPolicy, SmolVLMWithExpertModel, train
+    global update_policy, VLAFlowMatching
+    from lerobot.policies.common.flow_matching import euler_integrate
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
+    from lerobot.policies.smolvla.smolvlm_with_expert import SmolVLMWithExpertModel, apply_rope
+    from lerobot.scripts.lerobot_train import train, update_policy
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
 
 pytestmark = pytest.mark.canary
 
@@ -35,33 +45,33 @@ def prefix_of(policy: SmolVLAPolicy, state: torch.Tensor) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(
     ("function", "names", "module"),
     [
-        (SmolVLAPolicy.forward, "self batch noise time reduction", MODELING),
-        (SmolVLAPolicy.__init__, "self config", MODELING),
-        (SmolVLAPolicy.prepare_images, "self batch", MODELING),
-        (SmolVLAPolicy.prepare_state, "self batch", MODELING),
-        (VLAFlowMatching.embed_prefix, "self images img_masks lang_tokens lang_masks state", PREFIX),
-        (VLAFlowMatching.denoise_step, "self prefix_pad_masks past_key_values x_t timestep", PREFIX),
-        (VLAFlowMatching.sample_actions, "self images img_masks lang_tokens lang_masks state noise", TEACHER),
+        (lambda: SmolVLAPolicy.forward, "self batch noise time reduction", MODELING),
+        (lambda: SmolVLAPolicy.__init__, "self config", MODELING),
+        (lambda: SmolVLAPolicy.prepare_images, "self batch", MODELING),
+        (lambda: SmolVLAPolicy.prepare_state, "self batch", MODELING),
+        (lambda: VLAFlowMatching.embed_prefix, "self images img_masks lang_tokens lang_masks state", PREFIX),
+        (lambda: VLAFlowMatching.denoise_step, "self prefix_pad_masks past_key_values x_t timestep", PREFIX),
+        (lambda: VLAFlowMatching.sample_actions, "self images img_masks lang_tokens lang_masks state noise", TEACHER),
         (
-            VLAFlowMatching.forward,
+            lambda: VLAFlowMatching.forward,
             "self images img_masks lang_tokens lang_masks state actions noise time",
             MODELING,
         ),
-        (VLAFlowMatching.sample_noise, "self shape device", MODELING),
+        (lambda: VLAFlowMatching.sample_noise, "self shape device", MODELING),
         (
-            SmolVLMWithExpertModel.forward,
+            lambda: SmolVLMWithExpertModel.forward,
             "self attention_mask position_ids past_key_values inputs_embeds use_cache",
             PREFIX,
         ),
-        (euler_integrate, "denoise_fn noise num_steps", PREFIX),
-        (apply_rope, "x positions", PREFIX),
-        (update_policy, "train_metrics policy batch optimizer grad_clip_norm accelerator", RECIPE),
-        (train, "cfg accelerator", RECIPE),
+        (lambda: euler_integrate, "denoise_fn noise num_steps", PREFIX),
+        (lambda: apply_rope, "x positions", PREFIX),
+        (lambda: update_policy, "train_metrics policy batch optimizer grad_clip_norm accelerator", RECIPE),
+        (lambda: train, "cfg accelerator", RECIPE),
     ],
 )
-def test_leading_parameters(function: Callable[..., Any], names: str, module: str) -> None:
+def test_leading_parameters(function: Callable[[], Any], names: str, module: str) -> None:
     with relied_on_by(module):
-        parameters = list(inspect.signature(inspect.unwrap(function)).parameters)
+        parameters = list(inspect.signature(inspect.unwrap(function())).parameters)
         assert parameters[: len(names.split())] == names.split()
 
 

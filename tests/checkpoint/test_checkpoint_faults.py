@@ -47,8 +47,9 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
         self.num_calls = 0
         self._fails_at = fails_at
-        writers = [(torch, "save"), (accelerate.utils.other, "safe_save_file"), (files, "_write")]
-        for owner, name in [*writers, (os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "replace")]:
+        for name in ("write_bytes", "write_text", "mkdir", "rename", "replace"):
+            self._wrap(monkeypatch, Path, name)
+        for owner, name in ((torch, "save"), (accelerate.utils.other, "safe_save_file"), (os, "fsync")):
             self._wrap(monkeypatch, owner, name)
 
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -57,9 +58,10 @@ class FullDisk:
         def writing(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             if self.num_calls == self._fails_at:
-                if owner not in (os, Path):
+                if name in ("save", "safe_save_file", "write_bytes", "write_text"):
                     file = next(each for each in args if isinstance(each, str | Path))
-                    Path(file).write_bytes(b"a part")
+                    with open(file, "wb") as opened:
+                        opened.write(b"a part")
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(*args, **kwargs)
 
@@ -112,10 +114,15 @@ def test_contents_reach_the_disk_before_names_and_names_before_anything_is_remov
     def note(kind: str, path: str | Path) -> None:
         events.append(f"{kind} {Path(path).relative_to(folder)}")
 
-    monkeypatch.setattr(os, "fsync", lambda fd: (note("sync", os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    def note_sync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path != folder.parent:
+            note("sync", path)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", lambda self, target: (note("rename", self), rename(self, target)))
     monkeypatch.setattr(Path, "replace", lambda self, target: (note("replace", self), replace(self, target)))
-    monkeypatch.setattr(files, "sync_folder", lambda path: note("sync", path) if path != folder.parent else None)
     saved.save()
     contents = sorted(path.name for path in (folder / "step-000004").iterdir() if path.name != "manifest.json")
     assert len(contents) > 5

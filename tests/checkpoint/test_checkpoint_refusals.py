@@ -17,7 +17,7 @@ from toy_run import ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, checkpoints, files
 from hf_memopt.checkpoint.manifest import MANIFEST, list_files, read_manifest, render
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.locks import WriterLock
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
@@ -274,11 +274,11 @@ def test_a_folder_that_cannot_be_written_is_resumed_while_latest_is_right(
 ) -> None:
     """Root may write wherever it likes; hence the pretence."""
 
-    def refuse(file: Path, content: bytes) -> None:
+    def refuse(file: Path, content: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(files, "_write", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
     saved.resume()
     saved.resume("step-000003")
     with pytest.raises(

@@ -12,20 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draccus.utils import ParsingError
-from lerobot.common.train_utils import load_training_step
-from lerobot.configs import PreTrainedConfig
-from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.policies import make_pre_post_processors
-from lerobot.policies.factory import get_policy_class
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot.scripts import lerobot_train as lerobot_script
-from lerobot.utils.random_utils import load_rng_state
-from lerobot_runs import PLUGIN, lerobot_train, logged, pin_draws, run, train_flags, weights
 from patience import HANG_S
 from safetensors.torch import load_file
 
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global CAMERA, get_policy_class, IMAGE_SIZE, lerobot_script, lerobot_train, LeRobotDataset, load_rng_state
+    global load_training_step, logged, make_pre_post_processors, ParsingError, pin_draws, PLUGIN, PreTrainedConfig
+    global run, SmolVLAPolicy, train_flags, weights
+    from draccus.utils import ParsingError
+    from lerobot.common.train_utils import load_training_step
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from lerobot.policies import make_pre_post_processors
+    from lerobot.policies.factory import get_policy_class
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot.scripts import lerobot_train as lerobot_script
+    from lerobot.utils.random_utils import load_rng_state
+    from lerobot_runs import PLUGIN, lerobot_train, logged, pin_draws, run, train_flags, weights
+
+    from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE
+
 
 TRAINED = ("lm_expert", "action_", "state_proj")
 

@@ -1,5 +1,7 @@
 """Training from precomputed couplings is training online, and needs no teacher."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import json
@@ -10,20 +12,31 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot.datasets import LeRobotDatasetMetadata
-from lerobot_runs import logged, run, train_flags, weights
 from safetensors.torch import load_file, save_file
 
 from hf_memopt.cli import main
-from hf_memopt.couplings.source import CouplingCache
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import load_config
-from hf_memopt.integrations.lerobot.reflow.pair_source import CachedPairs, coupling_inputs, frame_noise
-from hf_memopt.integrations.lerobot.reflow.prefix import observe
-from hf_memopt.recipes.reflow import smolvla_toy as toy
-from hf_memopt.recipes.reflow_smolvla import main as recipe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global CachedPairs, coupling_inputs, CouplingCache, frame_noise, held_out_batches, LeRobotDatasetMetadata
+    global load_config, logged, observe, Pairs, recipe, run, SmolVLAReflowConfig, SmolVLAReflowPolicy, solve, toy
+    global train_flags, weights
+    from lerobot.datasets import LeRobotDatasetMetadata
+    from lerobot_runs import logged, run, train_flags, weights
+
+    from hf_memopt.couplings.source import CouplingCache
+    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+    from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.policy_files import load_config
+    from hf_memopt.integrations.lerobot.reflow.pair_key import coupling_inputs
+    from hf_memopt.integrations.lerobot.reflow.pair_source import CachedPairs, Pairs, frame_noise, solve
+    from hf_memopt.integrations.lerobot.reflow.prefix import observe
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+    from hf_memopt.recipes.reflow_smolvla import main as recipe
+
 
 FEW_STEPS = "--policy.teacher_num_steps=3"
 SEEDED = ("--policy.couplings_seed=3", "--policy.couplings_per_frame=2", FEW_STEPS)
@@ -101,7 +114,7 @@ def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset
     """In any company, under autocast, and with padding behind its instruction."""
     policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
     (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
-    together = policy._known_pairs(batch, None)
+    together = pairs_of(policy, batch)
     policy(batch)
     assert policy.teacher_report().device_bytes == 0  # asked before the student's forward, and not fetched again
     reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -109,9 +122,9 @@ def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset
         reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
     inputs = coupling_inputs(policy.config, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        reversed_pairs = policy._known_pairs(reverse, None)
-        solved = policy.solve(inputs, together.noise)
-    assert torch.equal(solved, policy.solve(inputs, together.noise))
+        reversed_pairs = pairs_of(policy, reverse)
+        solved = ask(policy, inputs, together.noise)
+    assert torch.equal(solved, ask(policy, inputs, together.noise))
     assert torch.equal(reversed_pairs.noise.flip(0), together.noise)
     assert torch.equal(reversed_pairs.target.flip(0), together.target)
     solved = policy.generate_reflow_target(*_arguments(policy, batch), together.noise)
@@ -249,11 +262,11 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert precompute(toy_student, toy_dataset, folder, "--store-observations", flags=flags) == 0
     student = load_student(toy_student, couplings_path=str(folder))
     (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
-    seen, noise, target = student._cached.look_up(batch)
+    seen, noise, target = student.pair_source.draw(student, batch, None)
     assert not torch.equal(seen[toy.CAMERA], batch[toy.CAMERA])
     teacher = load_student(toy_student, couplings_seed=0)
-    torch.testing.assert_close(teacher.solve(seen, noise), target, rtol=1e-5, atol=1e-5)
-    assert (teacher.solve(batch, noise) - target).abs().max() > 1e-4
+    torch.testing.assert_close(ask(teacher, seen, noise), target, rtol=1e-5, atol=1e-5)
+    assert (ask(teacher, batch, noise) - target).abs().max() > 1e-4
     assert student(batch)[0].isfinite()
 
 
@@ -261,6 +274,16 @@ def rows(cache: CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
     """Targets, whatever the student sees."""
     cache._check_observations = lambda *_: None
     return cache.of(indices, [draw] * len(indices), {}).target
+
+
+def pairs_of(policy: SmolVLAReflowPolicy, batch: Any) -> Pairs:
+    policy.load_teacher_model()
+    drawn = policy.pair_source.draw(policy, batch, None)
+    return policy.pair_source.pairs(policy, drawn, observe(policy, batch), None)
+
+
+def ask(policy: SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
+    return solve(policy, policy.pair_source.teacher, inputs, noise)
 
 
 def _arguments(policy: SmolVLAReflowPolicy, batch: Any) -> Any:

@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from hf_memopt import detect_leaks
-from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global held_out_batches, SmolVLAReflowPolicy, toy
+    from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 
 @pytest.mark.slow

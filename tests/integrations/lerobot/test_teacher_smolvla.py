@@ -1,5 +1,7 @@
 """SmolVLA's teacher, streamed: bitwise the resident one for any number of steps, and small at its published size."""
 
+from __future__ import annotations
+
 import copy
 from pathlib import Path
 from typing import Any
@@ -7,17 +9,26 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import POISON, AdversarialCopier
-from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.reflow.prefix import Observation
-from hf_memopt.recipes.reflow.smolvla_toy import POLICY_SETTINGS, REAL, write_vlm
 from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.teacher.strategies import stream
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global FeatureType, Observation, POLICY_SETTINGS, PolicyFeature, REAL, SmolVLAConfig, SmolVLAPolicy
+    global SmolVLAReflowConfig, SmolVLAReflowPolicy, write_vlm
+    from lerobot.configs import FeatureType, PolicyFeature
+    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+
+    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.reflow.prefix import Observation
+    from hf_memopt.recipes.reflow.smolvla_toy import POLICY_SETTINGS, REAL, write_vlm
+
 
 STATE_DIM = 6
 NUM_CAMERAS = 3

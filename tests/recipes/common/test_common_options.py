@@ -10,7 +10,7 @@ import pytest
 from accelerate import Accelerator
 from toy_run import ToyRun
 
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.locks import WriterLock
 from hf_memopt.recipes.causal_lm import options as causal_lm_options
 from hf_memopt.recipes.common.loop import lock_output
 from hf_memopt.recipes.fluxflow import options as fluxflow_options

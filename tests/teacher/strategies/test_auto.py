@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.teacher import OffloadedTeacher, offload
 from hf_memopt.teacher.strategies import stream
-from hf_memopt.teacher.strategies.mode_choice import Measured, choose
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
 
@@ -178,35 +177,3 @@ def test_a_device_without_counters_swaps(network: nn.Module, monkeypatch: pytest
     report = OffloadedTeacher(network, device="mps", copier=SyncCopier()).report()
     assert report.mode == "swap"
     assert "counts no memory on mps" in report.reason
-
-
-def measured(**changes: float) -> Measured:
-    facts = {
-        "capacity_bytes": 1000,
-        "outside_bytes": 800,
-        "inside_bytes": 300,
-        "weights_bytes": 100,
-        "stream_bytes": 20,
-        "stream_visit_bytes": 90,
-        "bytes_per_s": 1000.0,
-        "visit_s": 0.05,
-    }
-    return Measured(**{**facts, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "mode", "stall_ms"),
-    [
-        ({}, "resident", 0),
-        ({"weights_bytes": 150}, "resident", 0),
-        ({"weights_bytes": 151}, "swap", 151),
-        ({"weights_bytes": 650}, "swap", 650),
-        ({"weights_bytes": 651}, "stream", 40),
-        ({"weights_bytes": 651, "visit_s": 0.1}, "stream", 0),
-        ({"inside_bytes": 900}, "stream", 40),
-    ],
-)
-def test_the_rule(changes: dict[str, float], mode: str, stall_ms: float) -> None:
-    choice = choose(measured(**changes))
-    assert (choice.mode, round(choice.predicted_stall_ms)) == (mode, stall_ms)
-    assert choice.predicted_device_bytes == (20 if mode == "stream" else measured(**changes).weights_bytes)

@@ -1,14 +1,22 @@
 """A PEFT student whose base is its teacher: the base's outputs exactly, and refused where it would not be."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global peft
+    import peft
 
 
 class Network(nn.Module):

@@ -1,8 +1,9 @@
 """Training a SmolVLA student on a teacher's couplings. Read in this order:
 
 - `prefix`: SmolVLA's prefix, computed once for student and teacher.
-- `reflow_teacher`: the teacher, loaded on first use.
-- `self_teacher`: training without a second model.
-- `pair_source`: noise and actions that belong to a frame of the dataset.
+- `velocity_teacher`: what a student needs of its teacher.
+- `reflow_teacher`, `self_teacher`: a checkpoint that is loaded on first use, or the student itself.
+- `pair_key`: what a frame's pair depends on.
+- `pair_source`: where a batch's pairs of noise and actions come from.
 - `precompute_pairs`: all pairs of a run, ahead of it.
 """

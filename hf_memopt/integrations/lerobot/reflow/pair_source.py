@@ -1,89 +1,187 @@
-"""Pairs of noise and actions that belong to a frame of the dataset: the same whenever it is used, or read from disk."""
+"""Where a batch's pairs of noise and actions come from: the teacher at work, one pair for each frame, or the disk."""
 
-import copy
-import hashlib
-import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from hf_memopt.couplings.key import draw_noise, noise_seed
-from hf_memopt.couplings.source import CouplingCache, files_sha256
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.policy_files import (
-    ARCHITECTURE_FIELDS,
-    WEIGHTS_FILE,
-    load_config,
-    normalizing_statistics,
-    resolve_checkpoint,
+from hf_memopt.couplings.source import CouplingCache
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.reflow.pair_key import (
+    Statistics,
+    comparable_fields,
+    coupling_inputs,
+    without_padding,
 )
+from hf_memopt.integrations.lerobot.reflow.prefix import (
+    ConditionedExpert,
+    Observation,
+    SharedPrefix,
+    demonstrated_actions,
+    observe,
+)
+from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
+from hf_memopt.integrations.lerobot.reflow.self_teacher import SelfTeacher
+from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeacher
 
 logger = logging.getLogger(__name__)
 
-Statistics = Mapping[str, Mapping[str, Any]]
-SOLVER = "euler"
 
+class Drawn(NamedTuple):
+    """A batch whose noise is known.
 
-def coupling_inputs(config: SmolVLAReflowConfig, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a preprocessed batch conditions the policy, batch first; padding tokens are zero."""
-    names = [key for feature in config.input_features for key in (feature, f"{feature}_padding_mask") if key in batch]
-    mask = batch[OBS_LANGUAGE_ATTENTION_MASK].bool()
-    return {
-        **{name: batch[name] for name in names},
-        OBS_LANGUAGE_TOKENS: batch[OBS_LANGUAGE_TOKENS] * mask,
-        OBS_LANGUAGE_ATTENTION_MASK: mask,
-    }
-
-
-def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs with no more token columns than the longest instruction has."""
-    length = int(inputs[OBS_LANGUAGE_ATTENTION_MASK].sum(dim=1).max())
-    text = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
-    return {name: tensor[:, :length] if name in text else tensor for name, tensor in inputs.items()}
-
-
-def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
-    """The dataset's numbers of the frames in a batch.
-
-    Raises:
-        ValueError: the batch does not say.
+    Attributes:
+        batch: what the student sees.
+        noise: `(batch, chunk, max_action_dim)`.
+        target: the actions that belong to the noise, in the same shape, where they are known as well.
     """
-    if "index" not in batch:
-        raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
-    indices: list[int] = batch["index"].flatten().tolist()
-    return indices
+
+    batch: dict[str, Tensor]
+    noise: Tensor
+    target: Tensor | None = None
 
 
-def frame_noise(config: SmolVLAReflowConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Each frame's own noise, `(batch, chunk, max_action_dim)`; one of `couplings_per_frame`, drawn at random."""
-    indices = frame_indices(batch)
-    draws = draw_numbers(len(indices), config.couplings_per_frame or 1)
-    assert config.couplings_seed is not None
-    seeds = [noise_seed(config.couplings_seed, index, draw) for index, draw in zip(indices, draws, strict=True)]
-    return draw_noise(seeds, (config.chunk_size, config.max_action_dim)).to(device)
+class Pairs(NamedTuple):
+    """What a batch is trained on.
+
+    Attributes:
+        noise: `(batch, chunk, max_action_dim)`.
+        target: the actions at the other end of the paths, in the same shape.
+        valid: `(batch, chunk)` bool, which steps of the chunks count; None, all.
+    """
+
+    noise: Tensor
+    target: Tensor
+    valid: Tensor | None = None
 
 
-def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
-    """Which of its pairs each frame gets in this step, from the global random generator."""
-    draws: list[int] = torch.randint(num_draws, (batch_size,)).tolist()
-    return draws
+class PairSource(ABC):
+    """Gives a batch its pairs, in two steps.
+
+    `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise before the times.
+    `pairs` comes when the prefix is there, which the teacher may share, and before the student's forward.
+
+    Args:
+        teacher: decides whether the prefix is shared, and is asked for what is not known.
+    """
+
+    def __init__(self, teacher: VelocityTeacher) -> None:
+        self.teacher = teacher
+
+    def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
+        """Raise a ValueError for all that can be refused before training starts."""
+        self.teacher.check(dataset_stats)
+
+    @abstractmethod
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+        """Draw a batch's noise, unless it is given."""
+
+    @abstractmethod
+    def pairs(
+        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
+    ) -> Pairs:
+        """Complete what was drawn.
+
+        Args:
+            student: of whom the observation and the prefix are.
+            drawn: from `draw`.
+            observation: of `drawn.batch`.
+            prefix: the student's, if the teacher shares it.
+        """
 
 
-class CachedPairs:
-    """Pairs from the folder that a policy's configuration names. Copies and pickles open it anew.
+def pair_source(config: SmolVLAReflowConfig) -> PairSource:
+    """Make the source that a student's configuration asks for."""
+    if config.couplings_path is not None:
+        return CachedPairs(config)
+    teacher = SelfTeacher(config) if config.teaches_itself else ReflowTeacher(config)
+    if config.couplings_seed is not None:
+        return SeededPairs(teacher)
+    return DemonstratedPairs(teacher) if config.reflow_real_data > 0 else SampledPairs(teacher)
+
+
+class SampledPairs(PairSource):
+    """Draws new noise in each step, and asks the teacher where it leads."""
+
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+        """Draw the noise from the global generator, as lerobot does."""
+        if noise is None:
+            state, config = batch[OBS_STATE], student.config
+            noise = student.model.sample_noise((len(state), config.chunk_size, config.max_action_dim), state.device)
+        return Drawn(batch, noise)
+
+    def pairs(
+        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
+    ) -> Pairs:
+        """Let the teacher solve its ODE for the whole batch."""
+        return Pairs(drawn.noise, self.teacher.sample(observation, drawn.noise, prefix))
+
+
+class DemonstratedPairs(SampledPairs):
+    """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
+
+    @torch.no_grad()
+    def pairs(
+        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
+    ) -> Pairs:
+        """Let the teacher find the other end of each path: the actions of a noise, or the noise of actions."""
+        batch, noise, config = drawn.batch, drawn.noise, student.config
+        from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
+        actions = demonstrated_actions(student, batch)
+        with self.teacher.visit() as model:
+            expert = ConditionedExpert(model, SharedPrefix(model, observation) if prefix is None else prefix)
+            num_action_dims = config.action_feature.shape[0]
+            noise, target = expert.couple(noise, actions, from_actions, self.teacher.num_steps, num_action_dims)
+        # Behind the end of an episode a demonstration is padding, which says nothing about the teacher's paths.
+        padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=noise.device))
+        return Pairs(noise, target, ~(padding & from_actions[:, None]))
+
+
+class SeededPairs(SampledPairs):
+    """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
+
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+        """Take the noise of the frames."""
+        if noise is None:
+            noise = frame_noise(student.config, batch, batch[OBS_STATE].device)
+        return Drawn(batch, noise)
+
+    def pairs(
+        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
+    ) -> Pairs:
+        """Let the teacher solve frame by frame: the neighbours in a batch would change the rounding."""
+        inputs, noise = coupling_inputs(student.config, drawn.batch), drawn.noise
+        with self.teacher.visit():
+            targets = [
+                solve(student, self.teacher, {name: each[i : i + 1] for name, each in inputs.items()}, noise[i : i + 1])
+                for i in range(len(noise))
+            ]
+        return Pairs(noise, torch.cat(targets))
+
+
+class CachedPairs(PairSource):
+    """Reads pairs from the folder that a configuration names. Copies and pickles open it anew.
+
+    There is no teacher to ask; what the student alone says decides whether its prefix needs a graph.
 
     Args:
         config: the student's.
     """
 
     def __init__(self, config: SmolVLAReflowConfig) -> None:
+        super().__init__(SelfTeacher(config))
         self._config = config
         self._cache: CouplingCache | None = None
+
+    def __reduce__(self) -> Any:
+        return CachedPairs, (self._config,)
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
         """Refuse couplings that were not made for this policy and this data.
@@ -96,16 +194,15 @@ class CachedPairs:
         if "weights" not in expected:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
-    def look_up(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Observation, noise and actions for the frames of a batch.
-
-        Returns:
-            The batch, with the stored observations if there are any; noise and actions `(batch, chunk,
-            max_action_dim)`, on the batch's device.
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+        """Look up the pairs of a batch's frames, and the observations if they are stored.
 
         Raises:
-            ValueError: a frame has no couplings, or its observation is not what they were computed for.
+            ValueError: `noise` is given; or a frame has no couplings, or its observation is not what they were computed
+                for.
         """
+        if noise is not None:
+            raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
         cache = self._open()
         indices = frame_indices(batch)
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
@@ -113,70 +210,61 @@ class CachedPairs:
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
-        return batch, coupling.noise.to(device), coupling.target.to(device)
+        return Drawn(batch, coupling.noise.to(device), coupling.target.to(device))
+
+    def pairs(
+        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
+    ) -> Pairs:
+        """Return what was looked up."""
+        assert drawn.target is not None
+        return Pairs(drawn.noise, drawn.target)
 
     def _open(self) -> CouplingCache:
         if self._cache is None:
             self._cache = CouplingCache(str(self._config.couplings_path))
         return self._cache
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CachedPairs":
-        return CachedPairs(copy.deepcopy(self._config, memo))
 
-    def __reduce__(self) -> Any:
-        return CachedPairs, (self._config,)
+def solve(student: SmolVLAPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+    """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
 
-
-def comparable_fields(
-    config: SmolVLAReflowConfig, dataset_stats: Statistics, dataset_root: Path | None
-) -> dict[str, Any]:
-    """Fields of a `CouplingKey` that a run knows: all of them if the teacher is on this machine and a seed is set.
+    Autocast does not apply, and padding is cut off first, so that the result for one frame is a function of that
+    frame alone; for several frames it is that up to rounding.
 
     Args:
-        config: the student's.
-        dataset_stats: the dataset's.
-        dataset_root: its folder; None leaves the dataset out.
+        student: prepares the observation.
+        teacher: loaded here.
+        inputs: see `coupling_inputs`.
+        noise: `(batch, chunk, max_action_dim)`.
     """
-    teacher = _teacher_folder(config)
-    fields: dict[str, Any] = {
-        "solver": SOLVER,
-        "preprocessing": preprocessing_sha256(config, dataset_stats),
-        "num_steps": config.teacher_num_steps,
-        "dtype": config.teacher_dtype,
-        "seed": config.couplings_seed,
-        "num_draws": config.couplings_per_frame,
-        "dataset": None if dataset_root is None else dataset_sha256(dataset_root),
-    }
-    if teacher is not None:
-        fields["weights"] = files_sha256([teacher / WEIGHTS_FILE], teacher)
-        fields["num_steps"] = config.teacher_num_steps or load_config(teacher).num_steps
-        fields["dtype"] = config.teacher_dtype or "as saved"
-    return {name: value for name, value in fields.items() if value is not None}
+    teacher.load(student)
+    with torch.autocast(noise.device.type, enabled=False):
+        observation = observe(student, without_padding(inputs))
+        return teacher.sample(observation, noise, teacher.shared_prefix(student, observation))
 
 
-def preprocessing_sha256(config: SmolVLAReflowConfig, dataset_stats: Statistics) -> str:
-    """SHA-256 of what makes a frame into the model's inputs: fields of the configuration, normaliser statistics."""
-    fields = {name: getattr(config, name) for name in (*ARCHITECTURE_FIELDS, "tokenizer_max_length")}
-    features = {name: list(feature.shape) for name, feature in config.input_features.items()}
-    mapping = {kind: mode.value for kind, mode in config.normalization_mapping.items()}
-    statistics = {
-        f"{feature}.{statistic}": torch.as_tensor(dataset_stats[feature][statistic]).float().flatten().tolist()
-        for feature, statistic in normalizing_statistics(config)
-        if statistic in dataset_stats.get(feature, {})
-    }
-    text = json.dumps([fields, features, mapping, statistics], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
+    """Return the dataset's numbers of the frames in a batch.
+
+    Raises:
+        ValueError: the batch does not say.
+    """
+    if "index" not in batch:
+        raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
+    indices: list[int] = batch["index"].flatten().tolist()
+    return indices
 
 
-def dataset_sha256(root: Path) -> str:
-    """SHA-256 of a LeRobotDataset's tables and metadata, and of the names and sizes of its videos. Reads the tables."""
-    tables = [file for part in ("meta", "data") for file in (root / part).rglob("*") if file.is_file()]
-    videos = sorted(file for file in (root / "videos").rglob("*") if file.is_file())
-    sizes = [f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in videos]
-    return hashlib.sha256("\n".join([files_sha256(tables, root), *sizes]).encode()).hexdigest()
+def frame_noise(config: SmolVLAReflowConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Draw one of each frame's `couplings_per_frame` noises, `(batch, chunk, max_action_dim)`."""
+    indices = frame_indices(batch)
+    draws = draw_numbers(len(indices), config.couplings_per_frame or 1)
+    assert config.couplings_seed is not None
+    seeds = [noise_seed(config.couplings_seed, index, draw) for index, draw in zip(indices, draws, strict=True)]
+    return draw_noise(seeds, (config.chunk_size, config.max_action_dim)).to(device)
 
 
-def _teacher_folder(config: SmolVLAReflowConfig) -> Path | None:
-    path = config.teacher_model_path
-    on_this_machine = path and path != SELF and Path(path).expanduser().exists()
-    return resolve_checkpoint(str(path)) if on_this_machine else None
+def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
+    """Draw which of its pairs each frame gets in this step, from the global random generator."""
+    draws: list[int] = torch.randint(num_draws, (batch_size,)).tolist()
+    return draws

@@ -20,7 +20,8 @@ from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, Sm
 from hf_memopt.integrations.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.processors import load_processors
-from hf_memopt.integrations.lerobot.reflow.pair_source import comparable_fields, coupling_inputs
+from hf_memopt.integrations.lerobot.reflow.pair_key import comparable_fields, coupling_inputs
+from hf_memopt.integrations.lerobot.reflow.pair_source import solve
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 
 
@@ -64,13 +65,13 @@ def precompute_for_policy(
     policy.load_teacher_model()
     rank, world_size = _rank()
 
-    def solve(inputs: Any, noise: Tensor) -> Tensor:
-        target: Tensor = policy.solve(inputs, noise.to(config.device))
+    def ask(inputs: Any, noise: Tensor) -> Tensor:
+        target: Tensor = solve(policy, policy.pair_source.teacher, inputs, noise.to(config.device))
         return target.cpu()
 
     with _arithmetic_of_training(cfg):
         return precompute(
-            solve,
+            ask,
             frames.load,
             plan,
             output,
@@ -78,7 +79,7 @@ def precompute_for_policy(
             store_observations=store_observations,
             rank=rank,
             world_size=world_size,
-            extra={"shared_prefix": policy.sharing_obstacle is None},
+            extra={"shared_prefix": policy.why_prefix_not_shared is None},
         )
 
 

@@ -5,6 +5,9 @@ values need no gradient and depend on nothing that is trained. lerobot's joint f
 VLM tokens share each attention, which makes the whole VLM stream part of the autograd graph. Here the stream runs once
 without a graph, the one state token passes through the VLM per model (with gradient, if its projection is trained), and
 the expert attends to both through the cache that lerobot's sampling uses.
+
+    keys and values of a layer:   image tokens | language tokens | state token
+                                  once, shared by both models    | each model's own, in the free last row
 """
 
 from collections.abc import Mapping
@@ -63,7 +66,7 @@ def demonstrated_actions(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> 
 
 
 class SharedPrefix:
-    """Keys and values of the image and language tokens of one batch.
+    """Computes the keys and values of the image and language tokens of one batch.
 
     Args:
         model: whose frozen VLM computes them.
@@ -89,6 +92,7 @@ class SharedPrefix:
             for layer in cache.layers:
                 self.keys.append(_with_free_row(layer.keys))
                 self.values.append(_with_free_row(layer.values))
+                # Layer by layer, so that never all of the cache is there twice.
                 layer.keys = layer.values = None
         self._rows_taken = False
 
@@ -109,7 +113,7 @@ class SharedPrefix:
 
 
 class ConditionedExpert:
-    """A model's velocity field, given a shared prefix and the model's own state token.
+    """Evaluates a model's velocity field, given a shared prefix and the model's own state token.
 
     Args:
         model: student or teacher. Gradients flow to its expert and, unless frozen, to its `state_proj`.
@@ -123,21 +127,21 @@ class ConditionedExpert:
         self._keys, self._values = _run_state_token(model, prefix)
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        """Velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
+        """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
         velocity: Tensor = self._model.denoise_step(
             prefix_pad_masks=self._pad_masks, past_key_values=self._cache(), x_t=x_t, timestep=time
         )
         return velocity
 
     def sample(self, noise: Tensor, num_steps: int) -> Tensor:
-        """SmolVLA's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
+        """Run SmolVLA's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
         actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
         return actions
 
     def couple(
         self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
     ) -> tuple[Tensor, Tensor]:
-        """Both ends of the ODE's paths, each sample's found from the end that is given.
+        """Find both ends of the ODE's paths, of each sample from the end that is given.
 
         Args:
             noise: `(batch, chunk, max_action_dim)`. Where a path starts from it, its end is found as `sample` does.
@@ -154,6 +158,7 @@ class ConditionedExpert:
         backwards = from_actions[:, None, None]
         x = torch.where(backwards, actions, noise)
         for step in range(num_steps):
+            # Time 1 is noise: some samples of the batch go from 0 upwards, the others from 1 downwards.
             time = torch.where(from_actions, step / num_steps, 1 - step / num_steps)
             velocity = self.velocity(x, time)
             outward = torch.cat([velocity[..., :num_action_dims], noise[..., num_action_dims:]], dim=-1)
@@ -161,14 +166,14 @@ class ConditionedExpert:
         return torch.where(backwards, x, noise), torch.where(backwards, actions, x)
 
     def _cache(self) -> DynamicCache:
-        # A new one each time: lerobot appends the action tokens to some layers and crops them off again.
+        # A new cache for each step: lerobot appends the action tokens to some layers and crops them off again.
         cache = DynamicCache()
         cache.layers = [_filled_layer(k, v) for k, v in zip(self._keys, self._values, strict=True)]
         return cache
 
 
 def _with_free_row(cached: Tensor) -> Tensor:
-    """(batch, heads, tokens, dim) to a new (batch, tokens + 1, heads, dim) whose last row is undefined."""
+    """Copy (batch, heads, tokens, dim) to a new (batch, tokens + 1, heads, dim) whose last row is undefined."""
     batch, heads, tokens, dim = cached.shape
     rows = cached.new_empty(batch, tokens + 1, heads, dim)
     rows[:, :-1].copy_(cached.transpose(1, 2))
@@ -183,10 +188,15 @@ def _filled_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
 
 
 def _run_state_token(model: VLAFlowMatching, prefix: SharedPrefix) -> tuple[list[Tensor], list[Tensor]]:
-    """The prefix's keys and values, (batch, tokens + 1, heads, dim) each, completed by the model's state token."""
+    """Complete the prefix's keys and values, (batch, tokens + 1, heads, dim) each, by the model's state token.
+
+    The token passes through the VLM's layers as lerobot's joint forward would take it there, alone: it attends to the
+    prefix and to itself, and nothing of the prefix attends to it.
+    """
     hidden = model.state_proj(prefix.state)[:, None]
     position = prefix.positions[:, -1:]
     visible = prefix.pad_masks[:, :-1]
+    # With a gradient, the token is written into the prefix's own rows (see `_append`), which works once.
     if torch.is_grad_enabled() and hidden.requires_grad:
         prefix.take_rows()
     layers = model.vlm_with_expert.get_vlm_model().text_model.layers
@@ -211,7 +221,7 @@ def _run_state_token(model: VLAFlowMatching, prefix: SharedPrefix) -> tuple[list
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Attention of one token to a prefix and itself, in float32 as lerobot computes it.
+    """Let one token attend to a prefix and itself, in float32 as lerobot computes it.
 
     Products and sums instead of matmuls: a matmul would copy the prefix per layer, and autograd would keep the copy.
     query (batch, 1, heads, dim); key, value (batch, 1, kv_heads, dim); keys, values (batch, tokens, kv_heads, dim).
@@ -227,7 +237,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Ten
 
 
 def _append(rows: Tensor, token: Tensor) -> Tensor:
-    """The prefix's rows followed by the token, (batch, tokens + 1, heads, dim)."""
+    """Return the prefix's rows followed by the token, (batch, tokens + 1, heads, dim).
+
+    A teacher gets a copy of the prefix for the time of its sampling. A student would keep its copy until backward, in
+    every layer, so its token goes into the rows that are there.
+    """
     token = token.to(rows.dtype)
     if torch.is_grad_enabled() and token.requires_grad:
         completed: Tensor = _FillLastRow.apply(rows, token)  # type: ignore[no-untyped-call]
@@ -243,7 +257,8 @@ class _FillLastRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor) -> Tensor:
-        # Past autograd's version counter on purpose: what was saved of these rows excludes the last one.
+        # Past autograd's version counter on purpose: what `_attend` saved of these rows for backward leaves the last
+        # one out, so that writing it changes nothing that was saved.
         rows.data[:, -1:].copy_(token)
         return rows.view_as(rows)
 

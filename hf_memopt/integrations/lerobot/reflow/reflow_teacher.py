@@ -1,7 +1,5 @@
-"""The teacher of one SmolVLA student: found, checked, loaded on first use and kept out of the student's sight."""
+"""The teacher of one SmolVLA student: found, checked, loaded on first use and kept off the device between samples."""
 
-import copy
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,17 +18,13 @@ from hf_memopt.integrations.lerobot.policy_files import (
     resolve_checkpoint,
 )
 from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeacher, why_student_cannot_share
 from hf_memopt.teacher import OffloadedTeacher, TeacherReport
 from hf_memopt.transfer import Copier
 
-logger = logging.getLogger(__name__)
 
-
-class ReflowTeacher:
-    """Loads the teacher named in a student's configuration and samples couplings from it.
-
-    No `nn.Module`, and copies and pickles carry the configuration alone: a deep copy of the student (an exponential
-    moving average, say) has no teacher until it trains by itself.
+class ReflowTeacher(VelocityTeacher):
+    """Loads the teacher named in a student's configuration, and keeps its weights off the device between samples.
 
     Args:
         config: the student's.
@@ -38,20 +32,13 @@ class ReflowTeacher:
     """
 
     def __init__(self, config: SmolVLAReflowConfig, copier: Copier | None = None) -> None:
-        self._config = config
+        super().__init__(config)
         self._copier = copier
         self._policy: SmolVLAPolicy | None = None
         self._offloaded: OffloadedTeacher | None = None
-        # Why the prefix is not shared; None once it is.
-        self.sharing_obstacle: str | None = "the teacher is not loaded"
-
-    @property
-    def shares_prefix(self) -> bool:
-        """Whether the student's VLM serves both models."""
-        return self.sharing_obstacle is None
 
     def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Everything that can be refused without loading a weight, so that it is refused before training starts.
+        """Refuse all that can be refused without loading a weight, before training starts.
 
         Raises:
             ValueError: missing or damaged checkpoint, other architecture or features, other normaliser statistics.
@@ -66,7 +53,7 @@ class ReflowTeacher:
             check_same_statistics(folder, config, dataset_stats)
 
     def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
-        """The teacher's policy, loaded on the first call. Its model is at home on the host between samples.
+        """Return the teacher's policy, loaded on the first call. Its model is on the host between samples.
 
         Args:
             student: decides the device and, where its frozen VLM is bitwise the teacher's, holds it for both.
@@ -76,14 +63,14 @@ class ReflowTeacher:
         """
         if self._policy is None:
             policy = self._load_policy()
-            self.sharing_obstacle = sharing_obstacle(student, policy)
-            self._report_sharing()
-            _cast(policy.model, self._config.teacher_dtype, with_vlm=not self.shares_prefix)
+            self._share(why_not_shared(student, policy))
+            shared = self.why_not_shared is None
+            _cast(policy.model, self._config.teacher_dtype, with_vlm=not shared)
             self._offloaded = OffloadedTeacher(
                 policy.model,
                 device=next(student.parameters()).device,
                 mode=self._config.teacher_offload,  # type: ignore[arg-type]
-                share_with=student.model if self.shares_prefix else None,
+                share_with=student.model if shared else None,
                 budget_gib=self._config.teacher_budget_gib,
                 copier=self._copier,
             )
@@ -92,24 +79,20 @@ class ReflowTeacher:
 
     @torch.no_grad()
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
-        """Where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
+        """Return where the teacher's ODE takes `noise`; see `VelocityTeacher.sample`.
 
-        Args:
-            observation: conditions the teacher.
-            noise: `(batch, chunk, max_action_dim)`.
-            prefix: the student's, if it is shared; otherwise the teacher computes its own.
+        Without a shared prefix these are the very operations of stock lerobot, so that the result is bitwise the same.
         """
         with self.visit() as model:
-            assert self._policy is not None
             if prefix is None:
                 actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
             else:
-                actions = ConditionedExpert(model, prefix).sample(noise, self._policy.config.num_steps)
+                actions = ConditionedExpert(model, prefix).sample(noise, self.num_steps)
         return actions.to(noise.dtype)
 
     @contextmanager
     def visit(self) -> Iterator[VLAFlowMatching]:
-        """The loaded teacher's model, on the student's device for as long as the context lasts. May be nested."""
+        """Have the loaded teacher's model on the student's device for as long as the context lasts; may be nested."""
         assert self._offloaded is not None
         # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
         with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
@@ -128,15 +111,8 @@ class ReflowTeacher:
             self._offloaded.prefetch()
 
     def report(self) -> TeacherReport | None:
-        """What the teacher costs, or None before it is loaded."""
+        """Return what the teacher costs; None before it is loaded."""
         return None if self._offloaded is None else self._offloaded.report()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ReflowTeacher":
-        # Through `memo`, so that the copied student and its teacher go on sharing one configuration.
-        return ReflowTeacher(copy.deepcopy(self._config, memo), self._copier)
-
-    def __reduce__(self) -> Any:
-        return ReflowTeacher, (self._config,)
 
     def _load_policy(self) -> SmolVLAPolicy:
         self.check(None)
@@ -147,45 +123,20 @@ class ReflowTeacher:
         policy.requires_grad_(False)
         return policy
 
-    def _report_sharing(self) -> None:
-        if self.shares_prefix:
-            logger.info("shared prefix: on; the VLM is held and run once for student and teacher")
-        elif self._config.share_prefix == "on":
-            raise ValueError(f"share_prefix=on cannot be had: {self.sharing_obstacle}")
-        else:
-            logger.info("shared prefix: off; %s", self.sharing_obstacle)
 
-
-def sharing_obstacle(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | None:
-    """Why student and teacher cannot share the VLM's work, and the flag that would change it; None if they can.
+def why_not_shared(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | None:
+    """Say why student and teacher cannot share the VLM's work, and the flag that would change it; None if they can.
 
     The teacher's VLM takes the student's dtype where that loses nothing.
     """
-    obstacle = own_obstacle(student)
-    if obstacle is not None:
-        return obstacle
+    why_not = why_student_cannot_share(student)
+    if why_not is not None:
+        return why_not
     teachers = dict(teacher.model.vlm_with_expert.vlm.named_parameters())
     for name, ours in student.model.vlm_with_expert.vlm.named_parameters():
         theirs = teachers.get(name)
         if theirs is None or not _adopt_dtype(theirs, ours) or not torch.equal(theirs.to(ours.device), ours):
             return f"the student's VLM differs from the teacher's in {name} (prepare-student starts from the teacher)"
-    return None
-
-
-def own_obstacle(student: SmolVLAPolicy) -> str | None:
-    """What about the student alone keeps its prefix from being computed once and without a graph; None if nothing."""
-    config = student.config
-    if config.share_prefix == "off":
-        return "share_prefix=off was asked for"
-    if not config.train_expert_only:
-        return "the student trains its VLM (--policy.train_expert_only=true would freeze it)"
-    if config.prefix_length > 0:
-        return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
-    if config.compile_model:
-        return "compile_model compiles the joint forward pass (--policy.compile_model=false would not)"
-    for name, weight in student.model.vlm_with_expert.vlm.named_parameters():
-        if weight.requires_grad:
-            return f"the student trains the VLM's weight {name} (freeze it, or leave it out of the adapter's targets)"
     return None
 
 

@@ -53,5 +53,5 @@ def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
             f"  Shared prefix: on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
         )
     else:
-        lines.append(f"  Shared prefix: off; {student.sharing_obstacle}")
+        lines.append(f"  Shared prefix: off; {student.why_prefix_not_shared}")
     return lines

@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches, sample_trajectory
-from hf_memopt.integrations.lerobot.policy_files import load_policy
-from hf_memopt.integrations.lerobot.reflow.prefix import observe
-from hf_memopt.integrations.lerobot.student.model_card import Observations, measure, write_card
-from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global evaluate_reflow, held_out_batches, load_policy, measure, Observations, observe, sample_trajectory, toy
+    global write_card
+    from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches, sample_trajectory
+    from hf_memopt.integrations.lerobot.policy_files import load_policy
+    from hf_memopt.integrations.lerobot.reflow.prefix import observe
+    from hf_memopt.integrations.lerobot.student.model_card import Observations, measure, write_card
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+
 
 pytestmark = pytest.mark.usefixtures("quick_evaluation")
 

@@ -1,5 +1,7 @@
 """From teacher to student and from student to a stock policy, and what is refused on the way."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Callable
@@ -8,19 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot.configs import PreTrainedConfig
-from lerobot.policies import make_pre_post_processors
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot_runs import weights
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import WEIGHTS_FILE, load_config, resolve_checkpoint
-from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
-from hf_memopt.integrations.lerobot.student.prepare import export_student, new_folder, prepare_student
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, TASK
+WEIGHTS_FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global CAMERA, diagnose, export_student, load_config, make_pre_post_processors, new_folder, prepare_student
+    global PreTrainedConfig, resolve_checkpoint, SmolVLAPolicy, SmolVLAReflowConfig, SmolVLAReflowPolicy, TASK
+    global weights
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies import make_pre_post_processors
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from lerobot_runs import weights
+
+    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
+    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
+    from hf_memopt.integrations.lerobot.student.prepare import export_student, new_folder, prepare_student
+    from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, TASK
+
 
 Edit = Callable[[Path], None]
 
@@ -79,8 +92,9 @@ def test_first_target_is_the_teachers_action_chunk(share_prefix: str, toy_studen
     teacher = SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
     batch, noise = observation(student, toy_student), noise_for(student)
     targets = []
-    sample = student._teacher.sample
-    student._teacher.sample = lambda *arguments: targets.append(sample(*arguments)) or targets[-1]
+    teaching = student.pair_source.teacher
+    sample = teaching.sample
+    teaching.sample = lambda *arguments: targets.append(sample(*arguments)) or targets[-1]
     loss, _ = student.train().forward(batch, noise=noise)
     loss.backward()
     chunk = teacher.predict_action_chunk(dict(batch), noise=noise)
@@ -136,7 +150,14 @@ def test_export_refuses_num_steps(num_steps: int, toy_student: Path, tmp_path: P
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("write", [prepare_student, lambda source, output: export_student(source, output, 1, "")])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda source, output: prepare_student(source, output),
+        lambda source, output: export_student(source, output, 1, ""),
+    ],
+    ids=["prepare", "export"],
+)
 def test_existing_output_is_left_alone(write: Callable[..., Any], toy_student: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()

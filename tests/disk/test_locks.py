@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.locks import WriterLock
 
 
 def make(folder: Path) -> WriterLock:
@@ -24,7 +24,7 @@ def start(folder: Path, body: str) -> subprocess.Popen[str]:
     code = f"""
 import os, sys, signal
 from pathlib import Path
-from hf_memopt.locks import WriterLock
+from hf_memopt.disk.locks import WriterLock
 lock = WriterLock(Path({str(folder)!r}) / ".lock", "theirs", "leave")
 lock.acquire()
 print("held", flush=True)

@@ -17,12 +17,13 @@ from hf_memopt.reflow import chunk_loss
 def heavy_imports() -> None:
     """Import these when the first test runs: collecting tests must not cost their seconds."""
     global ConditionedExpert, demonstrated_actions, diagnose, held_out_batches, load_config, observe
-    global prepare_student, recipe, run, SharedPrefix, SmolVLAReflowPolicy, toy, train_flags
+    global Pairs, prepare_student, recipe, run, SharedPrefix, SmolVLAReflowPolicy, toy, train_flags
     from lerobot_runs import run, train_flags
 
     from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
     from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
     from hf_memopt.integrations.lerobot.policy_files import load_config
+    from hf_memopt.integrations.lerobot.reflow.pair_source import Pairs
     from hf_memopt.integrations.lerobot.reflow.prefix import (
         ConditionedExpert,
         SharedPrefix,
@@ -135,15 +136,15 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     observation = observe(policy, batch)
     chosen = torch.tensor([True, False, True, False, False, True])
     monkeypatch.setattr(torch, "rand", lambda *_: torch.where(chosen, 0.0, 0.9))
-    pairs = policy._known_pairs(batch, noise)
-    prefix = policy._shared_prefix(observation)
-    found, target, valid = policy._complete(pairs, observation, prefix)
+    source = policy.pair_source
+    prefix = source.teacher.shared_prefix(policy, observation)
+    found, target, valid = source.pairs(policy, source.draw(policy, batch, noise), observation, prefix)
     assert torch.equal(target[chosen], demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions go straight to the noise that was drawn, the robot's to the noise that the actions come from.
     torch.testing.assert_close(found[chosen][..., DIMS:], noise[chosen][..., DIMS:], rtol=1e-5, atol=1e-5)
     assert (found[chosen][..., :DIMS] - noise[chosen][..., :DIMS]).abs().max() > 0.1
-    solved = policy._teacher.sample(observation, noise, prefix)
+    solved = source.teacher.sample(observation, noise, prefix)
     torch.testing.assert_close(target[~chosen], solved[~chosen], rtol=1e-4, atol=1e-4)
     assert torch.equal(valid, ~(batch["action_is_pad"] & chosen[:, None]))
     assert not valid.all()
@@ -162,8 +163,8 @@ def test_steps_behind_the_end_of_an_episode_do_not_count(
     losses = []
     for valid in (~padding, None):
         for filler in (0.0, 7.0):
-            target = torch.where(padding[..., None], filler, noise)
-            monkeypatch.setattr(policy, "_complete", lambda *_, result=(noise, target, valid): result)
+            pairs = Pairs(noise, torch.where(padding[..., None], filler, noise), valid)
+            monkeypatch.setattr(policy.pair_source, "pairs", lambda *_, pairs=pairs: pairs)
             losses.append(policy(batch, noise=noise, time=torch.ones(6))[0])
     assert losses[0] == losses[1]
     assert losses[2] != losses[3]
@@ -184,7 +185,7 @@ def test_a_student_teaches_itself(
         got = policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
-        with policy._teacher.visit() as model:
+        with policy.pair_source.teacher.visit() as model:
             assert not model.training
         loss, figures = policy(batch, noise=noise, time=time)
         loss.backward()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -12,26 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from coupling_toys import Teacher, assert_same, load, make_plan, write
 
-from hf_memopt.couplings.source import CouplingCache, CouplingPlan, CouplingSource, precompute
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global assert_same, CouplingCache, CouplingPlan, CouplingSource, load, make_plan, precompute, Teacher, write
+    from coupling_toys import Teacher, assert_same, load, make_plan, write
+
+    from hf_memopt.couplings.source import CouplingCache, CouplingPlan, CouplingSource, precompute
+
 
 SHARD = "data-00002-of-00006"
 AGAIN = r"run the same `precompute` command again$"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished cache of `make_plan()`. Read only."""
-    path = tmp_path_factory.mktemp("couplings") / "cache"
-    assert write(path) == []
-    return path
-
-
-@pytest.fixture
-def own(folder: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(folder, tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -258,18 +250,10 @@ def test_the_lock_of_a_dead_writer_does_not_stand_in_the_way(tmp_path: Path) -> 
     (tmp_path / "cache").mkdir()
     lock = tmp_path / "cache" / ".lock-data-00000-of-00006"
     code = (
-        "import os, pathlib, sys; from hf_memopt.locks import WriterLock;"
+        "import os, pathlib, sys; from hf_memopt.disk.locks import WriterLock;"
         f"WriterLock(pathlib.Path({str(lock)!r}), '', '').acquire(); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert lock.exists()
     assert write(tmp_path / "cache") == []
     assert not lock.exists()
-
-
-def test_copies_and_pickles_read_the_folder_anew(folder: Path) -> None:
-    cache = CouplingCache(folder)
-    pickled = pickle.dumps(cache)
-    assert len(pickled) < 1000
-    twin, index = pickle.loads(pickled), make_plan().indices[0]
-    assert torch.equal(twin.of([index], [0], load([index])).target, cache.of([index], [0], load([index])).target)

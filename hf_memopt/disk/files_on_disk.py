@@ -1,0 +1,52 @@
+"""Files that get their names once they are whole and on disk, and errors that say what could not be written."""
+
+import errno
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def put_in_place(draft: Path, file: Path) -> None:
+    """Give a file that has been written as `draft` the name `file`, in the same folder, replacing what has it.
+
+    A power failure leaves the old file or the new one: contents are on disk before the name, and the name when this
+    returns.
+    """
+    sync(draft)
+    draft.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    """Digest of a file's contents, in hexadecimal digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def not_written(target: Path, error: Exception, advice: str, needed_bytes: int = 0) -> OSError:
+    """Return an error that names `target`, and says how many bytes its disk has free.
+
+    Args:
+        target: file or folder that was being written.
+        error: what was raised. Torch and safetensors tell less than the system told them, so an error without a number
+            becomes "no space left" if the disk has not room for `needed_bytes`, and otherwise an input/output error.
+        advice: goes on behind the bytes that are free.
+        needed_bytes: how many `target` takes, as far as is known.
+    """
+    folder = next(parent for parent in target.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    cause, code = str(error).partition("\n")[0], getattr(error, "errno", None)
+    if code is None:
+        code = errno.ENOSPC if free < needed_bytes else errno.EIO
+        cause = f"{os.strerror(code)} ({cause})"
+    return OSError(code, f"{target} could not be written: {cause}; its disk has {free:,} bytes free{advice}")

@@ -1,0 +1,107 @@
+"""What a student needs of its teacher: a velocity field, and whether one prefix serves both models."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
+from torch import Tensor
+
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.reflow.prefix import Observation, SharedPrefix
+from hf_memopt.teacher import TeacherReport
+
+logger = logging.getLogger(__name__)
+
+
+class VelocityTeacher(ABC):
+    """Has the velocity field that a student learns from. It is loaded by the first call of `load`.
+
+    This is no `nn.Module`, so that the student's parameters(), state_dict(), train() and to() do not see it. Copies and
+    pickles carry the configuration alone: a deep copy of the student (an exponential moving average, say) has no
+    teacher until it trains by itself.
+
+    Args:
+        config: the student's.
+
+    Attributes:
+        why_not_shared: why the student's prefix does not serve the teacher as well; None once it does.
+    """
+
+    why_not_shared: str | None = "the teacher is not loaded"
+
+    def __init__(self, config: SmolVLAReflowConfig) -> None:
+        self._config = config
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._config,)
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Euler steps of the loaded teacher."""
+
+    @abstractmethod
+    def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
+        """Return the teacher's policy, loaded on the first call.
+
+        Raises:
+            ValueError: as `check`, or `share_prefix=on` cannot be had.
+        """
+
+    @abstractmethod
+    def visit(self) -> AbstractContextManager[VLAFlowMatching]:
+        """Have the loaded teacher's model on the student's device, without autocast; may be nested."""
+
+    @abstractmethod
+    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
+        """Return where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
+
+        Args:
+            observation: conditions the teacher.
+            noise: `(batch, chunk, max_action_dim)`.
+            prefix: the student's, if it is shared; otherwise the teacher computes its own.
+        """
+
+    def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:  # noqa: B027
+        """Raise a ValueError for all that can be refused before training starts, without loading a weight."""
+
+    def prefetch(self) -> None:  # noqa: B027
+        """Start bringing the weights for the next sample, if the teacher is loaded."""
+
+    def report(self) -> TeacherReport | None:
+        """Return what the teacher costs; None before it is loaded, or if it has no weights of its own."""
+        return None
+
+    def shared_prefix(self, student: SmolVLAPolicy, observation: Observation) -> SharedPrefix | None:
+        """Compute the prefix that serves both models; None if each needs its own."""
+        return SharedPrefix(student.model, observation) if self.why_not_shared is None else None
+
+    def _share(self, why_not: str | None) -> None:
+        """Take note whether the prefix is shared, and say so."""
+        if why_not is not None and self._config.share_prefix == "on":
+            raise ValueError(f"share_prefix=on cannot be had: {why_not}")
+        self.why_not_shared = why_not
+        if why_not is None:
+            logger.info("shared prefix: on; the VLM is held and run once for student and teacher")
+        else:
+            logger.info("shared prefix: off; %s", why_not)
+
+
+def why_student_cannot_share(student: SmolVLAPolicy) -> str | None:
+    """Say what about the student alone keeps its prefix from being computed once and without a graph; None, nothing."""
+    config = student.config
+    if config.share_prefix == "off":
+        return "share_prefix=off was asked for"
+    if not config.train_expert_only:
+        return "the student trains its VLM (--policy.train_expert_only=true would freeze it)"
+    if config.prefix_length > 0:
+        return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
+    if config.compile_model:
+        return "compile_model compiles the joint forward pass (--policy.compile_model=false would not)"
+    for name, weight in student.model.vlm_with_expert.vlm.named_parameters():
+        if weight.requires_grad:
+            return f"the student trains the VLM's weight {name} (freeze it, or leave it out of the adapter's targets)"
+    return None

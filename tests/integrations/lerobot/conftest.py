@@ -1,0 +1,55 @@
+"""A student, its batch and its draws, for the tests of the policy's parts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(scope="session")
+def teacher_of(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    """Gives the folder of a teacher of some architecture, written on the first call. Read only."""
+    from reflow_students import write_teacher
+
+    written: dict[str, Path] = {}
+
+    def teacher_of(architecture: dict[str, Any]) -> Path:
+        key = json.dumps(architecture)
+        if key not in written:
+            written[key] = write_teacher(toy_vlm, tmp_path_factory.mktemp("teachers") / "teacher", architecture)
+        return written[key]
+
+    return teacher_of
+
+
+@pytest.fixture
+def make(toy_vlm: Path, teacher_of: Callable[[dict[str, Any]], Path]) -> Callable[..., Any]:
+    """Makes a student whose trained weights have moved away from its teacher's."""
+    from reflow_students import make_student
+
+    def make(move_state_proj: bool = True, architecture: dict[str, Any] | None = None, **flags: Any) -> Any:
+        architecture = architecture or {}
+        return make_student(toy_vlm, teacher_of(architecture), architecture, move_state_proj, flags)
+
+    return make
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    from reflow_students import make_batch
+
+    return make_batch()
+
+
+@pytest.fixture
+def noise() -> Tensor:
+    return torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def time() -> Tensor:
+    return torch.tensor([0.05, 0.4, 0.8, 1.0])
