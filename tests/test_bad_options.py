@@ -127,6 +127,13 @@ def test_every_option_of_a_command_has_a_case(command: str) -> None:
     assert texts == {*BAD[command], *ELSEWHERE.get(command, ())}
 
 
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """What lerobot's libraries say while they are imported has been said."""
+    importlib.import_module("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+
+
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_of_commands(command: str, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)

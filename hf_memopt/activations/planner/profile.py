@@ -2,9 +2,18 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+
+
+class Action(IntEnum):
+    """What becomes of a saved storage between its save in forward and its last use in backward."""
+
+    KEEP = 0
+    OFFLOAD = 1
+    RECOMPUTE = 2
 
 
 class EventKind(IntEnum):
@@ -143,3 +152,51 @@ class Link:
         for name in ("to_host_bytes_per_s", "to_device_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}; measure the link again")
+
+
+def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
+    """Return how often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
+    return [sum(counts) for counts in zip(*needs_by_backward(profile, actions), strict=True)]
+
+
+def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
+    """Return the same for each backward pass: each computes again what it needs."""
+    return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
+
+
+def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) -> list[int]:
+    storages = profile.storages
+    for index in profile.dependents_first:
+        if actions[index] == Action.RECOMPUTE:
+            if storages[index].recompute_s is None:
+                raise ValueError(f"actions[{index}] is RECOMPUTE, but storage {index} has recompute_s=None; keep it")
+            if needs[index]:
+                for source in storages[index].sources:
+                    needs[source] += 1
+    return needs
+
+
+def reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
+    """Return the offloaded storages in the order in which backward first needs them, also as sources."""
+    order: dict[int, None] = {}
+    # Backward needs the sources of a recomputed storage when it first needs that storage.
+    recomputed: set[int] = set()
+    for index in profile.use_order:
+        if actions[index] == Action.OFFLOAD:
+            order[index] = None
+        elif actions[index] == Action.RECOMPUTE and index not in recomputed:
+            _append_sources(profile, actions, index, recomputed, order)
+    return list(order)
+
+
+def _append_sources(
+    profile: Profile, actions: Sequence[int], index: int, recomputed: set[int], order: dict[int, None]
+) -> None:
+    stack = [index]
+    while stack:
+        index = stack.pop()
+        if actions[index] == Action.OFFLOAD:
+            order[index] = None
+        elif actions[index] == Action.RECOMPUTE and index not in recomputed:
+            recomputed.add(index)
+            stack.extend(reversed(profile.storages[index].sources))

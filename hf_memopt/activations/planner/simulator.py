@@ -22,20 +22,20 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import accumulate
 
-from hf_memopt.activations.planner.profile import EventKind, Link, Profile, SavedStorage
+from hf_memopt.activations.planner.profile import (
+    Action,
+    EventKind,
+    Link,
+    Profile,
+    SavedStorage,
+    count_needs,
+    needs_by_backward,
+    reload_order,
+)
 
 __all__ = ["Action", "Link", "Profile", "SavedStorage", "Timeline", "count_needs", "simulate"]
-
-
-class Action(IntEnum):
-    """What becomes of a saved storage between its save in forward and its last use in backward."""
-
-    KEEP = 0
-    OFFLOAD = 1
-    RECOMPUTE = 2
 
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
@@ -100,7 +100,7 @@ class _Step:
         self.profile, self.actions, self.link = profile, actions, link
         self.sizes, self.storages = profile.sizes, profile.storages
         self.in_flight_bytes, self.prefetch_bytes = in_flight, prefetch
-        self.needs_by_backward = _needs_by_backward(profile, actions)
+        self.needs_by_backward = needs_by_backward(profile, actions)
         self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
         self.backward = 0
         # Those that are still to come: of what moves, in the backward at work, since what a backward brought back goes
@@ -109,7 +109,7 @@ class _Step:
         for index, storage in enumerate(profile.storages):
             if actions[index] == _KEEP:
                 self.needs[index] = self.total_needs[index] + (storage.freed_s is not None)
-        self.reload_order = _reload_order(profile, actions)
+        self.reload_order = reload_order(profile, actions)
         self.positions = {index: position for position, index in enumerate(self.reload_order)}
         self.bytes_before = list(accumulate((profile.sizes[index] for index in self.reload_order), initial=0))
         # Up to this position in the reload order nothing is left to fetch.
@@ -317,50 +317,3 @@ class _Step:
         """Whether the graph was retained for a later backward."""
         later = self.needs_by_backward[self.backward + 1 :]
         return self.actions[index] != _KEEP and any(needs[index] for needs in later)
-
-
-def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
-    """Return how often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
-    return [sum(counts) for counts in zip(*_needs_by_backward(profile, actions), strict=True)]
-
-
-def _needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """Return the same for each backward pass: each computes again what it needs."""
-    return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
-
-
-def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) -> list[int]:
-    storages = profile.storages
-    for index in profile.dependents_first:
-        if actions[index] == _RECOMPUTE:
-            if storages[index].recompute_s is None:
-                raise ValueError(f"actions[{index}] is RECOMPUTE, but storage {index} has recompute_s=None; keep it")
-            if needs[index]:
-                for source in storages[index].sources:
-                    needs[source] += 1
-    return needs
-
-
-def _reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
-    order: dict[int, None] = {}
-    # Backward needs the sources of a recomputed storage when it first needs that storage.
-    recomputed: set[int] = set()
-    for index in profile.use_order:
-        if actions[index] == _OFFLOAD:
-            order[index] = None
-        elif actions[index] == _RECOMPUTE and index not in recomputed:
-            _append_sources(profile, actions, index, recomputed, order)
-    return list(order)
-
-
-def _append_sources(
-    profile: Profile, actions: Sequence[int], index: int, recomputed: set[int], order: dict[int, None]
-) -> None:
-    stack = [index]
-    while stack:
-        index = stack.pop()
-        if actions[index] == _OFFLOAD:
-            order[index] = None
-        elif actions[index] == _RECOMPUTE and index not in recomputed:
-            recomputed.add(index)
-            stack.extend(reversed(profile.storages[index].sources))

@@ -101,6 +101,93 @@ def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(sizes.values())
 
 
+class Offloaded(Protocol):
+    """A storage that the host has, as the prefetcher sees it."""
+
+    def prefetch(self) -> None:
+        """Start bringing the bytes back, unless they are here or on their way."""
+
+
+class Prefetcher:
+    """Brings the offloaded storages of one pass back ahead of their use.
+
+    Args:
+        orders: in which order passes like this one used theirs.
+        planned: the order that a plan foresees; None to learn it.
+
+    Attributes:
+        largest_bytes: the size of the largest offloaded storage so far.
+    """
+
+    def __init__(self, orders: ReloadOrders, planned: Sequence[int] | None) -> None:
+        self._orders, self._planned = orders, planned
+        self.largest_bytes = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        # Indices in the order of their first use ever, and those used in the backward at work.
+        self._used: dict[int, None] = {}
+        self._used_now: set[int] = set()
+        # In which order storages are to be brought back, None until somebody asks, and how far that has come.
+        self._order: ReloadOrder | None = None
+        self._fetched_to = self._last_used = 0
+
+    def add(self, index: int, entry: weakref.ref[Any], num_bytes: int) -> None:
+        """Note a storage that is being offloaded."""
+        self._storages[index] = entry
+        self._sizes[index] = num_bytes
+        if num_bytes > self.largest_bytes:
+            self.largest_bytes = num_bytes
+        self._order = None
+
+    def about_to_use(self, index: int, room: int) -> None:
+        """Note a use, and start the copies of what follows it in the order, as far as `room` bytes."""
+        self._used_now.add(index)
+        if index not in self._used:
+            self._used[index] = None
+            if self._planned is None and len(self._used) == len(self._storages):
+                self._orders.learn(self._sizes, list(self._used))
+        if room:
+            self._fetch_after(index, room)
+
+    def end_backward(self) -> None:
+        """Begin anew: the next backward may use everything again."""
+        self._used_now.clear()
+        self._fetched_to = self._last_used = 0
+
+    def _fetch_after(self, index: int, room: int) -> None:
+        order = self._order or self._find_order()
+        indices, bytes_before = order.indices, order.bytes_before
+        # What a plan did not foresee has no place in its order, and nothing follows it.
+        first = order.positions.get(index, len(indices) - 1) + 1
+        if first < self._last_used:  # not the order that was foreseen, or another backward
+            self._fetched_to = 0
+        self._last_used = first
+        limit = bytes_before[first] + room
+        position = max(first, self._fetched_to)  # up to there nothing is left to fetch
+        while position < len(indices) and bytes_before[position + 1] <= limit:
+            if not self._fetch(indices[position]):
+                break
+            position += 1
+        self._fetched_to = position
+
+    def _find_order(self) -> ReloadOrder:
+        known = self._planned is not None
+        self._order = ReloadOrder(self._planned or (), self._sizes) if known else self._orders.order(self._sizes)
+        self._fetched_to = self._last_used = 0
+        return self._order
+
+    def _fetch(self, index: int) -> bool:
+        """Start bringing a storage back, if it is still to be used; returns False where there is no memory for it."""
+        entry = self._storages.get(index)
+        storage: Offloaded | None = entry() if entry is not None and index not in self._used_now else None
+        if storage is not None:
+            try:
+                storage.prefetch()
+            except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
+                return False
+        return True
+
+
 class Outgoing(Protocol):
     """A storage whose copy to the host has begun, as the queue of such copies sees it."""
 

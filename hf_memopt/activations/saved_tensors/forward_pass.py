@@ -27,7 +27,7 @@ from hf_memopt.activations.planner.simulator import Action
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.recording import Recorder, Recording
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext, ReloadOrder
+from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage, OffloadedStorage, TracedStorage
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight
 
@@ -104,17 +104,9 @@ class ForwardPass:
         self._on_end = on_end
         # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
         self._backwards: list[int] = []
-        # What gives up device memory at the end of a backward, and, of that, what was offloaded, by index.
+        # What gives up device memory at the end of a backward.
         self._movable: list[weakref.ref[LiveStorage]] = []
-        self._offloaded: dict[int, weakref.ref[OffloadedStorage]] = {}
-        self._offloaded_sizes: dict[int, int] = {}
-        self._largest_bytes = 0
-        # Indices in the order of their first use ever, and those used in the backward at work.
-        self._used: dict[int, None] = {}
-        self._used_now: set[int] = set()
-        # In which order storages are to be brought back, None until somebody asks, and how far that has come.
-        self._order: ReloadOrder | None = None
-        self._fetched_to = self._last_used = 0
+        self._prefetcher = Prefetcher(device.orders, plan.reload_order if plan else None)
 
     @property
     def is_in_backward(self) -> bool:
@@ -169,12 +161,14 @@ class ForwardPass:
         recomputation = None
         if self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE):
             recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        # A cast of a frozen weight stays: as in the plain run, it costs nothing to have again what never changes.
         stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
         stays = stays or (recomputation is not None and recomputation.reads_weights_alone())
         if self.recorder is not None:
             self.recorder.saved(tensor.untyped_storage(), index, stays)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
+        # What an earlier pass has put somewhere stays there.
         if live is None:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
@@ -208,16 +202,14 @@ class ForwardPass:
         num_bytes = storage.num_bytes
         device.bytes_moved += num_bytes
         entry: Any = weakref.ref(storage)
-        self._offloaded[index] = entry
         self._movable.append(entry)
-        self._offloaded_sizes[index] = num_bytes
-        if num_bytes > self._largest_bytes:
-            self._largest_bytes = num_bytes
-        self._order = None
-        device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * self._largest_bytes)
+        self._prefetcher.add(index, entry, num_bytes)
+        largest_bytes = self._prefetcher.largest_bytes
+        device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * largest_bytes)
         return storage
 
     def _recompute(self, tensor: Tensor, index: int, recomputation: Recomputation) -> LiveStorage:
+        # The plan counts each source once, in the order in which the computation names them first.
         places: dict[int, int] = {}
         for source in recomputation.sources():
             place = places.setdefault(source.key, len(places))
@@ -298,16 +290,9 @@ class ForwardPass:
                 storage.release()
 
     def _about_to_use(self, storage: OffloadedStorage) -> None:
-        """Note the use and start the copies of what follows."""
-        index = storage.index
-        self._used_now.add(index)
-        if index not in self._used:
-            self._used[index] = None
-            if self.plan is None and len(self._used) == len(self._offloaded):
-                self.device.orders.learn(self._offloaded_sizes, list(self._used))
-        room = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._largest_bytes
-        if room:
-            self._prefetch_after(index, room)
+        """Start the copies of what follows."""
+        ahead = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._prefetcher.largest_bytes
+        self._prefetcher.about_to_use(storage.index, ahead)
 
     def _note_backward(self) -> int:
         """The number of the backward at work, 0 for none; has its end noted."""
@@ -330,9 +315,9 @@ class ForwardPass:
         del self._backwards[self._backwards.index(task) :]
         if self._backwards:
             return
+        # The outermost backward is over: what it brought back goes, and the next one starts anew.
         self.ended = self.device.clock.mark()
-        self._used_now.clear()
-        self._fetched_to = self._last_used = 0
+        self._prefetcher.end_backward()
         for entry in self._movable:
             storage = entry()
             if storage is not None:
@@ -344,36 +329,3 @@ class ForwardPass:
             self.recorder.end_backward(self.ended)
         if self._on_end:
             self._on_end(self)
-
-    def _prefetch_after(self, index: int, room: int) -> None:
-        order = self._order or self._find_order()
-        indices, bytes_before = order.indices, order.bytes_before
-        # What a plan did not foresee has no place in its order, and nothing follows it.
-        first = order.positions.get(index, len(indices) - 1) + 1
-        if first < self._last_used:  # not the order that was foreseen, or another backward
-            self._fetched_to = 0
-        self._last_used = first
-        limit = bytes_before[first] + room
-        position = max(first, self._fetched_to)  # up to there nothing is left to fetch
-        while position < len(indices) and bytes_before[position + 1] <= limit:
-            if not self._prefetch(indices[position]):
-                break
-            position += 1
-        self._fetched_to = position
-
-    def _find_order(self) -> ReloadOrder:
-        sizes = self._offloaded_sizes
-        self._order = ReloadOrder(self.plan.reload_order, sizes) if self.plan else self.device.orders.order(sizes)
-        self._fetched_to = self._last_used = 0
-        return self._order
-
-    def _prefetch(self, index: int) -> bool:
-        """Start bringing a storage back, if it is still to be used; false where there is no memory for it."""
-        entry = self._offloaded.get(index)
-        storage = entry() if entry is not None and index not in self._used_now else None
-        if storage is not None:
-            try:
-                storage.prefetch()
-            except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
-                return False
-        return True

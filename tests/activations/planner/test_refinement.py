@@ -6,7 +6,7 @@ import pytest
 from plan_reference import Cost, all_plans
 from planner_profiles import at_random, chain
 
-from hf_memopt.activations.planner.candidates import Limits, Trials, Window
+from hf_memopt.activations.planner.candidates import CopyWindow, Limits, Trials
 from hf_memopt.activations.planner.offload_plan import make_plan
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage
@@ -23,13 +23,13 @@ def test_steps_in_a_thousandth_count_as_equally_fast() -> None:
 def test_moved_bytes_are_those_copied_and_those_made_again() -> None:
     profile = Profile((SavedStorage(10, 0.0, (9.0,)), SavedStorage(20, 1.0, (8.0,), 0.5)), 10.0)
     trials = Trials(profile, Link(100.0, 100.0), 0, None, num_left=1)
-    assert moved_bytes(profile, trials.attempt(bytes([OFFLOAD, RECOMPUTE]), Window(0.0, 0))) == (10, 20)
+    assert moved_bytes(profile, trials.evaluate(bytes([OFFLOAD, RECOMPUTE]), CopyWindow(0.0, 0))) == (10, 20)
 
 
 def test_what_fits_is_kept() -> None:
     """Of ten equal storages that were all offloaded, nine have room one after the other."""
     trials = Trials(chain([100] * 10), Link(1e9, 1e9), 0, None, num_left=1)
-    everything = trials.attempt(bytes([OFFLOAD] * 10), Window(0.0, 0))
+    everything = trials.evaluate(bytes([OFFLOAD] * 10), CopyWindow(0.0, 0))
     limits = Limits(900, lambda step_s: True)
     polish(trials, everything, limits)
     assert min(candidate.actions.count(OFFLOAD) for candidate in trials.within(limits)) == 1

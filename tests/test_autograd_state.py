@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.callers import calling_module, may_be_cast_of_frozen_weight
+from hf_memopt.autograd_state import calling_module, may_be_cast_of_frozen_weight
 
 
 class Asking(nn.Module):
