@@ -161,7 +161,7 @@ class ForwardPass:
         recomputation = None
         if self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE):
             recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
-        # A cast of a frozen weight stays: as in the plain run, it costs nothing to have again what never changes.
+        # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
         stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
         stays = stays or (recomputation is not None and recomputation.reads_weights_alone())
         if self.recorder is not None:
