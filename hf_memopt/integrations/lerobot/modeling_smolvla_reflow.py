@@ -13,7 +13,7 @@ from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import check_processors
-from hf_memopt.integrations.lerobot.reflow.pair_source import Pairs, pair_source
+from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, Pairs, make_pair_source
 from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix, observe
 from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
@@ -36,7 +36,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
     name = "smolvla_reflow"
 
     def __init__(self, config: SmolVLAReflowConfig, dataset_stats: Any = None, **kwargs: Any) -> None:
-        source = pair_source(config)
+        source = make_pair_source(config)
         if config.use_reflow and dataset_stats is not None:
             root = getattr(kwargs.get("dataset_meta"), "root", None)
             source.check(dataset_stats, None if root is None else Path(root))
@@ -68,10 +68,10 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         """
         if not self.config.use_reflow:
             return super().forward(batch, noise=noise, time=time, reduction=reduction)  # type: ignore[no-any-return]
-        drawn = self.pair_source.draw(self, batch, noise)
-        observation = observe(self, drawn.batch)
+        pairs = self.pair_source.draw(self, batch, noise)
+        observation = observe(self, pairs.batch)
         if time is None:
-            time = sample_time(len(drawn.noise), self.config.reflow_time_sampling, drawn.noise.device)
+            time = sample_time(len(pairs.noise), self.config.reflow_time_sampling, pairs.noise.device)
         teacher = self.pair_source.teacher
         teacher.load(self)
         # The teacher's weights travel while the prefix is computed.
@@ -79,7 +79,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         prefix = teacher.shared_prefix(self, observation)
         self._mark("prefix")
         # The target comes before the student's forward, so that the teacher never meets the student's activations.
-        pairs = self.pair_source.pairs(self, drawn, observation, prefix)
+        pairs = self.pair_source.complete(Asked(self, observation, prefix), pairs)
         self._mark("teacher")
         losses = self._losses(observation, prefix, pairs, time)
         self._mark("forward")
@@ -137,6 +137,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
         """Return the loss of each sample, `(batch,)`."""
+        assert pairs.target is not None
         num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
         if prefix is None:
             squared = self.model.forward(*observation.arguments(), pairs.target, pairs.noise, time)

@@ -168,9 +168,3 @@ def test_copies_and_pickles_carry_no_teacher_and_can_train(make: Make, batch: An
         assert torch.equal(twin(batch, noise=noise, time=time)[0], loss)
         assert twin.load_teacher_model() is not policy.load_teacher_model()
         assert twin.pair_source.teacher._config is twin.config
-
-
-def test_yaml_may_say_off_without_quotes(make: Make) -> None:
-    assert make(share_prefix=str(False)).config.share_prefix == "off"
-    with pytest.raises(ValueError, match="share_prefix='maybe' is unknown"):
-        make(share_prefix="maybe")

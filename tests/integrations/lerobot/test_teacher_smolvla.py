@@ -98,7 +98,7 @@ def test_streaming_is_bitwise_resident_for_any_number_of_steps(
     assert report.peak_device_bytes <= 1.05 * report.predicted_device_bytes
 
 
-@pytest.mark.parametrize("share_prefix", ["on", "off"])
+@pytest.mark.parametrize("share_prefix", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_student_gets_the_same_targets_from_a_streamed_teacher(
     toy: dict[str, Any], tmp_path: Path, share_prefix: str
 ) -> None:

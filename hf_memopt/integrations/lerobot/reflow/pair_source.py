@@ -1,7 +1,6 @@
 """Where a batch's pairs of noise and actions come from: the teacher at work, one pair for each frame, or the disk."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,39 +33,42 @@ from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeach
 logger = logging.getLogger(__name__)
 
 
-class Drawn(NamedTuple):
-    """A batch whose noise is known.
+class Asked(NamedTuple):
+    """What the teacher is asked with.
 
     Attributes:
-        batch: what the student sees.
-        noise: `(batch, chunk, max_action_dim)`.
-        target: the actions that belong to the noise, in the same shape, where they are known as well.
+        student: of whom the others are.
+        observation: of the batch that the student sees.
+        prefix: the student's, if the teacher shares it.
     """
 
-    batch: dict[str, Tensor]
-    noise: Tensor
-    target: Tensor | None = None
+    student: SmolVLAPolicy
+    observation: Observation
+    prefix: SharedPrefix | None
 
 
 class Pairs(NamedTuple):
     """What a batch is trained on.
 
     Attributes:
+        batch: what the student sees.
         noise: `(batch, chunk, max_action_dim)`.
-        target: the actions at the other end of the paths, in the same shape.
+        target: the actions at the other end of the paths, in the same shape; None before they are known.
         valid: `(batch, chunk)` bool, which steps of the chunks count; None, all.
     """
 
+    batch: dict[str, Tensor]
     noise: Tensor
-    target: Tensor
+    target: Tensor | None = None
     valid: Tensor | None = None
 
 
-class PairSource(ABC):
-    """Gives a batch its pairs, in two steps.
+class PairSource:
+    """Gives a batch new noise in each step, and asks the teacher where it leads.
 
-    `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise before the times.
-    `pairs` comes when the prefix is there, which the teacher may share, and before the student's forward.
+    That takes two steps. `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise
+    before the times. `complete` comes when the prefix is there, which the teacher may share, and before the student's
+    forward, so that the teacher never meets the student's activations.
 
     Args:
         teacher: decides whether the prefix is shared, and is asked for what is not known.
@@ -79,91 +81,53 @@ class PairSource(ABC):
         """Raise a ValueError for all that can be refused before training starts."""
         self.teacher.check(dataset_stats)
 
-    @abstractmethod
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         """Draw a batch's noise, unless it is given."""
+        return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
-    @abstractmethod
-    def pairs(
-        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
-        """Complete what was drawn.
+    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
+        """Return the drawn pairs with their actions."""
+        return pairs._replace(target=self.teacher.sample(asked.observation, pairs.noise, asked.prefix))
 
-        Args:
-            student: of whom the observation and the prefix are.
-            drawn: from `draw`.
-            observation: of `drawn.batch`.
-            prefix: the student's, if the teacher shares it.
-        """
+    def _noise(self, student: SmolVLAPolicy, batch: dict[str, Tensor]) -> Tensor:
+        state, config = batch[OBS_STATE], student.config
+        shape = (len(state), config.chunk_size, config.max_action_dim)
+        return student.model.sample_noise(shape, state.device)  # type: ignore[no-any-return]
 
 
-def pair_source(config: SmolVLAReflowConfig) -> PairSource:
-    """Make the source that a student's configuration asks for."""
-    if config.couplings_path is not None:
-        return CachedPairs(config)
-    teacher = SelfTeacher(config) if config.teaches_itself else ReflowTeacher(config)
-    if config.couplings_seed is not None:
-        return SeededPairs(teacher)
-    return DemonstratedPairs(teacher) if config.reflow_real_data > 0 else SampledPairs(teacher)
-
-
-class SampledPairs(PairSource):
-    """Draws new noise in each step, and asks the teacher where it leads."""
-
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
-        """Draw the noise from the global generator, as lerobot does."""
-        if noise is None:
-            state, config = batch[OBS_STATE], student.config
-            noise = student.model.sample_noise((len(state), config.chunk_size, config.max_action_dim), state.device)
-        return Drawn(batch, noise)
-
-    def pairs(
-        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
-        """Let the teacher solve its ODE for the whole batch."""
-        return Pairs(drawn.noise, self.teacher.sample(observation, drawn.noise, prefix))
-
-
-class DemonstratedPairs(SampledPairs):
+class DemonstratedPairs(PairSource):
     """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
 
     @torch.no_grad()
-    def pairs(
-        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
-        """Let the teacher find the other end of each path: the actions of a noise, or the noise of actions."""
-        batch, noise, config = drawn.batch, drawn.noise, student.config
+    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
+        """Find the other end of each path: the actions of a noise, or the noise of actions."""
+        batch, noise, config = pairs.batch, pairs.noise, asked.student.config
         from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
-        actions = demonstrated_actions(student, batch)
+        actions = demonstrated_actions(asked.student, batch)
         with self.teacher.visit() as model:
-            expert = ConditionedExpert(model, SharedPrefix(model, observation) if prefix is None else prefix)
+            prefix = SharedPrefix(model, asked.observation) if asked.prefix is None else asked.prefix
             num_action_dims = config.action_feature.shape[0]
-            noise, target = expert.couple(noise, actions, from_actions, self.teacher.num_steps, num_action_dims)
-        # Behind the end of an episode a demonstration is padding, which says nothing about the teacher's paths.
+            noise, target = ConditionedExpert(model, prefix).couple(
+                noise, actions, from_actions, self.teacher.num_steps, num_action_dims
+            )
+        # Behind the end of an episode a demonstration is padding, which is no path of the teacher's.
         padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=noise.device))
-        return Pairs(noise, target, ~(padding & from_actions[:, None]))
+        return Pairs(batch, noise, target, ~(padding & from_actions[:, None]))
 
 
-class SeededPairs(SampledPairs):
+class SeededPairs(PairSource):
     """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
 
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
-        """Take the noise of the frames."""
-        if noise is None:
-            noise = frame_noise(student.config, batch, batch[OBS_STATE].device)
-        return Drawn(batch, noise)
-
-    def pairs(
-        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
+    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
         """Let the teacher solve frame by frame: the neighbours in a batch would change the rounding."""
-        inputs, noise = coupling_inputs(student.config, drawn.batch), drawn.noise
+        inputs, noise = coupling_inputs(asked.student.config, pairs.batch), pairs.noise
+        rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
         with self.teacher.visit():
-            targets = [
-                solve(student, self.teacher, {name: each[i : i + 1] for name, each in inputs.items()}, noise[i : i + 1])
-                for i in range(len(noise))
-            ]
-        return Pairs(noise, torch.cat(targets))
+            targets = [solve(asked.student, self.teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
+        return pairs._replace(target=torch.cat(targets))
+
+    def _noise(self, student: SmolVLAPolicy, batch: dict[str, Tensor]) -> Tensor:
+        return frame_noise(student.config, batch, batch[OBS_STATE].device)
 
 
 class CachedPairs(PairSource):
@@ -194,7 +158,7 @@ class CachedPairs(PairSource):
         if "weights" not in expected:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Drawn:
+    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         """Look up the pairs of a batch's frames, and the observations if they are stored.
 
         Raises:
@@ -210,19 +174,26 @@ class CachedPairs(PairSource):
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
-        return Drawn(batch, coupling.noise.to(device), coupling.target.to(device))
+        return Pairs(batch, coupling.noise.to(device), coupling.target.to(device))
 
-    def pairs(
-        self, student: SmolVLAPolicy, drawn: Drawn, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
+    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
         """Return what was looked up."""
-        assert drawn.target is not None
-        return Pairs(drawn.noise, drawn.target)
+        return pairs
 
     def _open(self) -> CouplingCache:
         if self._cache is None:
             self._cache = CouplingCache(str(self._config.couplings_path))
         return self._cache
+
+
+def make_pair_source(config: SmolVLAReflowConfig) -> PairSource:
+    """Make the source that a student's configuration asks for."""
+    if config.couplings_path is not None:
+        return CachedPairs(config)
+    teacher = SelfTeacher(config) if config.teaches_itself else ReflowTeacher(config)
+    if config.couplings_seed is not None:
+        return SeededPairs(teacher)
+    return DemonstratedPairs(teacher) if config.reflow_real_data > 0 else PairSource(teacher)
 
 
 def solve(student: SmolVLAPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:

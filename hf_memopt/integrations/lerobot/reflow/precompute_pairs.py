@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lerobot.configs.train import TrainPipelineConfig
@@ -52,7 +53,9 @@ def precompute_for_policy(
     Raises:
         ValueError: flags without a teacher, or see `hf_memopt.couplings.source.precompute`.
     """
-    with _command_line(["--discover_packages_path=hf_memopt.integrations.lerobot", *training_flags]):
+    # lerobot reads `sys.argv`, in several places.
+    flags = [sys.argv[0], "--discover_packages_path=hf_memopt.integrations.lerobot", *training_flags]
+    with patch.object(sys, "argv", flags):
         cfg = read_training_flags()
     config = _check(cfg)
     with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
@@ -163,14 +166,3 @@ def _arithmetic_of_training(cfg: TrainPipelineConfig) -> Iterator[None]:
         yield
     finally:
         cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32 = before
-
-
-@contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    """lerobot reads `sys.argv`, in several places."""
-    before = sys.argv
-    sys.argv = [before[0], *flags]
-    try:
-        yield
-    finally:
-        sys.argv = before

@@ -25,7 +25,7 @@ def heavy_imports() -> None:
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize("train_state_proj", [True, False])
+@pytest.mark.parametrize("train_state_proj", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "architecture",
     [

@@ -95,7 +95,7 @@ def test_bf16_teacher_is_near_and_keeps_buffers_and_projections(
     assert not any(buffer.dtype == torch.bfloat16 for buffer in model.buffers())
 
 
-@pytest.mark.parametrize("share_prefix", ["on", "off"])
+@pytest.mark.parametrize("share_prefix", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_right_after_a_fault_in_any_copy(
     make: Make, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:

@@ -345,26 +345,3 @@ def test_share_prefix_on_names_the_weight_that_differs(trained_student: Path, to
     part = name.split("vlm.")[-1]
     with pytest.raises(ValueError, match=f"share_prefix=on cannot be had: the student's VLM differs .*{part}"):
         student.load_teacher_model()
-
-
-@pytest.mark.parametrize(("mode", "why"), [("swap", ""), ("stream", ": stream was asked for")])
-def test_diagnosis_of_an_offloaded_teacher(mode: str, why: str, toy_student: Path, tmp_path: Path) -> None:
-    student = Path(shutil.copytree(toy_student, tmp_path / "student"))
-    edit_config(teacher_offload=mode)(student)
-    text = diagnose(str(student), "cpu")
-    assert "Device: cpu\n" in text
-    assert f"Status: ✓ ON CPU (offloaded{why})" in text
-    assert "Shared prefix: on" in text
-
-
-def test_diagnosis_of_a_resident_teacher_without_shared_prefix(toy_student: Path, tmp_path: Path) -> None:
-    student = Path(shutil.copytree(toy_student, tmp_path / "student"))
-    edit_config(share_prefix="off")(student)
-    text = diagnose(str(student), "cpu")
-    assert "✓ ON CPU (not offloaded: it runs on the CPU" in text
-    assert "Shared prefix: off; share_prefix=off was asked for" in text
-
-
-def test_diagnosis_needs_a_teacher(toy_teacher: Path) -> None:
-    with pytest.raises(ValueError, match="has no teacher: its policy is of type 'smolvla' without use_reflow=true"):
-        diagnose(str(toy_teacher))

@@ -20,7 +20,7 @@ from hf_memopt.cli import main
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
     """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global CachedPairs, coupling_inputs, CouplingCache, frame_noise, held_out_batches, LeRobotDatasetMetadata
+    global Asked, CachedPairs, coupling_inputs, CouplingCache, frame_noise, held_out_batches, LeRobotDatasetMetadata
     global load_config, logged, observe, Pairs, recipe, run, SmolVLAReflowConfig, SmolVLAReflowPolicy, solve, toy
     global train_flags, weights
     from lerobot.datasets import LeRobotDatasetMetadata
@@ -32,7 +32,7 @@ def heavy_imports() -> None:
     from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
     from hf_memopt.integrations.lerobot.policy_files import load_config
     from hf_memopt.integrations.lerobot.reflow.pair_key import coupling_inputs
-    from hf_memopt.integrations.lerobot.reflow.pair_source import CachedPairs, Pairs, frame_noise, solve
+    from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, CachedPairs, Pairs, frame_noise, solve
     from hf_memopt.integrations.lerobot.reflow.prefix import observe
     from hf_memopt.recipes.reflow import smolvla_toy as toy
     from hf_memopt.recipes.reflow_smolvla import main as recipe
@@ -61,6 +61,12 @@ def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.Tem
 def student(toy_student: Path, couplings: Path) -> SmolVLAReflowPolicy:
     """A student that reads them."""
     return load_student(toy_student, couplings_path=str(couplings))
+
+
+@pytest.fixture
+def config(toy_student: Path, couplings: Path) -> SmolVLAReflowConfig:
+    """Its configuration."""
+    return dataclasses.replace(load_config(toy_student), teacher_num_steps=3, couplings_path=str(couplings))
 
 
 def load_student(folder: Path, **changes: Any) -> SmolVLAReflowPolicy:
@@ -179,15 +185,15 @@ def test_copies_and_pickles_open_the_folder_anew(
     ],
 )
 def test_stale_couplings_are_refused_by_field(
-    student: SmolVLAReflowPolicy, toy_dataset: Path, changes: dict[str, Any], message: str
+    config: SmolVLAReflowConfig, toy_dataset: Path, changes: dict[str, Any], message: str
 ) -> None:
-    check(student.config, toy_dataset)
+    check(config, toy_dataset)
     with pytest.raises(ValueError, match=message):
-        check(dataclasses.replace(student.config, **changes), toy_dataset)
+        check(dataclasses.replace(config, **changes), toy_dataset)
 
 
 def test_another_teacher_is_refused(
-    student: SmolVLAReflowPolicy, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
+    config: SmolVLAReflowConfig, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
     file = teacher / "model.safetensors"
@@ -195,19 +201,19 @@ def test_another_teacher_is_refused(
     tensors["model.action_out_proj.bias"][0] += 1e-6
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"weights is '.*…' there and '.*…' here"):
-        check(dataclasses.replace(student.config, teacher_model_path=str(teacher)), toy_dataset)
+        check(dataclasses.replace(config, teacher_model_path=str(teacher)), toy_dataset)
 
 
-def test_other_data_is_refused(student: SmolVLAReflowPolicy, toy_dataset: Path, tmp_path: Path) -> None:
+def test_other_data_is_refused(config: SmolVLAReflowConfig, toy_dataset: Path, tmp_path: Path) -> None:
     dataset = Path(shutil.copytree(toy_dataset, tmp_path / "dataset"))
     table = next((dataset / "data").rglob("*.parquet"))
     table.write_bytes(table.read_bytes()[:-1] + b"\0")
     with pytest.raises(ValueError, match="dataset is"):
-        check(student.config, dataset)
+        check(config, dataset)
     stats = copy.deepcopy(LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset).stats)
     stats["action"]["mean"][0] += 1e-3
     with pytest.raises(ValueError, match="preprocessing is"):
-        CachedPairs(student.config).check(stats, toy_dataset)
+        CachedPairs(config).check(stats, toy_dataset)
 
 
 def test_training_refuses_them_before_the_first_step(
@@ -262,7 +268,7 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert precompute(toy_student, toy_dataset, folder, "--store-observations", flags=flags) == 0
     student = load_student(toy_student, couplings_path=str(folder))
     (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
-    seen, noise, target = student.pair_source.draw(student, batch, None)
+    seen, noise, target, _ = student.pair_source.draw(student, batch, None)
     assert not torch.equal(seen[toy.CAMERA], batch[toy.CAMERA])
     teacher = load_student(toy_student, couplings_seed=0)
     torch.testing.assert_close(ask(teacher, seen, noise), target, rtol=1e-5, atol=1e-5)
@@ -279,7 +285,7 @@ def rows(cache: CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
 def pairs_of(policy: SmolVLAReflowPolicy, batch: Any) -> Pairs:
     policy.load_teacher_model()
     drawn = policy.pair_source.draw(policy, batch, None)
-    return policy.pair_source.pairs(policy, drawn, observe(policy, batch), None)
+    return policy.pair_source.complete(Asked(policy, observe(policy, batch), None), drawn)
 
 
 def ask(policy: SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Settings that make no sense are refused by name."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heavy_imports() -> None:
+    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    global load_config
+    from hf_memopt.integrations.lerobot.policy_files import load_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reflow_loss": "l1"}, "reflow_loss='l1' is unknown"),
+        ({"teacher_budget_gib": 0}, "teacher_budget_gib=0 must be above 0"),
+        ({"teacher_dtype": "float16"}, "teacher_dtype='float16' is unknown; use one of: unset, float32, bfloat16"),
+        ({"reflow_time_sampling": "gamma"}, "use one of: beta, uniform, ushaped, one"),
+        ({"share_prefix": "yes"}, "use one of: auto, on, off"),
+        ({"dtype": "float16"}, "use one of: float32, bfloat16"),
+        ({"teacher_num_steps": 0}, "teacher_num_steps=0 must be at least 1"),
+        ({"reflow_real_data": 1.0}, "reflow_real_data=1.0 must be"),
+        ({"reflow_real_data": 0.1, "couplings_path": "c"}, "couplings_path fixes the noise"),
+        ({"reflow_real_data": 0.1, "couplings_seed": 1}, "couplings_seed fixes the noise"),
+        ({"reflow_real_data": 0.1, "prefix_length": 100}, "needs prefix_length=-1"),
+        ({"couplings_per_frame": 2}, "couplings_per_frame=2 needs couplings_seed"),
+        ({"couplings_per_frame": 0}, "couplings_per_frame=0 must be"),
+        ({"reflow_round": 0}, "reflow_round=0 must be"),
+        ({"couplings_seed": 1, "teacher_model_path": "self"}, "couplings_seed=1 with teacher_model_path=self"),
+        ({"teacher_model_path": None}, "needs teacher_model_path: pass .*couplings_path"),
+    ],
+)
+def test_unusable_settings_are_refused_by_name(toy_student: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(load_config(toy_student), **changes)
+
+
+def test_yaml_may_say_off_without_quotes(toy_student: Path) -> None:
+    assert dataclasses.replace(load_config(toy_student), share_prefix=str(False)).share_prefix == "off"
+    with pytest.raises(ValueError, match="share_prefix='maybe' is unknown"):
+        dataclasses.replace(load_config(toy_student), share_prefix="maybe")
