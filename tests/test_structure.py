@@ -108,25 +108,21 @@ class Journey:
             self.files.add(frame.f_code.co_filename.removeprefix(INSTALLED))
 
 
-@pytest.mark.parametrize(("bytes_per_s", "recomputes"), [(1e12, False), (1e5, True)])
-def test_the_way_of_a_saved_tensor_is_short(
-    bytes_per_s: float, recomputes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mode", ["all", "auto"])
+def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven files where storages are copied, two more where some are computed again."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     x = torch.randn(32, 64)
-    offloader = ActivationOffloader(offload_threshold_mb=0, budget_gib=1.5e5 / 2**30, copier=SyncCopier())
-    # Where copies take forever, the budget is met by recomputing.
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.measure_link", lambda copier, clock: (bytes_per_s,) * 2)
-    journeys, moved, recomputed = [], [], []
-    for _ in range(5):
-        journeys.append(Journey())
-        monkeypatch.setattr("hf_memopt.activations.offloader.saved_tensors_hooks", journeys[-1].hooks)
+    budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
+    offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
+    # Where copies take forever, a budget is met by recomputing.
+    monkeypatch.setattr("hf_memopt.activations.auto_mode.measure_link", lambda copier, clock: (1e5, 1e5))
+    for num_steps in range(5):
+        journey = Journey()
+        monkeypatch.setattr("hf_memopt.activations.offloader.saved_tensors_hooks", journey.hooks)
         with offloader.offload_context(model):
             model(x).square().sum().backward()
-        moved.append(offloader.stats.bytes_moved)
-        recomputed.append(offloader.stats.bytes_recomputed)
-    assert (recomputed[4] > recomputed[3]) == recomputes
-    assert recomputes or moved[4] > moved[3]
-    for journey in journeys[2:]:
-        assert len(journey.files) <= 7 + 2 * recomputes, sorted(journey.files)
+        if num_steps >= 2:
+            assert 4 < len(journey.files) <= (7 if mode == "all" else 9), sorted(journey.files)
+    assert (offloader.stats.bytes_recomputed > 0) == (mode == "auto")
