@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from structure import ROOT, modules
 
 import hf_memopt
-
-ROOT = Path(__file__).parent.parent
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
@@ -76,7 +75,7 @@ class Import(NamedTuple):
 
 
 def test_the_repository_imports_one_way() -> None:
-    assert len(list(_sources(ROOT))) > 20
+    assert len(modules()) > 20
     assert violations(ROOT) == []
 
 
@@ -136,7 +135,7 @@ def test_public_names_are_found_where_they_live() -> None:
 def violations(root: Path) -> list[str]:
     """One line for each import below `root` that breaks a rule."""
     found = []
-    for file, module in _sources(root):
+    for module, file in modules(root).items():
         importer = _part(module)
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         for imported in _imports(ast.parse(file.read_text()), package):
@@ -173,14 +172,6 @@ def _complaint_about_part(importer: str, part: str, imported: Import) -> str | N
     else:  # a public name, for those who use the library from outside
         allowed = part in ("", *hf_memopt.__all__) and importer in ("callbacks", "recipes")
     return None if allowed else f"{importer!r} may not import {part!r}"
-
-
-def _sources(root: Path) -> Iterator[tuple[Path, str]]:
-    """Every source file and the name of the module that it is installed as."""
-    for folder, package in (("hf_memopt", ""), ("callbacks", "hf_memopt."), ("recipes", "hf_memopt.")):
-        for file in sorted((root / folder).rglob("*.py")):
-            parts = file.relative_to(root).with_suffix("").parts
-            yield file, package + ".".join(parts).removesuffix(".__init__")
 
 
 def _part(module: str) -> str:
