@@ -64,7 +64,7 @@ class TensorRef:
         # As long as this exists, no other storage is given the same key.
         self._storage = StoragePin.of(storage)
         self._tensor = weakref.ref(tensor)
-        self.weight = tensor if self.key in weights or is_parameter(tensor) else None
+        self.weight = _without_history(tensor) if self.key in weights or is_parameter(tensor) else None
         # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
         base = tensor if tensor._base is None else tensor._base
         self.is_leaf = base.requires_grad and base.grad_fn is None
@@ -231,6 +231,11 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
     """Whether nobody has entered another mode inside this one."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+def _without_history(weight: Tensor) -> Tensor:
+    """A view of a weight would keep the weight's gradient accumulator, which belongs to the stream of its pass."""
+    return weight if weight.grad_fn is None else weight.detach()
 
 
 def is_parameter(tensor: Tensor) -> bool:
