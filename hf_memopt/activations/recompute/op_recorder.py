@@ -51,7 +51,11 @@ _HEAVY = {
 
 
 class TensorRef:
-    """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not."""
+    """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not.
+
+    Attributes:
+        weight: what keeps the storage of a weight: the operand or, where that is a view, the weight itself.
+    """
 
     __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
 
@@ -64,7 +68,10 @@ class TensorRef:
         # As long as this exists, no other storage is given the same key.
         self._storage = StoragePin.of(storage)
         self._tensor = weakref.ref(tensor)
-        self.weight = _without_history(tensor) if self.key in weights or is_parameter(tensor) else None
+        is_weight = self.key in weights or is_parameter(tensor)
+        # Not a view with its history, which would keep the gradient accumulator of a pass that is over.
+        has_base = tensor.grad_fn is not None and tensor._base is not None
+        self.weight = (tensor._base if has_base else tensor) if is_weight else None
         # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
         base = tensor if tensor._base is None else tensor._base
         self.is_leaf = base.requires_grad and base.grad_fn is None
@@ -231,11 +238,6 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
     """Whether nobody has entered another mode inside this one."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
-
-
-def _without_history(weight: Tensor) -> Tensor:
-    """A view of a weight would keep the weight's gradient accumulator, which belongs to the stream of its pass."""
-    return weight if weight.grad_fn is None else weight.detach()
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -52,25 +52,26 @@ class StoredInput:
 class WeightInput:
     """An operand that stays where it is, or so it seems: sharding frees it between forward and backward."""
 
-    __slots__ = ("_num_bytes", "guard", "tensor")
+    __slots__ = ("_meta", "_num_bytes", "_weight", "guard")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, weight: Tensor, meta: ViewMeta) -> None:
+        self._weight, self._meta = weight, meta
         # Made here and not where the operation is noted: inside a dispatch mode an alias has a version of its own.
-        self.tensor, self.guard = tensor, VersionGuard(tensor)
-        self._num_bytes = tensor.untyped_storage().nbytes()
+        self.guard = VersionGuard(weight)
+        self._num_bytes = weight.untyped_storage().nbytes()
 
     def was_freed(self) -> bool:
         """Whether the memory is gone."""
-        return self.tensor.untyped_storage().nbytes() != self._num_bytes
+        return self._weight.untyped_storage().nbytes() != self._num_bytes
 
     def read(self) -> Tensor:
         self.guard.check()
         if self.was_freed():
             raise RuntimeError(
-                f"the memory of a weight of shape {tuple(self.tensor.shape)} was freed before a saved tensor could be "
+                f"the memory of a weight of shape {tuple(self._weight.shape)} was freed before a saved tensor could be "
                 'computed from it again; use mode="all" where weights are resharded in between'
             )
-        return self.tensor
+        return self._meta.of(self._weight)
 
 
 class ComputedInput:
@@ -192,7 +193,8 @@ class Resolver:
 
     def _find(self, operand: TensorRef, depth: int, pure: bool) -> StoredInput | WeightInput | ComputedInput | None:
         if operand.weight is not None:
-            return WeightInput(operand.weight) if operand.weight._version == operand.version else None
+            is_same = operand.weight._version == operand.version
+            return WeightInput(operand.weight, operand.meta) if is_same else None
         if operand.is_leaf:
             return None
         # Autograd holds its bytes anyway, so reading them costs nothing.
