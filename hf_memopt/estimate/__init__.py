@@ -7,7 +7,8 @@
 - `estimate_report`, `memory_page`: its answer in words and as an HTML page.
 """
 
-from hf_memopt.estimate.estimate import LargeTensor, MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate.estimate import estimate_peak_memory
+from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.simulation.child_process import IsolatedError
 
 __all__ = ["IsolatedError", "LargeTensor", "MemoryEstimate", "estimate_peak_memory"]

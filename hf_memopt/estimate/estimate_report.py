@@ -1,16 +1,74 @@
-"""An estimate in words, as tables and as JSON."""
+"""What an estimate says, and how it is said: in words, as tables and as JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
-from hf_memopt.estimate.estimate import MemoryEstimate
+from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import Table, align
 from hf_memopt.units import GIB, MIB, format_gib
 
 _MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LargeTensor:
+    """A storage that is alive at the peak."""
+
+    kind: str
+    owner: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What a training step is predicted to hold.
+
+    Attributes:
+        peak_bytes: the most that tensors hold on the device, rounded as the allocator does: the counterpart of
+            `torch.cuda.max_memory_allocated()`.
+        reserved_bytes: what the caching allocator then holds from the device, by a model of it.
+        phase: in which the peak is reached: forward, backward, optimizer, or outside of these.
+        step: in which step, counted from 1.
+        phases: the peak of each phase, bytes.
+        breakdown: bytes at the peak, by what they are for.
+        top: the largest storages alive at the peak.
+        host_bytes: the most that tensors hold in host memory: the offloaded ones and what else the step keeps there.
+        confidence: "high": nothing was assumed; "medium": `assumptions` lists guesses that may change memory; "low":
+            trainable parameters got no gradient, so that part of the model may not have run.
+        assumptions: what was assumed.
+        unreached: trainable parameters without a gradient.
+        step_ms: what the last step would take on `gpu`; None without one.
+        phases_ms: the same by phase.
+        stall_ms: for how long compute would wait for copies in it.
+        trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
+        storage_kinds: what each storage of `trace` is for, by its number.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    phase: str
+    step: int
+    phases: dict[str, int]
+    breakdown: dict[str, int]
+    top: tuple[LargeTensor, ...]
+    host_bytes: int
+    confidence: str
+    assumptions: tuple[str, ...]
+    unreached: tuple[str, ...]
+    step_ms: float | None
+    phases_ms: dict[str, float]
+    stall_ms: float | None
+    trace: MemoryTrace = field(repr=False)
+    storage_kinds: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_memopt.estimate.accounting import categories
-from hf_memopt.estimate.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate_report import as_facts, headlines, top_table
+from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, render_both
 from hf_memopt.report.html_page import render_page
 from hf_memopt.units import MIB

@@ -9,7 +9,8 @@ from functools import partial
 from tqdm import tqdm
 
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
-from hf_memopt.estimate.estimate import MemoryEstimate, simulate
+from hf_memopt.estimate.estimate import simulate
+from hf_memopt.estimate.estimate_report import MemoryEstimate
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT

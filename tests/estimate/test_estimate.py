@@ -8,7 +8,7 @@ import torch
 from estimate_runs import BATCH, HIDDEN, WIDTH, State, accumulating, adamw, mlp_setup, step
 from torch import nn
 
-from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 
 # Bytes. Both weights are of the same size, and every tensor but scalars is a multiple of 512 bytes.
 WEIGHTS = 2 * WIDTH * HIDDEN * 4

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from estimate_runs import mlp_setup, step
 
-from hf_memopt.estimate import memory_page
-from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, memory_page
 
 
 @pytest.fixture(scope="module")

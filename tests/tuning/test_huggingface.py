@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoConfig
 
-from hf_memopt.estimate.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.recipes.causal_lm.options import parse
 from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
