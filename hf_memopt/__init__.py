@@ -18,23 +18,26 @@ Each name is imported when it is first used: `import hf_memopt` is quick and wor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hf_memopt import reflow
-    from hf_memopt.activations import (
-        ActivationOffloader,
-        SelectiveCheckpoint,
-        apply_selective_checkpointing,
-        estimate_offloading_memory_savings,
-        wrap_forward_with_offload,
-    )
-    from hf_memopt.checkpoint import Checkpoints
-    from hf_memopt.couplings import CouplingSource
-    from hf_memopt.estimate import estimate_peak_memory
-    from hf_memopt.memory import MemoryTracker, detect_leaks, explain_oom
-    from hf_memopt.teacher import OffloadedTeacher
-    from hf_memopt.training import GradientCache, MicroBatcher, train_step
-    from hf_memopt.transfer import SyncCopier
-    from hf_memopt.tuning import plan
+if TYPE_CHECKING:  # spelled "x as x": what type checkers are to take for exported
+    from hf_memopt import reflow as reflow
+    from hf_memopt.activations import ActivationOffloader as ActivationOffloader
+    from hf_memopt.activations import SelectiveCheckpoint as SelectiveCheckpoint
+    from hf_memopt.activations import apply_selective_checkpointing as apply_selective_checkpointing
+    from hf_memopt.activations import estimate_offloading_memory_savings as estimate_offloading_memory_savings
+    from hf_memopt.activations import wrap_forward_with_offload as wrap_forward_with_offload
+    from hf_memopt.callbacks import attach as attach
+    from hf_memopt.checkpoint import Checkpoints as Checkpoints
+    from hf_memopt.couplings import CouplingSource as CouplingSource
+    from hf_memopt.estimate import estimate_peak_memory as estimate_peak_memory
+    from hf_memopt.memory import MemoryTracker as MemoryTracker
+    from hf_memopt.memory import detect_leaks as detect_leaks
+    from hf_memopt.memory import explain_oom as explain_oom
+    from hf_memopt.teacher import OffloadedTeacher as OffloadedTeacher
+    from hf_memopt.training import GradientCache as GradientCache
+    from hf_memopt.training import MicroBatcher as MicroBatcher
+    from hf_memopt.training import train_step as train_step
+    from hf_memopt.transfer import SyncCopier as SyncCopier
+    from hf_memopt.tuning import plan as plan
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,61 @@
+"""The scripts of `recipes/by_feature`: each runs as it stands, and shows what it is there to show."""
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState, PartialState
+
+SCRIPTS = Path(__file__).parents[2] / "recipes" / "by_feature"
+LONGEST = 80
+MARK = "# hf_memopt"
+PACKAGES = {"accelerate", "argparse", "hf_memopt", "torch", "transformers", "typing"}
+# What each script prints, among other things.
+SHOWN = {
+    "activation_offloading": r"\d+ MiB went to host memory and came back\nWeights equal to those without .*: True",
+    "offload_budget": r"Saved activations: (1\.\d|2\.0) MiB at the peak, of 2 allowed\nPredicted: ",
+    "selective_checkpointing": r"(?s)none .* MiB saved.*heavy_ops .*plain ones: True\nall .*plain ones: True",
+    "frozen_teacher": r"(?s)step 100  loss 0\.00.*in host memory: 4\.2 MiB",
+    "exact_accumulation": r"step 50  loss 0\.\d+ .*\nstep 100  loss 0\.0\d+  in 2 micro-batches",
+    "gradient_cache": r"(?s)gradient: \d\.\de-0[678] of the largest entry.*step 60  loss 0\.\d+",
+    "memory_reports": r"(?s)backward +\d.*No memory leak: .*\nMemory leak: .*held by .*kept_losses\[49\]",
+    "estimate_then_train": r"(?s)The peak is in backward.*Time of a step, by a roofline",
+}
+
+
+def marked_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if MARK in line]
+
+
+def test_there_is_one_for_each_feature() -> None:
+    assert {file.stem for file in SCRIPTS.glob("*.py")} == {*SHOWN, "__init__"}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_it_is_short_and_stands_alone(name: str) -> None:
+    text = (SCRIPTS / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= LONGEST
+    assert len(marked_lines(text)) >= 2
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert not node.module.startswith("hf_memopt.recipes")
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+        assert {module.partition(".")[0] for module in modules} <= PACKAGES
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_it_shows_its_feature(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name])
+    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(SHOWN[name], printed), printed
