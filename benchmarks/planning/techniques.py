@@ -1,0 +1,103 @@
+"""What each technique does to a training step's peak and time, predicted: one shape, every technique, no GPU.
+
+    python -m benchmarks.planning.techniques
+
+The step is a whole one of a decoder shaped like Qwen3-0.6B, 4 sequences of 2,048 tokens, AdamW, run on tensors without
+memory (`estimate_peak_memory`). Times are a roofline's for one card: good for ratios between rows.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import environment, print_table, results_path, write_results
+from hf_memopt import estimate_peak_memory
+from hf_memopt.estimate.accounting.categories import ACTIVATIONS
+from hf_memopt.tuning.huggingface import HuggingFaceModel
+
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 16}
+BATCH = 4
+# Precision, checkpointing and offloading of each technique.
+TECHNIQUES = {
+    "plain, float32": ("no", "none", "off"),
+    "mixed precision": ("bf16", "none", "off"),
+    "+ offloaded where free (auto)": ("bf16", "none", "auto"),
+    "+ everything offloaded (all)": ("bf16", "none", "all"),
+    "+ selective checkpointing": ("bf16", "selective", "off"),
+    "+ selective checkpointing, all offloaded": ("bf16", "selective", "all"),
+    "+ full checkpointing": ("bf16", "full", "off"),
+    "+ full checkpointing, inputs offloaded": ("bf16", "full", "inputs"),
+}
+
+
+def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
+    """Return peak, activations and temporaries at the peak, host memory (bytes) and the step's time, by technique."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(SHAPE | (TOY if toy else {})))
+        for name, (precision, checkpointing, offload) in tqdm(TECHNIQUES.items(), unit="technique"):
+            model = HuggingFaceModel(
+                str(config), seq_len=64 if toy else 2048, effective_batch=BATCH, precision=precision
+            )
+            step = model.step_with(checkpointing, offload, BATCH)
+            estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
+            found[name] = {
+                "peak_bytes": estimate.peak_bytes,
+                "activation_bytes": estimate.breakdown.get(ACTIVATIONS, 0),
+                "host_bytes": estimate.host_bytes,
+                "step_ms": estimate.step_ms,
+                "stall_ms": estimate.stall_ms,
+            }
+    return found
+
+
+def print_report(found: dict[str, dict[str, Any]]) -> None:
+    """Print the table, with times relative to mixed precision alone."""
+    plain_ms = found["mixed precision"]["step_ms"]
+    rows = [
+        [
+            name,
+            *(f"{row[key] / 2**30:.1f}" for key in ("peak_bytes", "activation_bytes", "host_bytes")),
+            f"{row['step_ms'] / plain_ms - 1:+.0%}",
+        ]
+        for name, row in found.items()
+    ]
+    print_table(["technique", "peak GiB", "activations GiB", "host GiB", "time"], rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="rtx4090", help="whose times (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape, to see that it runs")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    found = measure(options.gpu, options.toy)
+    print_report(found)
+    cpu = torch.device("cpu")
+    shape = {**SHAPE, "batch": BATCH, "seq_len": 2048}
+    results = {**environment(cpu), "benchmark": "planning.techniques", "predicted_for": options.gpu, "shape": shape}
+    file = options.output or results_path("techniques-predicted", cpu)
+    print("wrote", write_results({**results, "techniques": found}, file))
+
+
+if __name__ == "__main__":
+    main()
