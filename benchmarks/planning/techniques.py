@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.common import environment, print_table, results_path, write_results
 from hf_memopt import estimate_peak_memory
-from hf_memopt.estimate.accounting.categories import ACTIVATIONS
+from hf_memopt.estimate.accounting.categories import ACTIVATION
 from hf_memopt.tuning.huggingface import HuggingFaceModel
 
 SHAPE = {
@@ -62,7 +62,7 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
             estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
             found[name] = {
                 "peak_bytes": estimate.peak_bytes,
-                "activation_bytes": estimate.breakdown.get(ACTIVATIONS, 0),
+                "activation_bytes": estimate.breakdown.get(ACTIVATION, 0),
                 "host_bytes": estimate.host_bytes,
                 "step_ms": estimate.step_ms,
                 "stall_ms": estimate.stall_ms,
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = measure(options.gpu, options.toy)
     print_report(found)
     cpu = torch.device("cpu")
-    shape = {**SHAPE, "batch": BATCH, "seq_len": 2048}
+    shape = {**SHAPE, **(TOY if options.toy else {}), "batch": BATCH, "seq_len": 64 if options.toy else 2048}
     results = {**environment(cpu), "benchmark": "planning.techniques", "predicted_for": options.gpu, "shape": shape}
     file = options.output or results_path("techniques-predicted", cpu)
     print("wrote", write_results({**results, "techniques": found}, file))
