@@ -48,6 +48,10 @@ TECHNIQUES = {
 }
 
 
+def seq_len(toy: bool) -> int:
+    return 64 if toy else 2048
+
+
 def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
     """Return peak, activations and temporaries at the peak, host memory (bytes) and the step's time, by technique."""
     found = {}
@@ -55,9 +59,7 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(SHAPE | (TOY if toy else {})))
         for name, (precision, checkpointing, offload) in tqdm(TECHNIQUES.items(), unit="technique"):
-            model = HuggingFaceModel(
-                str(config), seq_len=64 if toy else 2048, effective_batch=BATCH, precision=precision
-            )
+            model = HuggingFaceModel(str(config), seq_len=seq_len(toy), effective_batch=BATCH, precision=precision)
             step = model.step_with(checkpointing, offload, BATCH)
             estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
             found[name] = {
@@ -70,8 +72,9 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-def print_report(found: dict[str, dict[str, Any]]) -> None:
+def print_report(results: dict[str, Any]) -> None:
     """Print the table, with times relative to mixed precision alone."""
+    found = results["techniques"]
     plain_ms = found["mixed precision"]["step_ms"]
     rows = [
         [
@@ -90,13 +93,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="a tiny shape, to see that it runs")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
-    found = measure(options.gpu, options.toy)
-    print_report(found)
     cpu = torch.device("cpu")
-    shape = {**SHAPE, **(TOY if options.toy else {}), "batch": BATCH, "seq_len": 64 if options.toy else 2048}
-    results = {**environment(cpu), "benchmark": "planning.techniques", "predicted_for": options.gpu, "shape": shape}
-    file = options.output or results_path("techniques-predicted", cpu)
-    print("wrote", write_results({**results, "techniques": found}, file))
+    results = {
+        **environment(cpu),
+        "benchmark": "planning.techniques",
+        "predicted_for": options.gpu,
+        "shape": {**SHAPE, **(TOY if options.toy else {}), "batch": BATCH, "seq_len": seq_len(options.toy)},
+        "techniques": measure(options.gpu, options.toy),
+    }
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("techniques-predicted", cpu)))
 
 
 if __name__ == "__main__":
