@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # A tensor that stays on the device without being counted: a detached alias and its version. A pair, since there may be
 # thousands of small ones. A hook that returned the tensor itself would tie the graph into a reference cycle.
 Kept = tuple[Tensor, int]
+_STRIDED = torch.strided
 
 
 class KeptView:
@@ -123,12 +124,13 @@ class OffloadContext:
         """
         if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
-        if tensor.layout is not torch.strided or tensor.is_nested:  # memory of another kind, which is not counted
+        if tensor.layout is not _STRIDED or tensor.is_nested:  # memory of another kind, which is not counted
             return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
-        if num_bytes < self._threshold_bytes:
-            return self._keep(tensor)
+        if num_bytes < self._threshold_bytes:  # most saved tensors: `_keep`, without the call
+            self._counters.bytes_kept += tensor.nbytes
+            return tensor.detach(), tensor._version
         key = storage._cdata
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
@@ -157,7 +159,12 @@ class OffloadContext:
         """
         if self._leave_node is not None and in_backward():
             self._leave_node()
-        return _unmodified(payload) if isinstance(payload, tuple) else payload.restore()
+        if not isinstance(payload, tuple):
+            return payload.restore()
+        tensor, version = payload  # `_unmodified`, without the call
+        if tensor._version != version:
+            raise modified_in_place(tensor, tensor.shape, version)
+        return tensor
 
     def _begin(self, device: torch.device) -> ForwardPass | None:
         if device not in self._passes:
