@@ -79,8 +79,7 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
     )
     found = plan(workload, gpu=card_of(PartialState().device) if card == "auto" else card)
     logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
-    chosen: str = found.best.settings["teacher_offload"]
-    return chosen
+    return found.best.settings["teacher_offload"]
 
 
 def check_numbers(cfg: TrainPipelineConfig) -> None:

@@ -26,14 +26,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from torch import Tensor
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.cost import RunCost, StepTimer
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import checkpoints_folder
 from hf_memopt.recipes.fluxflow import data as data
@@ -54,23 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.levers.expandable_segments:
         use_expandable_segments()
     accelerator = make_accelerator(options)
-    loop.set_up_logging(accelerator)
-    lock = loop.lock_output(accelerator, options.training.output_dir)
-    options, accelerator, predicted = apply_auto_plan(
-        options, accelerator, partial(FluxFlow, options), make_accelerator
-    )
-    run = prepare(accelerator, options)
-    report.announce(run.gan.models, options, accelerator, data.describe(options.data))
-    with logging_redirect_tqdm():
+    output = Path(options.training.output_dir)
+    with loop.writing_to(output, accelerator):
+        make_workload = partial(FluxFlow, options)
+        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
+        run = prepare(accelerator, options)
+        report.announce(run.gan.models, options, accelerator, data.describe(options.data))
         cost = train(run)
-    results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, options.offload)
-    if accelerator.is_main_process:
-        save_vae(run, Path(options.training.output_dir))
-        panels = report.panels(run.gan, panel_images(run.source, options))
-        report.write(results, panels, Path(options.training.output_dir))
-    lock.release()
+        results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
+        loop.conclude(results, options.offload, predicted, accelerator)
+        if accelerator.is_main_process:
+            save_vae(run, output)
+            report.write(results, report.panels(run.gan, panel_images(run.source, options)), output)
     accelerator.end_training()
     return results
 

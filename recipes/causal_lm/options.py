@@ -87,7 +87,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
     if training.loop == "accelerate":
-        check_folder(training)
+        check_folder(training.output_dir, training.resume_from_checkpoint)
     else:  # Trainer has checkpoints of its own
         check_unused(training.output_dir, training.resume_from_checkpoint)
         trainers_checkpoint(training)

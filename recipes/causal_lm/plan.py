@@ -42,6 +42,7 @@ class CausalLM(RecipeWorkload):
     """A causal language model with the flags of its recipe; `tokenizer` gives one from scratch its vocabulary."""
 
     MODULE = "hf_memopt.recipes.train_causal_lm"
+    BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
     LEVERS: ClassVar = {
         "activations": {
             "kept": _activations(False, "off"),
@@ -54,17 +55,9 @@ class CausalLM(RecipeWorkload):
     def __init__(
         self, options: Options, tokenizer: Any, precision: str = "no", effective_batch: int | None = None
     ) -> None:
-        training = options.training
-        given = training.per_device_batch_size * training.gradient_accumulation_steps
         name = options.model.model or f"{options.model.model_type} from scratch"
-        super().__init__(name, options, given if effective_batch is None else effective_batch, precision)
+        super().__init__(name, options, precision, effective_batch)
         self._tokenizer = tokenizer
-
-    def batching(self, micro_batch: int) -> Changes:
-        return {
-            "training.per_device_batch_size": micro_batch,
-            "training.gradient_accumulation_steps": self.effective_batch // micro_batch,
-        }
 
     def setup(self, options: Options, precision: str) -> tuple[Run, Iterator[Batch]]:
         training = options.training
@@ -77,14 +70,7 @@ class CausalLM(RecipeWorkload):
         optimizer = make_optimizer(model, training, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        run = Run(
-            accelerator=accelerator,
-            options=options,
-            model=model,
-            optimizer=optimizer,
-            scheduler=schedule,
-            memory=MemoryTracker("cpu"),
-        )
+        run = Run(accelerator, options, model, optimizer, schedule, memory=MemoryTracker("cpu"))
         return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
 
     def step(self, state: tuple[Run, Iterator[Batch]]) -> Tensor:

@@ -8,26 +8,17 @@ from accelerate import Accelerator
 
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.causal_lm.options import Options
-from hf_memopt.recipes.common.cost import RunCost, shown_costs, table
-from hf_memopt.recipes.common.results import can_draw, drawn, run_facts, write_results
+from hf_memopt.recipes.common.cost import shown_costs, table
+from hf_memopt.recipes.common.results import History, can_draw, drawn, run_results, write_results
 
 logger = logging.getLogger(__name__)
 
 
-def results(
-    options: Options, accelerator: Accelerator, history: list[dict[str, float]], cost: RunCost
-) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
-    return {
-        "mode": options.offload.offload,
-        "loop": options.training.loop,
-        "corpus": describe_corpus(options.data),
-        **run_facts(accelerator, ("torch", "transformers", "accelerate", "datasets")),
-        "history": history,
-        "final": [entry for entry in history if "eval_loss" in entry][-1],
-        "training_cost": cost,
-        "compared_costs": [],
-    }
+def results(options: Options, accelerator: Accelerator, history: History, **costs: Any) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+    final = [entry for entry in history if "eval_loss" in entry][-1]
+    more = {"loop": options.training.loop, "corpus": describe_corpus(options.data), "final": final}
+    return run_results(options, accelerator, history, libraries=("transformers", "datasets"), **costs, **more)
 
 
 def write(results: dict[str, Any], output: Path) -> None:

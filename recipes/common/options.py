@@ -83,14 +83,9 @@ def checkpoints_folder(folder: str) -> Path:
     return Path(folder) / "checkpoints"
 
 
-def check_folder(training: RunOptions) -> None:
-    """Refuse an output folder that holds another run, and a checkpoint that is not there."""
-    check_unused(training.output_dir, training.resume_from_checkpoint)
-    check_resumable(training.output_dir, training.resume_from_checkpoint)
-
-
-def check_resumable(folder: str, resumed: str | None) -> None:
-    """Refuse a checkpoint that is not there; None stands for none."""
+def check_folder(folder: str, resumed: str | None, name: str = "output_dir") -> None:
+    """Refuse, as `check_unused`, a folder that holds another run, and a checkpoint that is not there."""
+    check_unused(folder, resumed, name)
     if resumed is not None:
         try:
             find_checkpoint(checkpoints_folder(folder), resumed)

@@ -16,20 +16,35 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
+History = list[dict[str, float]]  # one entry for each log line
+
 
 def num_parameters(model: nn.Module) -> int:
     """Return how many numbers training changes; a complex one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_facts(accelerator: Accelerator, libraries: Sequence[str]) -> dict[str, Any]:
-    """Return where a run was made and with which versions, for `results.json`."""
+def run_results(
+    options: Any, accelerator: Accelerator, history: History, *, libraries: Sequence[str], **more: Any
+) -> dict[str, Any]:
+    """Return what every finished run leaves in `results.json`, where it was made included.
+
+    Args:
+        options: of the recipe.
+        accelerator: of the run.
+        history: what was recorded.
+        libraries: whose versions matter, besides torch's and accelerate's.
+        more: entries of the recipe's own, `training_cost` and `compared_costs` among them.
+    """
     device = accelerator.device
     return {
+        "mode": options.offload.offload,
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "versions": {name: version(name) for name in libraries},
+        "versions": {name: version(name) for name in ("torch", "accelerate", *libraries)},
+        "history": history,
+        **more,
     }
 
 

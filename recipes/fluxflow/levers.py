@@ -67,8 +67,7 @@ class WeightAverage:
             self._ema.restore(self._model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._ema.state_dict()
-        return state
+        return self._ema.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._ema.load_state_dict(state)

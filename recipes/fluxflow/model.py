@@ -96,8 +96,7 @@ class PatchDiscriminator(nn.Module):
                 spectral_norm(layer)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+        return self.layers(images)
 
 
 class PerceptualLoss(nn.Module):
@@ -125,8 +124,7 @@ class PerceptualLoss(nn.Module):
         )
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        distances: Tensor = self.lpips(output, target)
-        return distances
+        return self.lpips(output, target)
 
 
 def make_perceptual(losses: LossOptions, seed: int = 0) -> PerceptualLoss:

@@ -120,7 +120,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
-    check_folder(options.training)
+    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 

@@ -1,7 +1,6 @@
 """What a run of `train_fluxflow.py` says and leaves: announcements, results.json, panels and curves."""
 
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import can_draw, drawn, num_parameters, run_facts, write_results
+from hf_memopt.recipes.common.results import History, can_draw, drawn, num_parameters, run_results, write_results
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
@@ -38,22 +37,20 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
 
 
 def results(
-    options: Options, accelerator: Accelerator, models: Models, history: list[dict[str, float]], cost: RunCost
+    options: Options, accelerator: Accelerator, models: Models, history: History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
-    return {
-        "mode": options.offload.offload,
-        "model": asdict(options.model),
+    """Return what a finished run leaves in `results.json`."""
+    more = {
+        "model": options.model,
         "num_parameters": {"vae": num_parameters(models.vae), "discriminator": num_parameters(models.discriminator)},
-        "data": asdict(options.data),
+        "data": options.data,
         "resolutions": options.resolutions,
-        "levers": asdict(options.levers),
+        "levers": options.levers,
         "perceptual": None if models.perceptual is None else models.perceptual.description,
-        **run_facts(accelerator, ("torch", "diffusers", "accelerate", "lpips")),
-        "history": history,
         "training_cost": cost,
         "compared_costs": [],
     }
+    return run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
 
 
 @torch.no_grad()

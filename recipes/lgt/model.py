@@ -81,10 +81,8 @@ class LatentTransfer(nn.Module):
 
     def _velocity(self, *inputs: Tensor) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled():
-            found: Tensor = checkpoint(self.unet, *inputs, use_reentrant=False)
-            return found
-        velocity: Tensor = self.unet(*inputs)
-        return velocity
+            return checkpoint(self.unet, *inputs, use_reentrant=False)
+        return self.unet(*inputs)
 
 
 class StyleUNet(nn.Module):
@@ -130,8 +128,7 @@ class StyleUNet(nn.Module):
             assert isinstance(style_blocks, nn.ModuleList)
             for block in style_blocks:
                 x = block(x, condition)
-        velocity: Tensor = self.last(x)
-        return velocity
+        return self.last(x)
 
 
 class Condition(nn.Module):
@@ -162,8 +159,7 @@ class Condition(nn.Module):
         style = torch.where(dropped[:, None], self.no_style, self.styles(styles))
         if self.training and self._noise:
             style = style + self._noise * torch.randn_like(style)
-        fused: Tensor = self.fuse(torch.cat([self.time(self._waves(time)), style], dim=1))
-        return fused
+        return self.fuse(torch.cat([self.time(self._waves(time)), style], dim=1))
 
     def _waves(self, time: Tensor) -> Tensor:
         """Cosines and sines of frequencies from 1 down to nearly 1 / 10,000."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from safetensors.torch import save
 
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import can_draw, run_facts, write_results
+from hf_memopt.recipes.common.cost import table
+from hf_memopt.recipes.common.results import can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Latents, describe
@@ -35,23 +35,18 @@ class Check:
     measured: str
 
 
-def results(run: Run, cost: RunCost, compared: list[RunCost], num_positions: int) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
+def results(run: Run, num_positions: int, **costs: Any) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
     config, history = run.options, run.progress.history
-    facts = run_facts(run.accelerator, ("torch", "accelerate"))
-    on_cpu = facts["device"] == "cpu"
-    return {
-        "mode": config.offload.offload,
+    on_cpu = run.accelerator.device.type == "cpu"
+    more = {
         "config": config.as_dict(),
         "data": describe(config),
-        **facts,
-        "history": history,
         "final": history[-1],
         "memory_bytes": run.memory_bytes,
         "checklist": checklist(config, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
-        "training_cost": cost,
-        "compared_costs": compared,
     }
+    return run_results(config, run.accelerator, history, libraries=(), **costs, **more)
 
 
 def checklist(

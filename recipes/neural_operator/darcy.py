@@ -89,8 +89,7 @@ def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
     scale[0, 0] = 0
     cosines = torch.cos(torch.pi / nodes * torch.outer(wave + 0.5, wave)) * (2 / nodes) ** 0.5
     cosines[:, 0] /= 2**0.5
-    fields: Tensor = cosines @ (scale * noise) @ cosines.T
-    return fields
+    return cosines @ (scale * noise) @ cosines.T
 
 
 def operator(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
@@ -172,15 +171,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _norm(a: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
-    return norm
+    return torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
 
 
 def relative_residual(coefficients: Tensor, solutions: Tensor, source: Tensor) -> Tensor:
     """Return the norm of `f + div(a grad u)` over that of `f`, `(batch,)`, for solutions at all nodes."""
     residual = source - operator(coefficients)(solutions[:, 1:-1, 1:-1])
-    relative: Tensor = (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
-    return relative
+    return (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
 
 
 # -------------------------------------------------------------------------------------------------------- samples

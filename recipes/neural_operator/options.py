@@ -80,7 +80,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
     check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
-    check_folder(options.training)
+    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 

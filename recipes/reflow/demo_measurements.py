@@ -156,8 +156,7 @@ def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
     along = torch.linspace(0, 1, 10)[:, None]
     between = points[:, :-1, None] * (1 - along) + points[:, 1:, None] * along
     distances = (between - torch.from_numpy(demonstration.scene.obstacle)).norm(dim=-1)
-    clear: Tensor = distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
-    return clear
+    return distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
 
 
 def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:

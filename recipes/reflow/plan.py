@@ -86,6 +86,7 @@ class SmolVLAReflow(RecipeWorkload):
     """
 
     MODULE = "hf_memopt.recipes.reflow_smolvla"
+    BATCH = ("batch_size", "accumulation")
     LEVERS: ClassVar = {
         "teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")},
     }
@@ -101,9 +102,10 @@ class SmolVLAReflow(RecipeWorkload):
     ) -> None:
         _check(config)
         given = "bf16" if config.dtype == "bfloat16" else "no"
-        batch = TrainPipelineConfig.batch_size if effective_batch is None else effective_batch
-        options = Options(config, folder, batch, 1)
-        super().__init__(f"SmolVLA reflow of {folder.name}", options, batch, given if precision is None else precision)
+        options = Options(config, folder, TrainPipelineConfig.batch_size, 1)
+        super().__init__(
+            f"SmolVLA reflow of {folder.name}", options, given if precision is None else precision, effective_batch
+        )
         self._micro_batch = micro_batch
 
     @property
@@ -118,11 +120,7 @@ class SmolVLAReflow(RecipeWorkload):
         policy = copy.deepcopy(self.options.policy)
         policy.teacher_offload = settings["teacher_offload"]
         policy.dtype = "bfloat16" if settings[PRECISION] == "bf16" else "float32"
-        options: Options = self.options._replace(policy=policy, **self.batching(micro_batch))
-        return options
-
-    def batching(self, micro_batch: int) -> dict[str, int]:
-        return {"batch_size": micro_batch, "accumulation": self.effective_batch // micro_batch}
+        return self.options._replace(policy=policy, **self.batching(micro_batch))
 
     def setup(self, options: Options, precision: str) -> Run:
         config = copy.deepcopy(options.policy)

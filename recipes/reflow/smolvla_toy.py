@@ -196,8 +196,7 @@ def _ideal_path(scene: Scene, side: int) -> FloatArray:
     direction = scene.goal - scene.start
     normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
     swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
-    path: FloatArray = scene.start + progress * direction + side * swerve * normal
-    return path
+    return scene.start + progress * direction + side * swerve * normal
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:

@@ -12,11 +12,10 @@ from toy_run import ToyRun
 
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.recipes.causal_lm import options as causal_lm_options
-from hf_memopt.recipes.common.loop import lock_output
+from hf_memopt.recipes.common.loop import writing_to
+from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.fluxflow import options as fluxflow_options
-from hf_memopt.recipes.lgt.config import CheckpointConfig
 from hf_memopt.recipes.neural_operator import options as neural_operator_options
-from hf_memopt.recipes.train_lgt import check_folder
 
 
 def by_flags(parse: Callable[..., Any], *more: str) -> Callable[[Path, str], Any]:
@@ -27,7 +26,7 @@ CHECKS: dict[str, Callable[[Path, str], Any]] = {
     "causal_lm": by_flags(causal_lm_options.parse),
     "fluxflow": by_flags(fluxflow_options.parse),
     "neural_operator": by_flags(neural_operator_options.parse),
-    "lgt": lambda output, name: check_folder(CheckpointConfig(save_dir=str(output), resume_from_checkpoint=name)),
+    "lgt": lambda output, name: check_folder(str(output), name, "checkpoint.save_dir"),
 }
 
 
@@ -59,5 +58,6 @@ def test_a_second_process_is_told_first(tmp_path: Path) -> None:
     with (
         WriterLock(tmp_path / ".lock", "theirs", "leave"),
         pytest.raises(ValueError, match=rf"{tmp_path}: process {os.getpid()} .* is writing there"),
+        writing_to(tmp_path, Accelerator(cpu=True)),
     ):
-        lock_output(Accelerator(cpu=True), str(tmp_path))
+        pytest.fail("never here")
