@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
+from hf_memopt.recipes.common.flags import explained
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -39,7 +40,11 @@ def read_texts(options: DataOptions) -> Dataset:
         raise ValueError(f"text_file={options.text_file} and dataset={options.dataset!r} exclude each other; pass one")
     if options.dataset:
         return _read_dataset(options, options.dataset)
-    documents = [_read_file(Path(name)) for name in options.text_file] or list(python_documentation())
+    documents = []
+    for name in options.text_file:
+        with explained(f"text_file={name!r} cannot be read as UTF-8 text"):
+            documents.append(Path(name).read_text(encoding="utf-8"))
+    documents = documents or list(python_documentation())
     return Dataset.from_dict({"text": documents})
 
 
@@ -72,21 +77,12 @@ def _docstrings(source: bytes) -> Iterator[str]:
             yield from filter(None, [ast.get_docstring(node)])
 
 
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text_file={str(file)!r} cannot be read as UTF-8 text: {error}") from error
-
-
 def _read_dataset(options: DataOptions, name: str) -> Dataset:
-    try:
+    given = f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r}"
+    with explained(
+        f"{given} cannot be loaded; pass what `datasets.load_dataset` takes", (OSError, ValueError, DatasetsError)
+    ):
         found = load_dataset(name, options.dataset_config, split=options.split, trust_remote_code=False)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise ValueError(
-            f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r} cannot be loaded; "
-            f"pass what `datasets.load_dataset` takes: {error}"
-        ) from error
     assert isinstance(found, Dataset)  # a split was named
     if options.text_column not in found.column_names:
         raise ValueError(f"text_column={options.text_column!r} is not in {name!r}; choose from {found.column_names}")
@@ -102,10 +98,8 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
     name = options.tokenizer or options.model
     if name is None:
         return train_tokenizer(texts, options.vocab_size)
-    try:
+    with explained(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer={name!r} has no end-of-sequence token to put between documents; set its eos_token")
     return tokenizer

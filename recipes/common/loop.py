@@ -141,7 +141,7 @@ def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **se
     checkpoints = Checkpoints(run.accelerator, checkpoints_folder(folder), keep, **settings)
     if resumed is not None:
         run.restore(checkpoints.resume(resumed))
-        logger.info(f"Resumed {resumed} after {run.progress.num_updates} updates")
+        logger.info(f"Resumed {resumed} at step {run.progress.num_updates}")
     return checkpoints
 
 

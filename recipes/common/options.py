@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.command_line import check_output_folder
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Schedule, Seed, check_card, flag
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Schedule, Seed, check_card, explained, flag
 
 MODES = ("off", "all", "inputs", "auto")
 
@@ -87,10 +87,8 @@ def check_folder(folder: str, resumed: str | None, name: str = "output_dir") -> 
     """Refuse, as `check_unused`, a folder that holds another run, and a checkpoint that is not there."""
     check_unused(folder, resumed, name)
     if resumed is not None:
-        try:
+        with explained(f"resume_from_checkpoint={resumed!r}"):
             find_checkpoint(checkpoints_folder(folder), resumed)
-        except ValueError as error:
-            raise ValueError(f"resume_from_checkpoint={resumed!r}: {error}") from error
 
 
 def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> None:

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.fluxflow.options import DataOptions
 
 Size = tuple[int, int]  # width and height, as PIL has them
@@ -48,15 +49,13 @@ def load(options: DataOptions, stride: int, seed: int) -> Source:
 
 
 def _open(options: DataOptions) -> Any:
-    given, name, more = ("image_folder", "imagefolder", {"data_dir": options.image_folder})
-    if options.dataset is not None:
-        given, name, more = ("dataset", options.dataset, {"name": options.dataset_config})
-    try:
-        return datasets.load_dataset(
-            name, split=options.split, streaming=options.streaming, trust_remote_code=False, **more
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{given}={getattr(options, given)!r} cannot be loaded: {error}") from error
+    more: dict[str, Any] = {"streaming": options.streaming}
+    if options.dataset is None:
+        given, name, more["data_dir"] = "image_folder", "imagefolder", options.image_folder
+    else:
+        given, name, more["name"] = "dataset", options.dataset, options.dataset_config
+    with explained(f"{given}={getattr(options, given)!r} cannot be loaded"):
+        return datasets.load_dataset(name, split=options.split, trust_remote_code=False, **more)
 
 
 def describe(options: DataOptions) -> str:

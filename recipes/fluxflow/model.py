@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from hf_memopt.activations import apply_selective_checkpointing
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions
 
 VGG_FILE = "vgg16-397923af.pth"  # as torchvision names it
@@ -47,12 +48,8 @@ def make_vae(options: ModelOptions) -> Any:
     """
     if options.vae is None:
         return _new_vae(options)
-    try:
+    with explained(f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL"):
         return AutoencoderKL.from_pretrained(options.vae)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL: {error}"
-        ) from error
 
 
 def _new_vae(options: ModelOptions) -> Any:
