@@ -28,6 +28,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from accelerate import PartialState
@@ -47,6 +48,13 @@ from hf_memopt.tuning import plan
 from hf_memopt.tuning.settings_table import explain, headline
 
 PLAN_FLAG = "plan"
+RANGES = {
+    **dict.fromkeys(("steps", "batch_size"), COUNT),
+    **dict.fromkeys(("num_workers", "log_freq", "save_freq"), COUNT_OR_ZERO),
+    "seed": SEED,
+    **dict.fromkeys(("policy.optimizer_lr", "policy.optimizer_weight_decay"), NOT_NEGATIVE),
+    "policy.optimizer_grad_clip_norm": NOT_NEGATIVE,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -84,17 +92,8 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
 
 def check_numbers(cfg: TrainPipelineConfig) -> None:
     """Refuse numbers that lerobot would find out about later, or not at all."""
-    for name, allowed in (
-        ("steps", COUNT),
-        ("batch_size", COUNT),
-        ("num_workers", COUNT_OR_ZERO),
-        ("log_freq", COUNT_OR_ZERO),
-        ("save_freq", COUNT_OR_ZERO),
-        ("seed", SEED),
-    ):
-        allowed.check(name, getattr(cfg, name))
-    for name in ("optimizer_lr", "optimizer_weight_decay", "optimizer_grad_clip_norm"):
-        NOT_NEGATIVE.check(f"policy.{name}", getattr(cfg.policy, name))
+    for name, allowed in RANGES.items():
+        allowed.check(name, attrgetter(name)(cfg))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

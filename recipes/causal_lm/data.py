@@ -17,13 +17,10 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
 from hf_memopt.recipes.common.flags import explained
-
-END_OF_TEXT = "<|endoftext|>"
 
 # Tests and applications, and what some distributions install separately.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils"}
@@ -97,27 +94,13 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
     """
     name = options.tokenizer or options.model
     if name is None:
-        return train_tokenizer(texts, options.vocab_size)
+        # Byte-level BPE with one special token. The same texts give the same tokenizer.
+        return GPT2Tokenizer().train_new_from_iterator(texts["text"], options.vocab_size, show_progress=False)
     with explained(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer={name!r} has no end-of-sequence token to put between documents; set its eos_token")
     return tokenizer
-
-
-def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with one special token. The same texts give the same tokenizer."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts["text"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:

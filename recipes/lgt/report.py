@@ -15,6 +15,7 @@ from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Latents, describe
 from hf_memopt.recipes.lgt.step import Run
+from hf_memopt.text_table import align
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,7 @@ def _compilation(config: Config, history: list[dict[str, float]]) -> Check:
 
 def checklist_text(checks: list[Check]) -> str:
     """Return the checklist as a table."""
-    width = max(len(check.name) for check in checks)
-    return "\n".join(f"{check.verdict:14}  {check.name:{width}}  {check.measured}" for check in checks)
+    return "\n".join(align([[check.verdict, check.name, check.measured] for check in checks]))
 
 
 def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:

@@ -4,14 +4,10 @@ The agent of the toy task starts on the left, the goal lies on the right, and an
 demonstrator passes it on the left or on the right by the toss of a coin, so the distribution of action chunks given an
 observation has two modes. One Euler step of a flow trained on that lands near the average of both: in the obstacle.
 
-    python -m hf_memopt.recipes.reflow.smolvla_toy --output outputs/toy --episodes 60
-
-writes `outputs/toy/vlm` and `outputs/toy/dataset`. Nothing is downloaded.
+`make demo` trains on it. Nothing is downloaded.
 """
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +17,15 @@ import numpy as np
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
+    GPT2Tokenizer,
     PreTrainedTokenizerFast,
     SmolVLMConfig,
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
 )
-
-from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors
-from hf_memopt.ranges import COUNT, SEED
 
 FloatArray = NDArray[np.float32]
 
@@ -113,24 +106,18 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
     named = {
         "fake_image_token": "<fake_token_around_image>",
         "image_token": "<image>",
         "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
     }
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOY["text_config"]["vocab_size"],
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    size, special = TOY["text_config"]["vocab_size"], ["<|im_start|>", "<|im_end|>", *named.values()]
+    trained = GPT2Tokenizer().train_new_from_iterator(
+        [f"{TASK}\n"] * 4, size, new_special_tokens=special, show_progress=False
     )
-    bpe.train_from_iterator([f"{TASK}\n"] * 4, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=trained.backend_tokenizer,
         bos_token="<|im_start|>",
         eos_token="<end_of_utterance>",
         pad_token="<|im_end|>",
@@ -270,20 +257,3 @@ def policy_flags(vlm: Path) -> list[str]:
 def dataset_flags(dataset: Path) -> list[str]:
     """The toy's `lerobot-train` flags for the data."""
     return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for vlm/ and dataset/")
-    parser.add_argument(
-        "--episodes", type=number(COUNT), default=60, help="number of demonstrations (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=number(SEED), default=0, help="of the demonstrations (default: %(default)s)")
-    parsed = parser.parse_args(arguments)
-    check_output_folder("output", parsed.output)
-    write_vlm(parsed.output / "vlm")
-    write_dataset(parsed.output / "dataset", parsed.episodes, parsed.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(one_line_errors("smolvla_toy", main))
