@@ -9,20 +9,13 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
 from hf_memopt.command_line import Parser
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range
-
-Count = Annotated[int, COUNT]
-CountOrZero = Annotated[int, COUNT_OR_ZERO]
-Seed = Annotated[int, SEED]
-NotNegative = Annotated[float, NOT_NEGATIVE]
-Positive = Annotated[float, POSITIVE]
-Share = Annotated[float, SHARE]
+from hf_memopt.ranges import Range
 
 # Of transformers' schedules those that need nothing but the numbers of updates.
 Schedule = Literal[

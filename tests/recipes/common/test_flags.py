@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_memopt.recipes.common.flags import Count, NotNegative, as_settings, as_words, flag, read_flags, read_sections
+from hf_memopt.recipes.common.flags import as_settings, as_words, flag, read_flags, read_sections
+from hf_memopt.recipes.common.numeric import Count, NotNegative
 
 
 @dataclass
