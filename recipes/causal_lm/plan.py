@@ -1,23 +1,21 @@
 """Plans for `train_causal_lm.py`: its own update, run on fake tensors."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
-from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
+from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.common.flags import read_flags
 
 
@@ -64,7 +62,7 @@ class CausalLM(RecipeWorkload):
         num_micro_batches = self.num_simulated(options, training.gradient_accumulation_steps)
         windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
-        with _weights_from_config(), accelerator.device:
+        with weights_from_config(AutoModelForCausalLM), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
         optimizer = make_optimizer(model, training, accelerator.device)
@@ -80,13 +78,3 @@ class CausalLM(RecipeWorkload):
 def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[Batch]:
     while True:
         yield {"input_ids": torch.zeros(shape, dtype=torch.long, device=device)}
-
-
-def _weights_from_config() -> AbstractContextManager[Any]:
-    """Have a pretrained model made from its configuration, which has its shapes; nothing is loaded."""
-
-    def from_config(name: str, dtype: torch.dtype, **ignored: Any) -> Any:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-
-    return patch.object(AutoModelForCausalLM, "from_pretrained", from_config)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.common.cost import shown_costs, table
-from hf_memopt.recipes.common.results import History, can_draw, drawn, run_results, write_results
+from hf_memopt.recipes.common.results import History, can_draw, drawn, plot_history, run_results, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,8 @@ def draw(results: dict[str, Any], file: Path) -> None:
     costs = shown_costs(results)
     modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
     with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
-        for key, name in (("loss", "training"), ("eval_loss", "held out")):
-            points = [(entry["update"], entry[key]) for entry in results["history"] if key in entry]
-            learning.plot(*zip(*points, strict=True), "o-" if key == "eval_loss" else "-", label=name)
+        plot_history(learning, results["history"], "update", {"loss": "training"}, "-")
+        plot_history(learning, results["history"], "update", {"eval_loss": "held out"}, "o-")
         learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
         learning.legend()
         memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")

@@ -3,14 +3,17 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from transformers import AutoConfig
 
 from hf_memopt.estimate.gpus import CARDS, Card
 from hf_memopt.memory.device_counters import counters_for
@@ -173,6 +176,19 @@ def apply_auto_plan(
     (best,) = broadcast_object_list(found)
     options = workload.with_settings(best.settings, best.micro_batch)
     return options, make_accelerator(options), best
+
+
+def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
+    """Have transformers' auto class make pretrained models from configurations, which have their shapes, inside.
+
+    Nothing is loaded.
+    """
+
+    def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return kind.from_config(config, dtype=dtype or torch_dtype, trust_remote_code=False)
+
+    return patch.object(kind, "from_pretrained", from_config)
 
 
 def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:

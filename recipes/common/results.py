@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -59,6 +59,14 @@ def can_draw(figure: str) -> bool:
     if not found:
         logger.info(f"No {figure}: it needs matplotlib, which the extra 'report' installs")
     return found
+
+
+def plot_history(axes: Any, history: History, unit: str, labels: Mapping[str, str], style: str, **look: Any) -> None:
+    """Plot those figures of a history that are in it by their update or epoch, each under its label."""
+    for name, label in labels.items():
+        points = [(entry[unit], entry[name]) for entry in history if name in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, **look)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import History, can_draw, drawn, num_parameters, run_results, write_results
+from hf_memopt.recipes.common.results import num_parameters
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
@@ -37,12 +38,15 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
 
 
 def results(
-    options: Options, accelerator: Accelerator, models: Models, history: History, cost: RunCost
+    options: Options, accelerator: Accelerator, models: Models, history: common.History, cost: RunCost
 ) -> dict[str, Any]:
     """Return what a finished run leaves in `results.json`."""
     more = {
         "model": options.model,
-        "num_parameters": {"vae": num_parameters(models.vae), "discriminator": num_parameters(models.discriminator)},
+        "num_parameters": {
+            "vae": num_parameters(models.vae),
+            "discriminator": num_parameters(models.discriminator),
+        },
         "data": options.data,
         "resolutions": options.resolutions,
         "levers": options.levers,
@@ -50,7 +54,7 @@ def results(
         "training_cost": cost,
         "compared_costs": [],
     }
-    return run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
+    return common.run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
 
 
 @torch.no_grad()
@@ -76,9 +80,9 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
     from torchvision.utils import save_image
 
     results["psnr_db"] = psnr(panels)
-    write_results(results, output)
+    common.write_results(results, output)
     save_image(panels, output / "panels.png", nrow=len(panels) // 2, normalize=True, value_range=(-1, 1), padding=4)
-    if can_draw("losses.png"):
+    if common.can_draw("losses.png"):
         draw(results["history"], output / "losses.png")
     logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{table(results)}")
 
@@ -86,12 +90,9 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
 def draw(history: list[dict[str, float]], file: Path) -> None:
     """Draw losses by global step. Needs matplotlib."""
     columns = (("l1", "mse", "lpips", "lpips_load_only"), ("kl",), ("discriminator", "adversarial"))
-    with drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:
+    with common.drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:
         for axis, names in zip(row, columns, strict=True):
-            for name in names:
-                points = [(entry["step"], entry[name]) for entry in history if name in entry]
-                if points:
-                    axis.plot(*zip(*points, strict=True), label=name.replace("_", " "))
+            common.plot_history(axis, history, "step", {name: name.replace("_", " ") for name in names}, "-")
             axis.set(xlabel="global steps")
             axis.grid(alpha=0.3)
             axis.legend()

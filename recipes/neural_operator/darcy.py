@@ -20,12 +20,18 @@ from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from hf_memopt.disk.files_on_disk import put_in_place
+from hf_memopt.ranges import COUNT, Range
 
 HIGH, LOW = 12.0, 3.0
 # Part of every cache key: another number whenever the same parameters would give other fields.
 FORMAT_VERSION = 1
 MAX_ITERATIONS = 200
 BATCH_NODES = 2**17
+RANGES = {
+    "resolution": Range(at_least=3, whole=True, why=": the outermost nodes are the boundary"),
+    "num_samples": COUNT,
+    "tolerance": Range(at_least=1e-12, below=1),  # float64 reaches no more
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,8 @@ class Darcy:
     def __post_init__(self) -> None:
         if self.split not in ("train", "test"):
             raise ValueError(f"split={self.split!r} must be 'train' or 'test'")
-        if self.resolution < 3:
-            raise ValueError(f"resolution={self.resolution} must be at least 3: the outermost nodes are the boundary")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
-        if not 1e-12 <= self.tolerance < 1:
-            raise ValueError(f"tolerance={self.tolerance} must lie between 1e-12, what float64 can reach, and 1")
+        for name, allowed in RANGES.items():
+            allowed.check(name, getattr(self, name))
 
     @property
     def stride(self) -> int:
