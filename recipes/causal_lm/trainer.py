@@ -22,6 +22,12 @@ from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.loop import make_offloader
 from hf_memopt.recipes.common.results import History
 
+# Flags that Trainer has under the same names.
+TRAINERS_NAMES = (
+    *("output_dir", "max_steps", "gradient_accumulation_steps", "learning_rate", "weight_decay"),
+    *("lr_scheduler_type", "warmup_steps", "max_grad_norm", "seed", "report_to"),
+)
+
 
 def train_with_trainer(
     options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict
@@ -55,16 +61,9 @@ def train_with_trainer(
 
 def training_arguments(training: TrainingOptions) -> TrainingArguments:
     return TrainingArguments(
-        training.output_dir,
-        max_steps=training.max_steps,
+        **{name: getattr(training, name) for name in TRAINERS_NAMES},
         per_device_train_batch_size=training.per_device_batch_size,
         per_device_eval_batch_size=training.per_device_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_steps,
-        max_grad_norm=training.max_grad_norm,
         logging_steps=training.log_every,
         eval_strategy="steps",
         eval_steps=training.eval_every,
@@ -72,8 +71,6 @@ def training_arguments(training: TrainingOptions) -> TrainingArguments:
         save_steps=training.checkpointing_steps or training.max_steps,
         save_total_limit=training.checkpoints_total_limit,
         dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=training.seed,
-        report_to=training.report_to,
     )
 
 

@@ -240,12 +240,14 @@ def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) ->
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's parameters inside, all of which are trained outside."""
+    """Take no gradients of a module's parameters inside."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.requires_grad_(False)
     try:
         yield
     finally:
-        module.requires_grad_(True)
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def _shares(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:

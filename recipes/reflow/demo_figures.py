@@ -9,7 +9,7 @@ from matplotlib.patches import Circle
 
 from hf_memopt.recipes.common.results import drawn
 from hf_memopt.recipes.reflow import smolvla_toy as toy
-from hf_memopt.recipes.reflow.demo_measurements import Scene
+from hf_memopt.recipes.reflow.demo_measurements import SampledPaths
 from hf_memopt.units import MIB
 
 COLORS = {"teacher": "tab:blue", "student": "tab:orange"}
@@ -42,14 +42,14 @@ def draw_errors(evaluation: dict[str, Any], passing: dict[str, dict[int, float]]
             axes.legend()
 
 
-def draw_paths(scenes: Sequence[Scene], file: Path) -> None:
+def draw_paths(sampled: Sequence[SampledPaths], file: Path) -> None:
     """Draw sampled action chunks past the obstacle: one row per observation, one column per sampler."""
-    titles = list(scenes[0].paths)
-    size = (3.6 * len(titles), 3.2 * len(scenes))
-    with drawn(file, len(scenes), len(titles), DPI, figsize=size, squeeze=False) as grid:
-        for row, scene in zip(grid, scenes, strict=True):
-            for axes, (title, paths) in zip(row, scene.paths.items(), strict=True):
-                _draw_scene(axes, scene)
+    titles = list(sampled[0].paths)
+    size = (3.6 * len(titles), 3.2 * len(sampled))
+    with drawn(file, len(sampled), len(titles), DPI, figsize=size, squeeze=False) as grid:
+        for row, (scene, agent, all_paths) in zip(grid, sampled, strict=True):
+            for axes, (title, paths) in zip(row, all_paths.items(), strict=True):
+                _draw_scene(axes, scene, agent)
                 for path in paths:
                     color = COLORS[title.split(",")[0]]
                     axes.plot(path[:, 0], path[:, 1], "-", color=color, alpha=0.15, linewidth=0.7)
@@ -86,8 +86,8 @@ def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> Non
         row[0].figure.legend(handles, labels, loc="outside lower center", ncols=len(HOLDERS))
 
 
-def _draw_scene(axes: Axes, scene: Scene) -> None:
+def _draw_scene(axes: Axes, scene: toy.Scene, agent: toy.FloatArray) -> None:
     for center, radius, color in ((scene.obstacle, toy.OBSTACLE_RADIUS, "blue"), (scene.goal, 0.06, "green")):
-        axes.add_patch(Circle((float(center[0]), float(center[1])), radius, color=color, alpha=0.3))
-    axes.plot(*scene.agent, "o", color="red")
+        axes.add_patch(Circle(tuple(center), radius, color=color, alpha=0.3))
+    axes.plot(*agent, "o", color="red")
     axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])

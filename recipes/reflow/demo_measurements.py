@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lerobot.datasets import LeRobotDatasetMetadata
@@ -30,13 +31,17 @@ FRAMES_PER_EPISODE = 12
 DECISIVE_FRAME = 3
 
 
-@dataclass(frozen=True)
-class Scene:
-    """One observation and what three samplers make of it; paths are `(draws, chunk, 2)` in the dataset's units."""
+class SampledPaths(NamedTuple):
+    """One observation and what three samplers make of it.
 
-    agent: Tensor
-    obstacle: Tensor
-    goal: Tensor
+    Attributes:
+        scene: where things stand.
+        agent: where the agent is, `(2,)`.
+        paths: by sampler, `(draws, chunk, 2)` in the dataset's units.
+    """
+
+    scene: toy.Scene
+    agent: toy.FloatArray
     paths: dict[str, Tensor]
 
 
@@ -88,9 +93,19 @@ class Demo:
             "swap + shared prefix": _phases(fixed, own_teacher, trained, shared["saved activations"], resident={}),
         }
 
-    def sampled_paths(self) -> list[Scene]:
-        """Samples for the decisive frame of the first held-out episodes."""
-        return [self._scene(index) for index in range(NUM_SCENES)]
+    def sampled_paths(self) -> list[SampledPaths]:
+        """Return samples for the decisive frame of the first held-out episodes."""
+        samplers = {
+            "teacher, 10 steps": (self.teacher, 10),
+            "teacher, 1 step": (self.teacher, 1),
+            "student, 1 step": (self.exported, 1),
+        }
+        found = []
+        for index, each in enumerate(self.demonstrations[:NUM_SCENES]):
+            chosen = slice(index, index + 1)
+            paths = {title: self._paths(policy, chosen, steps) for title, (policy, steps) in samplers.items()}
+            found.append(SampledPaths(each.scene, each.positions[DECISIVE_FRAME], paths))
+        return found
 
     def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
         """Share of action chunks that pass the obstacle without touching it, by policy and number of Euler steps.
@@ -118,25 +133,9 @@ class Demo:
             "shared prefix": prefix.num_bytes,
         }
 
-    def _scene(self, index: int) -> Scene:
-        demonstration = self.demonstrations[index]
-        samplers = {
-            "teacher, 10 steps": (self.teacher, 10),
-            "teacher, 1 step": (self.teacher, 1),
-            "student, 1 step": (self.exported, 1),
-        }
-        return Scene(
-            torch.from_numpy(demonstration.positions[DECISIVE_FRAME]),
-            torch.from_numpy(demonstration.scene.obstacle),
-            torch.from_numpy(demonstration.scene.goal),
-            {title: self._paths(policy, slice(index, index + 1), steps) for title, (policy, steps) in samplers.items()},
-        )
-
     def _passing_rate(self, policy: SmolVLAPolicy, num_steps: int) -> float:
         paths = self._paths(policy, slice(None), num_steps).unflatten(0, (-1, NUM_DRAWS))
-        passes = [
-            passes_obstacle(paths[index], demonstration) for index, demonstration in enumerate(self.demonstrations)
-        ]
+        passes = [passes_obstacle(*each) for each in zip(paths, self.demonstrations, strict=True)]
         return torch.stack(passes).float().mean().item()
 
     def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:

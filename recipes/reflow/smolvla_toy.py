@@ -8,13 +8,12 @@ observation has two modes. One Euler step of a flow trained on that lands near t
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets.utils import disable_progress_bars, enable_progress_bars
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -222,26 +221,15 @@ def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
         CAMERA: {"dtype": "image", "shape": (IMAGE_SIZE, IMAGE_SIZE, 3), "names": ["height", "width", "channels"]},
     }
     dataset = LeRobotDataset.create(REPO_ID, fps=FPS, features=features, root=output, use_videos=False)
-    with _one_progress_bar():
-        for episode in tqdm(demonstrations(num_episodes, seed), total=num_episodes, desc="episodes", unit="ep"):
-            for position, target in zip(episode.positions[:-1], episode.positions[1:], strict=True):
-                image = draw_image(episode.scene, position)
-                dataset.add_frame({"observation.state": position, "action": target, CAMERA: image, "task": TASK})
-            dataset.save_episode()
-        dataset.finalize()
+    disable_progress_bars()  # those that `datasets` shows for the few rows of every single episode
+    for episode in tqdm(demonstrations(num_episodes, seed), total=num_episodes, desc="episodes", unit="ep"):
+        for position, target in zip(episode.positions[:-1], episode.positions[1:], strict=True):
+            image = draw_image(episode.scene, position)
+            dataset.add_frame({"observation.state": position, "action": target, CAMERA: image, "task": TASK})
+        dataset.save_episode()
+    dataset.finalize()
+    enable_progress_bars()
     return output
-
-
-@contextmanager
-def _one_progress_bar() -> Iterator[None]:
-    """Without the bar that `datasets` shows for the few rows of every single episode."""
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
 
 
 def policy_flags(vlm: Path) -> list[str]:
