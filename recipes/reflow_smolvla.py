@@ -47,7 +47,6 @@ from hf_memopt.recipes.reflow.plan import SmolVLAReflow
 from hf_memopt.tuning import plan
 from hf_memopt.tuning.settings_table import explain, headline
 
-PLAN_FLAG = "plan"
 RANGES = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),
     **dict.fromkeys(("num_workers", "log_freq", "save_freq"), COUNT_OR_ZERO),
@@ -61,16 +60,16 @@ logger = logging.getLogger(__name__)
 
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
     """Split the recipe's own flag off the command line; without it, accelerate's environment variable counts."""
-    value = parser.parse_arg(ACCUMULATION_FLAG, arguments)
+    value, others = take_flag(ACCUMULATION_FLAG, arguments)
     value = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if value is None else value
     if not value.isdigit():
         raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is no whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
-    return int(value), parser.filter_arg(ACCUMULATION_FLAG, arguments)
+    return int(value), others
 
 
-def take_plan_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split the card to plan for off the command line; None without the flag."""
-    return parser.parse_arg(PLAN_FLAG, arguments), parser.filter_arg(PLAN_FLAG, arguments)
+def take_flag(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split a flag of the recipe's own off lerobot's command line; its value is None where it is not there."""
+    return parser.parse_arg(name, arguments), parser.filter_arg(name, arguments)
 
 
 def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
     num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
-    card, sys.argv[1:] = take_plan_flag(sys.argv[1:])
+    card, sys.argv[1:] = take_flag("plan", sys.argv[1:])
     check_card(card)
     cfg = read_training_flags()
     if not isinstance(cfg.policy, SmolVLAReflowConfig):

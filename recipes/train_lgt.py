@@ -40,7 +40,7 @@ from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.config import Config, read_config
 from hf_memopt.recipes.lgt.evaluation import evaluate
 from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
-from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
+from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.training.compile import compile_module, compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
@@ -122,11 +122,11 @@ def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) 
 
 def update(run: Run, window: list[Tensor]) -> dict[str, float]:
     """Make one update of the weights on a window of batches, given as row numbers; return its mean losses."""
-    progress, training = run.progress, run.options.training
+    progress = run.progress
     assert run.bank is not None
     micro_batches = run.bank.micro_batches(window, progress.num_updates, earliest_time(run.options, progress.epoch))
     with run.memory.phase("step"):
-        result = (exact_step if training.gradient_cache else accumulating_step)(run, micro_batches)
+        result = update_weights(run, micro_batches)
     if run.average is not None and not result.skipped:
         run.average.update_parameters(run.accelerator.unwrap_model(run.model))
     progress.num_updates += 1

@@ -146,7 +146,7 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
     figures = {"loss": run.accelerator.reduce(run.epoch_loss / len(run.batches), "mean").item()}
     run.epoch_loss.zero_()
     if epoch % training.eval_every == 0 or epoch == training.epochs:
-        figures |= evaluate(run.model, run.processor, run.tests, run.accelerator)
+        figures |= evaluate(run)
     loop.record(run, "epoch", epoch, figures)
 
 

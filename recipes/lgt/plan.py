@@ -12,7 +12,7 @@ from hf_memopt.memory import MemoryTracker
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
 from hf_memopt.recipes.lgt.config import Config, read_config
 from hf_memopt.recipes.lgt.data import Batch, make_batch
-from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
+from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.tuning.workload import Settings, divisors
 
 _MOST_PASSES = 8
@@ -91,7 +91,7 @@ class LatentTransferWorkload(RecipeWorkload):
 
     def step(self, state: tuple[Run, list[Batch]]) -> dict[str, torch.Tensor]:
         run, window = state
-        (exact_step if run.options.training.gradient_cache else accumulating_step)(run, window)
+        update_weights(run, window)
         if run.average is not None:
             run.average.update_parameters(run.model)
         return run.objective.take_means()

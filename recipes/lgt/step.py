@@ -163,14 +163,10 @@ class Run(loop.Run):
         return best
 
 
-def accumulating_step(run: Run, micro_batches: list[Batch]) -> StepResult:
-    """Update by the mean of the micro-batches' gradients."""
+def update_weights(run: Run, micro_batches: list[Batch]) -> StepResult:
+    """Update by the mean of the micro-batches' gradients, or with a gradient cache by that of all as one batch."""
     norm = run.options.training.max_grad_norm
-    return train_step(run.accelerator, run.model, run.loss, micro_batches, run.optimizer, max_grad_norm=norm)
-
-
-def exact_step(run: Run, micro_batches: list[Batch]) -> StepResult:
-    """Update by the gradient of all micro-batches of all processes as one batch."""
+    if not run.options.training.gradient_cache:
+        return train_step(run.accelerator, run.model, run.loss, micro_batches, run.optimizer, max_grad_norm=norm)
     cache = GradientCache(run.accelerator, run.outputs, run.objective.loss, models=[run.model])
-    norm = run.options.training.max_grad_norm
     return cache.step(micro_batches, run.optimizer, max_grad_norm=norm)
