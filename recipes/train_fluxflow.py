@@ -62,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
         loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:
-            save_vae(run, output)
-            report.write(results, report.panels(run.gan, panel_images(run.source, options)), output)
+            report.save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
+            images = data.panel_images(run.source, options.data, options.training.seed)
+            report.write(results, report.panels(run.gan, images), output)
     accelerator.end_training()
     return results
 
@@ -240,23 +241,6 @@ def record(run: Run, figures: Figures) -> None:
     means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
     entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.scheduler[0].get_last_lr()[0]}
     loop.record(run, "step", run.progress.num_updates, entry)
-
-
-def save_vae(run: Run, folder: Path) -> None:
-    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
-    vae = run.accelerator.unwrap_model(run.gan.models.vae)
-    vae.save_pretrained(folder / "vae")
-    if run.average is not None:
-        with run.average.applied():
-            vae.save_pretrained(folder / "vae_ema")
-
-
-def panel_images(source: data.Source, options: Options, count: int = 6) -> list[Tensor]:
-    """Return drawn ones that training has not seen; of other datasets the first ones, which it has."""
-    if options.data.image_folder is None and options.data.dataset is None:
-        unseen = data.drawn_images(count, options.data.resolution, options.training.seed + 1)
-        source = source._replace(samples=unseen)
-    return data.first_images(source, count)
 
 
 if __name__ == "__main__":

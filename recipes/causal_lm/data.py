@@ -28,7 +28,7 @@ _LEFT_OUT |= {"site-packages", "dist-packages"}
 
 
 def read_texts(options: DataOptions) -> Dataset:
-    """The corpus as a dataset with one document per row in the column `text`.
+    """Return the corpus as a dataset with one document per row in the column `text`.
 
     Raises:
         ValueError: a file or dataset cannot be read; names it and the remedy.
@@ -52,7 +52,7 @@ def describe_corpus(options: DataOptions) -> str:
 
 
 def python_documentation() -> Iterator[str]:
-    """One document per topic of the language reference, and one per module with docstrings, in a fixed order.
+    """Yield one document per topic of the language reference, and one per module with docstrings, in a fixed order.
 
     Parses some 500 files, in about three seconds.
     """
@@ -87,7 +87,7 @@ def _read_dataset(options: DataOptions, name: str) -> Dataset:
 
 
 def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizerBase:
-    """The tokenizer that was named, the model's, or one trained on the texts.
+    """Return the tokenizer that was named, the model's, or one trained on the texts.
 
     Raises:
         ValueError: it cannot be loaded, or has no token that ends a document.
@@ -104,7 +104,7 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:
-    """Tokens in blocks of `block_size`, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
+    """Return tokens in blocks, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
 
     Documents follow each other with the end-of-sequence token between them. What does not fill the last block of a
     thousand documents is left out. Held-out blocks may come from the same documents as others.

@@ -55,7 +55,7 @@ def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> An
 
 
 def _overrides(text: str) -> dict[str, Any]:
-    """`a=1,b=true,c=silu` with values as in JSON, and words as strings."""
+    """Read `a=1,b=true,c=silu`, with values as in JSON, and words as strings."""
     overrides = {}
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")

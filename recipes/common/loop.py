@@ -20,6 +20,7 @@ from hf_memopt.checkpoint.folder_lock import lock_of
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
+from hf_memopt.recipes.common.results import History
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.tuning import Row
 
@@ -83,7 +84,7 @@ class Progress:
     """How far training has come, and the figures on the way; goes into checkpoints."""
 
     num_updates: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: History = field(default_factory=list)
 
 
 @dataclass

@@ -20,7 +20,7 @@ class RunOptions:
 
     output_dir: str
     learning_rate: NotNegative
-    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules")
+    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
     warmup_steps: CountOrZero = flag(0, "updates until the learning rate has reached its peak")
     checkpointing_steps: CountOrZero = flag(0, "updates between checkpoints; 0: only at SIGTERM and SIGINT")
     checkpoints_total_limit: Count = flag(2, "how many checkpoints to keep")

@@ -130,7 +130,7 @@ class EndlessBatches:
         self.position = position
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Endless.
+        """Yield batches endlessly.
 
         Raises:
             ValueError: an epoch has no batch.
@@ -173,6 +173,13 @@ def _shuffled(samples: Any, options: DataOptions, seed: int, epoch: int) -> Any:
     if options.streaming:
         return samples.shuffle(seed=seed + epoch, buffer_size=options.shuffle_buffer)
     return samples.shuffle(seed=seed + epoch, keep_in_memory=True)
+
+
+def panel_images(source: Source, options: DataOptions, seed: int, count: int = 6) -> list[Tensor]:
+    """Return drawn ones that training has not seen; of other datasets the first ones, which it has."""
+    if options.image_folder is None and options.dataset is None:
+        source = source._replace(samples=drawn_images(count, options.resolution, seed + 1))
+    return first_images(source, count)
 
 
 def first_images(source: Source, count: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import num_parameters
+from hf_memopt.recipes.fluxflow.levers import WeightAverage
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
@@ -87,7 +88,15 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
     logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{table(results)}")
 
 
-def draw(history: list[dict[str, float]], file: Path) -> None:
+def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:
+    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
+    vae.save_pretrained(folder / "vae")
+    if average is not None:
+        with average.applied():
+            vae.save_pretrained(folder / "vae_ema")
+
+
+def draw(history: common.History, file: Path) -> None:
     """Draw losses by global step. Needs matplotlib."""
     columns = (("l1", "mse", "lpips", "lpips_load_only"), ("kl",), ("discriminator", "adversarial"))
     with common.drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:

@@ -203,9 +203,6 @@ class LatentBank:
         self._weights = torch.tensor(weights, device=device)
         self._config = config
 
-    def __len__(self) -> int:
-        return len(self._latents)
-
     def of_styles(self, styles: Tensor) -> Tensor:
         """Return a latent of each style, drawn at random."""
         drawn = torch.randint(2**31, styles.shape, device=styles.device)

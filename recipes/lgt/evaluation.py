@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_memopt.recipes.common.results import drawn, plot_history
+from hf_memopt.recipes.common.results import History, drawn, plot_history
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
@@ -132,7 +132,7 @@ def decode(latents: Tensor, folder: str) -> Tensor:
     return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
 
-def draw_curves(history: list[dict[str, float]], file: Path) -> None:
+def draw_curves(history: History, file: Path) -> None:
     """Draw losses by epoch, and the evaluations' distances."""
     with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
         plot_history(losses, history, "epoch", {"loss": "training"}, "-")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from safetensors.torch import save
 
 from hf_memopt.recipes.common.cost import table
-from hf_memopt.recipes.common.results import can_draw, run_results, write_results
+from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Latents, describe
@@ -51,7 +51,7 @@ def results(run: Run, num_positions: int, **costs: Any) -> dict[str, Any]:
 
 
 def checklist(
-    config: Config, history: list[dict[str, float]], memory_bytes: list[int], num_positions: int, *, on_cpu: bool
+    config: Config, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
 ) -> list[Check]:
     """Return what the run was to show, and whether it did.
 
@@ -89,14 +89,14 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
     return _judged(name, growth <= STABLE_MEMORY[where], measured)
 
 
-def _falls(name: str, key: str, history: list[dict[str, float]]) -> Check:
+def _falls(name: str, key: str, history: History) -> Check:
     if len(history) < 2:
         return _judged(name, None, "needs two epochs")
     first, last = history[0][key], history[-1][key]
     return _judged(name, last < first, f"{first:.4g} to {last:.4g} in {len(history)} epochs")
 
 
-def _content_is_stable(history: list[dict[str, float]]) -> Check:
+def _content_is_stable(history: History) -> Check:
     """Look at the second half: a new model leaves contents as they are, so that the difference has to rise at first."""
     name = "content (SSM) is stable in the second half"
     later = [entry["content_ssm"] for entry in history[len(history) // 2 :]]
@@ -107,7 +107,7 @@ def _content_is_stable(history: list[dict[str, float]]) -> Check:
     return _judged(name, last <= STABLE_SSM * first, measured)
 
 
-def _epoch_time(config: Config, history: list[dict[str, float]]) -> Check:
+def _epoch_time(config: Config, history: History) -> Check:
     """Leave out the first epoch, which holds allocations, plans and compilation."""
     later = [entry["seconds"] for entry in history[1:]] or [history[0]["seconds"]]
     seconds = sorted(later)[len(later) // 2]
@@ -127,7 +127,7 @@ def _coverage(config: Config, num_positions: int) -> Check:
     return _judged(f"SWD compares at least {ENOUGH_COVERAGE:.0%} of the patches", share >= ENOUGH_COVERAGE, measured)
 
 
-def _compilation(config: Config, history: list[dict[str, float]]) -> Check:
+def _compilation(config: Config, history: History) -> Check:
     name = "the network is compiled"
     if not config.training.use_compile:
         return _judged(name, None, "training.use_compile is false")

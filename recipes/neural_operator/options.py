@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hf_memopt.recipes.common.flags import Schedule, flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_flags
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive, Seed, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
@@ -21,7 +21,7 @@ class ModelOptions:
 
     @property
     def checkpointed_modules(self) -> list[str]:
-        """By class or name: an FNO has one `FNOBlocks` for all layers, a UNO one for each."""
+        """Return classes and names: an FNO has one `FNOBlocks` for all layers, a UNO one for each."""
         blocks = ["FNOBlocks"] if self.checkpoint_blocks else []
         return blocks + (["lifting", "projection"] if self.checkpoint_mlps else [])
 
@@ -48,7 +48,6 @@ class TrainingOptions(RunOptions):
     train_loss: Literal["h1", "l2"] = flag("h1", "relative Sobolev or L2 norm of the error, as neuralop defines them")
     learning_rate: NotNegative = flag(5e-3, "peak learning rate of neuralop's AdamW")
     weight_decay: NotNegative = flag(1e-4, "of AdamW, on all weights")
-    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
     eval_every: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
 
 
@@ -88,7 +87,7 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
 
 
 def _check_loop(options: Options) -> None:
-    """neuralop's Trainer has no micro-batches, and cannot read its own checkpoints under torch's safe loading."""
+    """Refuse what neuralop's Trainer lacks: micro-batches, and checkpoints that torch's safe loading can read."""
     training = options.training
     if training.loop == "accelerate":
         return

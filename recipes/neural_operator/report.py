@@ -43,7 +43,7 @@ def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path
 
 
 def errors_table(results: dict[str, Any]) -> str:
-    """Mean relative test error by resolution."""
+    """Return the mean relative test error by resolution."""
     trained, final = results["data"]["resolution"], results["final"]
     rows = [
         [resolution, final[f"l2_{resolution}"], final[f"h1_{resolution}"], "trained" * (resolution == trained)]

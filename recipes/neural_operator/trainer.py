@@ -12,6 +12,7 @@ from transformers import get_scheduler
 
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.loop import make_offloader
+from hf_memopt.recipes.common.results import History
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
@@ -20,7 +21,7 @@ from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
 
 def train_with_trainer(
     options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
-) -> tuple[nn.Module, list[dict[str, float]], RunCost]:
+) -> tuple[nn.Module, History, RunCost]:
     """Train and evaluate; return the model, what is logged and what an update cost.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.

@@ -73,11 +73,11 @@ class Demo:
         )
 
     def evaluation(self) -> ReflowEvaluation:
-        """The exported student against its teacher."""
+        """Compare the exported student with its teacher."""
         return evaluate_reflow(self.exported, self.teacher, self.batches)
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Bytes by design, phase and holder, in one training step of the first batch.
+        """Return bytes by design, phase and holder, in one training step of the first batch.
 
         The target comes before the student's forward in every design, since the student trains on it; so a teacher
         that is moved whole holds the same bytes whether it is copied back or dropped.
@@ -108,7 +108,7 @@ class Demo:
         return found
 
     def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
-        """Share of action chunks that pass the obstacle without touching it, by policy and number of Euler steps.
+        """Return the share of action chunks that pass the obstacle without touching it, by policy and Euler steps.
 
         From the decisive frame of every held-out episode.
         """
@@ -139,7 +139,7 @@ class Demo:
         return torch.stack(passes).float().mean().item()
 
     def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
-        """`(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
+        """Sample `(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
         batch = {key: value[chosen].repeat_interleave(NUM_DRAWS, dim=0) for key, value in self.decisive.items()}
         shape = (len(batch["action"]), policy.config.chunk_size, policy.config.max_action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -149,7 +149,7 @@ class Demo:
 
 
 def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
-    """Which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle: `(draws,)` bool."""
+    """Say which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle, `(draws,)`."""
     start = torch.from_numpy(demonstration.positions[DECISIVE_FRAME]).expand(len(paths), 1, 2)
     points = torch.cat([start, paths], dim=1)
     along = torch.linspace(0, 1, 10)[:, None]
@@ -159,7 +159,7 @@ def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
 
 
 def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
-    """(step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
+    """Read (step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
     losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
     return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
 

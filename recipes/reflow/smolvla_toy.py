@@ -158,7 +158,7 @@ class Demonstration:
 
 
 def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
-    """The demonstrator's reaches. The same seed yields the same ones, and more episodes only add to them."""
+    """Yield the demonstrator's reaches. The same seed yields the same ones, and more episodes only add to them."""
     rng = np.random.default_rng(seed)
     for _ in range(num_episodes):
         scene = _draw_scene(rng)
@@ -176,7 +176,7 @@ def _draw_scene(rng: np.random.Generator) -> Scene:
 
 
 def _ideal_path(scene: Scene, side: int) -> FloatArray:
-    """Straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
+    """Lead straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
     progress = np.linspace(0, 1, _PATH_STEPS + 1)[:, None]
     decided = np.clip(np.arange(_PATH_STEPS + 1) - _APPROACH_STEPS, 0, None) / (_PATH_STEPS - _APPROACH_STEPS)
     direction = scene.goal - scene.start
@@ -186,7 +186,7 @@ def _ideal_path(scene: Scene, side: int) -> FloatArray:
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
-    """What the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
+    """Draw what the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
     ticks = (np.arange(IMAGE_SIZE) + 0.5) / IMAGE_SIZE * 2 - 1
     x, y = np.meshgrid(ticks, -ticks)
     image = np.broadcast_to(np.array(_BACKGROUND, dtype=np.float64), (IMAGE_SIZE, IMAGE_SIZE, 3))
@@ -233,7 +233,7 @@ def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
 
 
 def policy_flags(vlm: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for a policy trained from scratch, which then works in any working directory."""
+    """Return the toy's `lerobot-train` flags for a policy from scratch, which then works in any working directory."""
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in POLICY_SETTINGS.items()}
     return [
         "--policy.type=smolvla",
@@ -243,5 +243,5 @@ def policy_flags(vlm: Path) -> list[str]:
 
 
 def dataset_flags(dataset: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for the data."""
+    """Return the toy's `lerobot-train` flags for the data."""
     return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
