@@ -1,4 +1,4 @@
-"""Recipes look at their folders first: other runs' checkpoints and other processes are refused before any work."""
+"""Recipes look at their folders first: other runs' checkpoints are refused before any work."""
 
 import os
 import shutil
@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 from toy_run import ToyRun
 
-from hf_memopt.disk.locks import WriterLock
 from hf_memopt.recipes.causal_lm import options as causal_lm_options
-from hf_memopt.recipes.common.loop import writing_to
 from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.fluxflow import options as fluxflow_options
 from hf_memopt.recipes.neural_operator import options as neural_operator_options
@@ -52,12 +49,3 @@ def test_what_cannot_be_resumed_is_refused_with_the_flags(recipe: str, used: Pat
 def test_trainers_checkpoints_are_looked_for_with_the_flags(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume_from_checkpoint='latest': no such folder"):
         by_flags(causal_lm_options.parse, "--loop=trainer")(tmp_path, "latest")
-
-
-def test_a_second_process_is_told_first(tmp_path: Path) -> None:
-    with (
-        WriterLock(tmp_path / ".lock", "theirs", "leave"),
-        pytest.raises(ValueError, match=rf"{tmp_path}: process {os.getpid()} .* is writing there"),
-        writing_to(tmp_path, Accelerator(cpu=True)),
-    ):
-        pytest.fail("never here")
