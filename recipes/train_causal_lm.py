@@ -87,9 +87,7 @@ def make_accelerator(options: Options) -> Accelerator:
     training = options.training
     # Windows run across the ends of epochs, so that every update is made of equally many blocks.
     windows = GradientAccumulationPlugin(num_steps=training.gradient_accumulation_steps, sync_with_dataloader=False)
-    return loop.make_accelerator(
-        training.seed, training.report_to, training.output_dir, gradient_accumulation_plugin=windows
-    )
+    return loop.make_accelerator(training, training.output_dir, gradient_accumulation_plugin=windows)
 
 
 def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: DatasetDict) -> Run:

@@ -36,7 +36,7 @@ from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.fluxflow import data as data
 from hf_memopt.recipes.fluxflow import report as report
-from hf_memopt.recipes.fluxflow.levers import WeightAverage, averaging, make_average, use_expandable_segments
+from hf_memopt.recipes.fluxflow.levers import WeightAverage, average_gradients, make_average, use_expandable_segments
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models, stride
 from hf_memopt.recipes.fluxflow.options import Options, parse
@@ -75,8 +75,7 @@ def make_accelerator(options: Options) -> Accelerator:
     Raises:
         ValueError: float16, for which the losses would have to be scaled.
     """
-    training = options.training
-    accelerator = loop.make_accelerator(training.seed, training.report_to, training.output_dir)
+    accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision={accelerator.mixed_precision!r} is not for this recipe; use bf16 or no")
     return accelerator
@@ -133,7 +132,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
         discriminator=accelerator.prepare_model(models.discriminator, evaluation_mode=True),
     )
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    hooks = {"synchronize": averaging(accelerator), "phase": memory.phase}
+    hooks = {"synchronize": partial(average_gradients, accelerator), "phase": memory.phase}
     gan = make_gan(models, options, accelerator, stop_on_non_finite=True, **hooks)
     schedulers = [
         # Of torch's optimizers: accelerate does not step these schedules, and so not once per process.

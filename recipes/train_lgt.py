@@ -77,13 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def make_accelerator(config: Config) -> Accelerator:
     training = config.training
     precision = {"bfloat16": "bf16", "float16": "fp16"}[training.amp_dtype] if training.use_amp else "no"
-    return loop.make_accelerator(
-        training.seed,
-        training.report_to,
-        config.checkpoint.save_dir,
-        mixed_precision=precision,
-        step_scheduler_with_optimizer=False,  # it is stepped once per epoch
-    )
+    # The schedule is stepped once per epoch.
+    settings = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
+    return loop.make_accelerator(training, config.checkpoint.save_dir, **settings)
 
 
 def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) -> Run:

@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    training = options.training
-    accelerator = loop.make_accelerator(training.seed, training.report_to, training.output_dir)
+    accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     accelerator.register_save_state_pre_hook(drop_metadata)
     return accelerator
 

@@ -30,11 +30,17 @@ logger = logging.getLogger(__name__)
 PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib")
 
 
-def make_accelerator(seed: int, report_to: str, folder: str, **settings: Any) -> Accelerator:
-    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for."""
+def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator:
+    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for.
+
+    Args:
+        training: the section with `seed` and `report_to`.
+        folder: where trackers write.
+        settings: of the Accelerator.
+    """
     return Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed),
-        log_with=None if report_to == "none" else report_to,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
+        log_with=None if training.report_to == "none" else training.report_to,
         project_dir=folder,
         **settings,
     )
