@@ -137,9 +137,8 @@ def train(run: Run) -> tuple[History, RunCost]:
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("causal_lm", config=as_settings(run.options))
-    checkpoints = loop.open_checkpoints(
-        run, training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
-    )
+    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
+    checkpoints = loop.open_checkpoints(run, *saving)
     progress = run.progress
     run.model.train()
     batches = endless_batches(accelerator, run.batches, progress.num_updates * training.gradient_accumulation_steps)

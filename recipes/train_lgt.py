@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -104,9 +105,7 @@ def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) 
     if training.use_compile:
         compile_module(model.unet, mode=training.compile_mode, recompile_limit=training.recompile_limit)
     optimizer = build_optimizer(config, model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate
-    )
+    scheduler = CosineAnnealingLR(optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate)
     rows: Any = range(len(train_data.styles))
     shuffled: dict[str, Any] = {"shuffle": True, "drop_last": True, "generator": torch.Generator()}
     loader: DataLoader[Any] = DataLoader(rows, training.batch_size, **shuffled)

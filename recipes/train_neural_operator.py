@@ -111,14 +111,9 @@ def train(run: Run) -> RunCost:
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("neural_operator", config=as_settings(run.options))
-    checkpoints = loop.open_checkpoints(
-        run,
-        training.output_dir,
-        training.checkpoints_total_limit,
-        training.resume_from_checkpoint,
-        # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
-        safe_serialization=False,
-    )
+    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
+    # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
+    checkpoints = loop.open_checkpoints(run, *saving, safe_serialization=False)
     progress = run.progress
     run.model.train()
     run.processor.train()

@@ -59,13 +59,8 @@ class Objective:
     def loss(self, moved: Tensor, energy: Tensor, latents: Tensor, target_latents: Tensor, weights: Tensor) -> Tensor:
         """Return the loss of all samples of `outputs` together, `()`."""
         config = self._config
-        swd = sliced_wasserstein(
-            moved,
-            target_latents,
-            patch_size=config.patch_size,
-            num_projections=config.num_projections,
-            max_samples=config.max_samples,
-        )
+        sizes = {name: getattr(config, name) for name in ("patch_size", "num_projections", "max_samples")}
+        swd = sliced_wasserstein(moved, target_latents, **sizes)
         ssm = self_similarity_difference(moved, latents, config.max_spatial_samples)
         with full_precision(moved):
             total = config.w_style * weights.mean() * swd + config.w_content * ssm
