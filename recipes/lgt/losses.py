@@ -29,9 +29,8 @@ def sliced_wasserstein(
         if len(ours) > max_samples:
             rows = torch.randperm(len(ours), device=ours.device)[:max_samples]
             ours, theirs = ours[rows], theirs[rows]
-        directions = F.normalize(
-            torch.randn(ours.shape[1], num_projections, device=ours.device, dtype=ours.dtype), dim=0
-        )
+        drawn = torch.randn(ours.shape[1], num_projections, device=ours.device, dtype=ours.dtype)
+        directions = F.normalize(drawn, dim=0)
         return F.mse_loss((ours @ directions).sort(dim=0).values, (theirs @ directions).sort(dim=0).values)
 
 

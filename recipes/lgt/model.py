@@ -109,9 +109,8 @@ class StyleUNet(nn.Module):
             nn.ModuleList(StyleBlock(channels, embedding) for _ in range(config.num_decoder_blocks))
             for channels in (2 * width, width)
         )
-        self.last = nn.Sequential(
-            _norm(width), nn.SiLU(), zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
-        )
+        to_velocity = zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
+        self.last = nn.Sequential(_norm(width), nn.SiLU(), to_velocity)
 
     def forward(self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
         """Return the velocity, `(batch, channels, height, width)` as `latents`; the others `(batch,)`."""
