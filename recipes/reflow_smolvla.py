@@ -28,6 +28,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from accelerate import PartialState
@@ -46,23 +47,29 @@ from hf_memopt.recipes.reflow.plan import SmolVLAReflow
 from hf_memopt.tuning import plan
 from hf_memopt.tuning.settings_table import explain, headline
 
-PLAN_FLAG = "plan"
+RANGES = {
+    **dict.fromkeys(("steps", "batch_size"), COUNT),
+    **dict.fromkeys(("num_workers", "log_freq", "save_freq"), COUNT_OR_ZERO),
+    "seed": SEED,
+    **dict.fromkeys(("policy.optimizer_lr", "policy.optimizer_weight_decay"), NOT_NEGATIVE),
+    "policy.optimizer_grad_clip_norm": NOT_NEGATIVE,
+}
 
 logger = logging.getLogger(__name__)
 
 
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
     """Split the recipe's own flag off the command line; without it, accelerate's environment variable counts."""
-    value = parser.parse_arg(ACCUMULATION_FLAG, arguments)
+    value, others = take_flag(ACCUMULATION_FLAG, arguments)
     value = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if value is None else value
     if not value.isdigit():
         raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is no whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
-    return int(value), parser.filter_arg(ACCUMULATION_FLAG, arguments)
+    return int(value), others
 
 
-def take_plan_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split the card to plan for off the command line; None without the flag."""
-    return parser.parse_arg(PLAN_FLAG, arguments), parser.filter_arg(PLAN_FLAG, arguments)
+def take_flag(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split a flag of the recipe's own off lerobot's command line; its value is None where it is not there."""
+    return parser.parse_arg(name, arguments), parser.filter_arg(name, arguments)
 
 
 def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
@@ -79,23 +86,13 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
     )
     found = plan(workload, gpu=card_of(PartialState().device) if card == "auto" else card)
     logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
-    chosen: str = found.best.settings["teacher_offload"]
-    return chosen
+    return found.best.settings["teacher_offload"]
 
 
 def check_numbers(cfg: TrainPipelineConfig) -> None:
     """Refuse numbers that lerobot would find out about later, or not at all."""
-    for name, allowed in (
-        ("steps", COUNT),
-        ("batch_size", COUNT),
-        ("num_workers", COUNT_OR_ZERO),
-        ("log_freq", COUNT_OR_ZERO),
-        ("save_freq", COUNT_OR_ZERO),
-        ("seed", SEED),
-    ):
-        allowed.check(name, getattr(cfg, name))
-    for name in ("optimizer_lr", "optimizer_weight_decay", "optimizer_grad_clip_norm"):
-        NOT_NEGATIVE.check(f"policy.{name}", getattr(cfg.policy, name))
+    for name, allowed in RANGES.items():
+        allowed.check(name, attrgetter(name)(cfg))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
     num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
-    card, sys.argv[1:] = take_plan_flag(sys.argv[1:])
+    card, sys.argv[1:] = take_flag("plan", sys.argv[1:])
     check_card(card)
     cfg = read_training_flags()
     if not isinstance(cfg.policy, SmolVLAReflowConfig):

@@ -27,7 +27,6 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed, tqdm
 from datasets import DatasetDict
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import default_data_collator
 
 from hf_memopt.checkpoint import endless_batches
@@ -40,9 +39,10 @@ from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.causal_lm.plan import CausalLM
 from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, update
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
-from hf_memopt.recipes.common.cost import announce, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.results import History
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -51,35 +51,34 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; return what is written to `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
-    loop.set_up_logging(accelerator)
-    lock = loop.lock_output(accelerator, options.training.output_dir)
-    with accelerator.main_process_first():  # the others find tokenized datasets in the cache
-        texts = data.read_texts(options.data)
-        tokenizer = data.make_tokenizer(options.model, texts)
-        blocks = data.pack(texts, tokenizer, options.data, options.training.seed)
-    logger.info(
-        f"Data: {data.describe_corpus(options.data)}; {len(blocks['train']):,} blocks of {options.data.block_size} "
-        f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
-    )
-    # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
-    options, accelerator, predicted = apply_auto_plan(
-        options, accelerator, partial(CausalLM, options, tokenizer), make_accelerator
-    )
-    with logging_redirect_tqdm():
-        costs = loop.compare_modes(options, partial(prepare_comparison, tokenizer, blocks), endless_updates)
+    with loop.writing_to(options.training.output_dir, accelerator):
+        with accelerator.main_process_first():  # the others find tokenized datasets in the cache
+            texts = data.read_texts(options.data)
+            tokenizer = data.make_tokenizer(options.model, texts)
+            blocks = data.pack(texts, tokenizer, options.data, options.training.seed)
+        logger.info(
+            f"Data: {data.describe_corpus(options.data)}; {len(blocks['train']):,} blocks of {options.data.block_size} "
+            f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
+        )
+        # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
+        make_workload = partial(CausalLM, options, tokenizer)
+        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
+        constant = replace(options.training, lr_scheduler_type="constant", max_steps=options.offload.compare_steps)
+        prepare_alike = partial(prepare, tokenizer=tokenizer, blocks=blocks)
+        costs = loop.compare_modes(
+            options._replace(training=constant), make_accelerator, prepare_alike, endless_updates
+        )
         if options.training.loop == "trainer":
             from hf_memopt.recipes.causal_lm.trainer import train_with_trainer
 
-            results = train_with_trainer(options, tokenizer, blocks)
+            history, cost = train_with_trainer(options, tokenizer, blocks)
         else:
-            results = train(prepare(accelerator, options, tokenizer, blocks))
-    results["compared_costs"] = costs
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, options.offload)
-    if accelerator.is_main_process:
-        tokenizer.save_pretrained(options.training.output_dir)
-        report.write(results, Path(options.training.output_dir))
-    lock.release()
+            history, cost = train(prepare_alike(accelerator, options))
+        results = report.results(options, accelerator, history, training_cost=cost, compared_costs=costs)
+        loop.conclude(results, options.offload, predicted, accelerator)
+        if accelerator.is_main_process:
+            tokenizer.save_pretrained(options.training.output_dir)
+            report.write(results, Path(options.training.output_dir))
     accelerator.end_training()
     return results
 
@@ -88,9 +87,7 @@ def make_accelerator(options: Options) -> Accelerator:
     training = options.training
     # Windows run across the ends of epochs, so that every update is made of equally many blocks.
     windows = GradientAccumulationPlugin(num_steps=training.gradient_accumulation_steps, sync_with_dataloader=False)
-    return loop.make_accelerator(
-        training.seed, training.report_to, training.output_dir, gradient_accumulation_plugin=windows
-    )
+    return loop.make_accelerator(training, training.output_dir, gradient_accumulation_plugin=windows)
 
 
 def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: DatasetDict) -> Run:
@@ -115,16 +112,8 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
     batches = DataLoader(blocks["train"], shuffle=True, drop_last=True, generator=torch.Generator(), **loader)
     held_out = DataLoader(blocks["test"], generator=torch.Generator(), **loader)
     model, optimizer, scheduler, batches, held_out = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
-    return Run(
-        accelerator=accelerator,
-        options=options,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batches=batches,
-        held_out=held_out,
-        memory=MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir),
-    )
+    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
+    return Run(accelerator, options, model, optimizer, scheduler, batches, memory=memory, held_out=held_out)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -140,14 +129,16 @@ def evaluate(run: Run) -> dict[str, float]:
     return {"eval_loss": eval_loss, "perplexity": math.exp(eval_loss)}
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Run the training loop: updates, log lines, evaluations, checkpoints; the model is saved at the end."""
+def train(run: Run) -> tuple[History, RunCost]:
+    """Run the training loop: updates, log lines, evaluations, checkpoints; the model is saved at the end.
+
+    Returns what was logged, and what an update cost.
+    """
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("causal_lm", config=as_settings(run.options))
-    checkpoints = loop.open_checkpoints(
-        run, training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
-    )
+    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
+    checkpoints = loop.open_checkpoints(run, *saving)
     progress = run.progress
     run.model.train()
     batches = endless_batches(accelerator, run.batches, progress.num_updates * training.gradient_accumulation_steps)
@@ -164,7 +155,7 @@ def train(run: Run) -> dict[str, Any]:
             if loop.save_and_stop(run, checkpoints, due=due):
                 break
     save_model(run, training.output_dir)
-    return report.results(run.options, accelerator, progress.history, timer.cost())
+    return progress.history, timer.cost()
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:
@@ -188,13 +179,6 @@ def save_model(run: Run, folder: str) -> None:
         save_function=run.accelerator.save,
         state_dict=run.accelerator.get_state_dict(run.model),
     )
-
-
-def prepare_comparison(tokenizer: Any, blocks: DatasetDict, options: Options) -> Run:
-    """Return a short run of its own, with the same weights and batches each time."""
-    constant = replace(options.training, lr_scheduler_type="constant", max_steps=options.offload.compare_steps)
-    options = options._replace(training=constant)
-    return prepare(make_accelerator(options), options, tokenizer, blocks)
 
 
 def endless_updates(run: Run) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from torch import Tensor
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.options import checkpoints_folder
 from hf_memopt.recipes.fluxflow import data as data
 from hf_memopt.recipes.fluxflow import report as report
-from hf_memopt.recipes.fluxflow.levers import WeightAverage, averaging, make_average, use_expandable_segments
+from hf_memopt.recipes.fluxflow.levers import WeightAverage, average_gradients, make_average, use_expandable_segments
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models, stride
 from hf_memopt.recipes.fluxflow.options import Options, parse
@@ -54,23 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.levers.expandable_segments:
         use_expandable_segments()
     accelerator = make_accelerator(options)
-    loop.set_up_logging(accelerator)
-    lock = loop.lock_output(accelerator, options.training.output_dir)
-    options, accelerator, predicted = apply_auto_plan(
-        options, accelerator, partial(FluxFlow, options), make_accelerator
-    )
-    run = prepare(accelerator, options)
-    report.announce(run.gan.models, options, accelerator, data.describe(options.data))
-    with logging_redirect_tqdm():
+    output = Path(options.training.output_dir)
+    with loop.writing_to(output, accelerator):
+        make_workload = partial(FluxFlow, options)
+        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
+        run = prepare(accelerator, options)
+        report.announce(run.gan.models, options, accelerator, data.describe(options.data))
         cost = train(run)
-    results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, options.offload)
-    if accelerator.is_main_process:
-        save_vae(run, Path(options.training.output_dir))
-        panels = report.panels(run.gan, panel_images(run.source, options))
-        report.write(results, panels, Path(options.training.output_dir))
-    lock.release()
+        results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
+        loop.conclude(results, options.offload, predicted, accelerator)
+        if accelerator.is_main_process:
+            report.save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
+            images = data.panel_images(run.source, options.data, options.training.seed)
+            report.write(results, report.panels(run.gan, images), output)
     accelerator.end_training()
     return results
 
@@ -81,10 +75,7 @@ def make_accelerator(options: Options) -> Accelerator:
     Raises:
         ValueError: float16, for which the losses would have to be scaled.
     """
-    training = options.training
-    accelerator = Accelerator(
-        log_with=None if training.report_to == "none" else training.report_to, project_dir=training.output_dir
-    )
+    accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision={accelerator.mixed_precision!r} is not for this recipe; use bf16 or no")
     return accelerator
@@ -97,26 +88,35 @@ class Progress(loop.Progress):
     num_discriminator_updates: int = 0
 
 
-@dataclass
-class Run:
-    """Everything that training changes, and what watches it."""
+@dataclass(kw_only=True)
+class Run(loop.Run):
+    """With what a global step needs besides; models, optimizers and schedules are those of `gan`.
 
-    accelerator: Accelerator
-    options: Options
+    Attributes:
+        gan: what an update needs.
+        average: of the VAE's weights, where there is one.
+        source: of the images.
+        memory: logs what each update takes.
+        place: in the data, after the last whole step.
+    """
+
     gan: Gan
     average: WeightAverage | None
-    schedulers: list[Any]
     source: data.Source
-    batches: data.EndlessBatches
     memory: MemoryLogger
-    checkpoints: Checkpoints
     progress: Progress = field(default_factory=Progress)
-    position: tuple[int, int] = (0, 0)  # in the data, after the last whole step
+    place: tuple[int, int] = (0, 0)
 
-    def save(self) -> Path:
-        """Save a checkpoint of the last whole step, or of what an error has left of the next one."""
-        positions = gather_object([list(self.position)])  # of each process: buckets fill up at different times
-        return self.checkpoints.save(self.progress.num_updates, {"data": positions, **asdict(self.progress)})
+    def __post_init__(self) -> None:
+        self.offloader = self.gan.offloader
+
+    def position(self) -> dict[str, Any]:
+        """Return it with the place of each process in the data: buckets fill up at different times."""
+        return {"data": gather_object([list(self.place)]), **super().position()}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        self.place = self.batches.position = tuple(position.pop("data")[self.accelerator.process_index])
+        super().restore(position)
 
 
 def prepare(accelerator: Accelerator, options: Options) -> Run:
@@ -132,7 +132,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
         discriminator=accelerator.prepare_model(models.discriminator, evaluation_mode=True),
     )
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    hooks = {"synchronize": averaging(accelerator), "phase": memory.phase}
+    hooks = {"synchronize": partial(average_gradients, accelerator), "phase": memory.phase}
     gan = make_gan(models, options, accelerator, stop_on_non_finite=True, **hooks)
     schedulers = [
         # Of torch's optimizers: accelerate does not step these schedules, and so not once per process.
@@ -144,12 +144,12 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
         source, options.data, training.batch_size, training.seed, accelerator.process_index, accelerator.num_processes
     )
     average = make_average(models.vae, options, accelerator.device)
-    checkpoints = Checkpoints(accelerator, checkpoints_folder(training.output_dir), training.checkpoints_total_limit)
     accelerator.register_for_checkpointing(*schedulers, *([average] if average else []))
     # All that has to be the same on all processes is made.
     set_seed(training.seed, device_specific=True)  # other latents on each process
     batches = data.EndlessBatches(loader)
-    return Run(accelerator, options, gan, average, schedulers, source, batches, memory, checkpoints)
+    prepared = accelerator, options, models, gan.optimizers, schedulers, batches
+    return Run(*prepared, gan=gan, average=average, source=source, memory=memory)
 
 
 def train_batch(run: Run, images: Tensor) -> Figures:
@@ -171,24 +171,29 @@ def train_batch(run: Run, images: Tensor) -> Figures:
             if run.average is not None:
                 with run.memory.phase("average"):
                     run.average.step()
-    for scheduler in run.schedulers:
+    for scheduler in run.scheduler:
         scheduler.step()
     progress.num_updates += 1
     return figures
 
 
 def train(run: Run) -> RunCost:
-    """Run the training loop. Return what a global step cost."""
+    """Run the training loop. Return what a global step cost.
+
+    Raises:
+        ValueError: there is nothing left to train.
+    """
     training = run.options.training
     run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
-    if training.resume_from_checkpoint is not None:
-        resume(run, training.resume_from_checkpoint)
-    progress = run.progress
-    timer = StepTimer(run.options.offload.offload, run.accelerator.device, run.gan.offloader)
+    resumed = training.resume_from_checkpoint
+    checkpoints = loop.open_checkpoints(run, training.output_dir, training.checkpoints_total_limit, resumed)
+    progress, timer = run.progress, run.timer()
+    if progress.num_updates >= training.max_steps:
+        raise ValueError(f"max_steps={training.max_steps}: {resumed} has {progress.num_updates}; use more")
     watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
     with (
-        run.checkpoints.stopping_on_signal(),
-        saving_after_errors(run),
+        checkpoints.stopping_on_signal(),
+        saving_after_errors(run, checkpoints),
         tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
     ):
         for images in run.batches:
@@ -196,7 +201,7 @@ def train(run: Run) -> RunCost:
             figures = train_batch(run, images)
             timer.end()
             # Only now is the step whole: an error within it leaves the position before it for the checkpoint.
-            run.position = run.batches.position
+            run.place = run.batches.position
             bar.update()
             run.memory.log(progress.num_updates)
             at_end = progress.num_updates == training.max_steps
@@ -204,31 +209,14 @@ def train(run: Run) -> RunCost:
                 record(run, figures)
             if watch is not None:
                 watch.step()
-            stop = run.checkpoints.stop_requested()
-            if stop or loop.is_due(progress.num_updates, training.checkpointing_steps):
-                logger.info(f"Saved {run.save()}")
-            if stop or at_end:
+            due = loop.is_due(progress.num_updates, training.checkpointing_steps)
+            if loop.save_and_stop(run, checkpoints, due=due) or at_end:
                 break
     return timer.cost()
 
 
-def resume(run: Run, name: str) -> None:
-    """Go on from a checkpoint, each process at its own place in the data.
-
-    Raises:
-        ValueError: there is nothing left to train.
-    """
-    position = run.checkpoints.resume(name)
-    positions = position.pop("data")
-    run.progress = Progress(**position)
-    if run.progress.num_updates >= run.options.training.max_steps:
-        raise ValueError(f"max_steps={run.options.training.max_steps}: {name} has {run.progress.num_updates}; use more")
-    run.position = run.batches.position = tuple(positions[run.accelerator.process_index])
-    logger.info(f"Resumed {name} after {run.progress.num_updates} steps")
-
-
 @contextmanager
-def saving_after_errors(run: Run) -> Iterator[None]:
+def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
     """Save what has been trained when an error ends the run.
 
     Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
@@ -241,7 +229,8 @@ def saving_after_errors(run: Run) -> Iterator[None]:
         if run.accelerator.num_processes > 1:
             logger.exception("Stopped by an error on this process; resume from the last checkpoint")
         else:
-            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {run.save()}")
+            saved = checkpoints.save(run.progress.num_updates, run.position())
+            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}")
         raise
 
 
@@ -249,25 +238,8 @@ def record(run: Run, figures: Figures) -> None:
     """Record the means over processes and the learning rate."""
     names = sorted(figures)
     means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
-    entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.schedulers[0].get_last_lr()[0]}
+    entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.scheduler[0].get_last_lr()[0]}
     loop.record(run, "step", run.progress.num_updates, entry)
-
-
-def save_vae(run: Run, folder: Path) -> None:
-    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
-    vae = run.accelerator.unwrap_model(run.gan.models.vae)
-    vae.save_pretrained(folder / "vae")
-    if run.average is not None:
-        with run.average.applied():
-            vae.save_pretrained(folder / "vae_ema")
-
-
-def panel_images(source: data.Source, options: Options, count: int = 6) -> list[Tensor]:
-    """Return drawn ones that training has not seen; of other datasets the first ones, which it has."""
-    if options.data.image_folder is None and options.data.dataset is None:
-        unseen = data.drawn_images(count, options.data.resolution, options.training.seed + 1)
-        source = source._replace(samples=unseen)
-    return data.first_images(source, count)
 
 
 if __name__ == "__main__":

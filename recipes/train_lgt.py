@@ -24,24 +24,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.options import check_resumable, check_unused
+from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
-from hf_memopt.recipes.lgt.config import CheckpointConfig, Config, read_config
+from hf_memopt.recipes.lgt.config import Config, read_config
 from hf_memopt.recipes.lgt.evaluation import evaluate
 from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
-from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
+from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.training.compile import compile_module, compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
@@ -50,53 +50,37 @@ logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as file and command line say; return what is written to `results.json`."""
     config = read_config(__doc__, arguments)
-    check_folder(config.checkpoint)
+    saving = config.checkpoint
+    check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
     accelerator = make_accelerator(config)
-    loop.set_up_logging(accelerator)
-    lock = loop.lock_output(accelerator, config.checkpoint.save_dir)
-    torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
-    train_data, held_out = data.load(config)
-    logger.info(
-        f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {tuple(train_data.latents.shape[1:])} "
-        f"in {config.model.num_styles} styles, {len(held_out.styles):,} held out"
-    )
-    config, accelerator, predicted = apply_auto_plan(
-        config, accelerator, partial(LatentTransferWorkload, config), make_accelerator
-    )
-    with logging_redirect_tqdm():
-        costs = loop.compare_modes(
-            config, lambda config: prepare(make_accelerator(config), config, train_data), endless_updates
+    with loop.writing_to(saving.save_dir, accelerator):
+        torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
+        train_data, held_out = data.load(config)
+        shape = tuple(train_data.latents.shape[1:])
+        logger.info(
+            f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {shape} in "
+            f"{config.model.num_styles} styles, {len(held_out.styles):,} held out"
         )
+        make_workload = partial(LatentTransferWorkload, config)
+        config, accelerator, predicted = apply_auto_plan(config, accelerator, make_workload, make_accelerator)
+        costs = loop.compare_modes(config, make_accelerator, partial(prepare, train_data=train_data), endless_updates)
         run = prepare(accelerator, config, train_data)
         cost = train(run, data.Latents(*(each.to(accelerator.device) for each in held_out)))
-    num_positions = train_data.latents[0, 0].numel()
-    results = report.results(run, cost, costs, num_positions)
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, config.offload)
-    if accelerator.is_main_process:
-        report.write(results, run, held_out)
-    accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
-    lock.release()
+        results = report.results(run, shape[1] * shape[2], training_cost=cost, compared_costs=costs)
+        loop.conclude(results, config.offload, predicted, accelerator)
+        if accelerator.is_main_process:
+            report.write(results, run, held_out)
+        accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     accelerator.end_training()
     return results
-
-
-def check_folder(checkpoint: CheckpointConfig) -> None:
-    """Refuse a folder that holds another run or cannot be written to, and a checkpoint that is not there."""
-    check_unused(checkpoint.save_dir, checkpoint.resume_from_checkpoint, "checkpoint.save_dir")
-    check_resumable(checkpoint.save_dir, checkpoint.resume_from_checkpoint)
 
 
 def make_accelerator(config: Config) -> Accelerator:
     training = config.training
     precision = {"bfloat16": "bf16", "float16": "fp16"}[training.amp_dtype] if training.use_amp else "no"
-    return loop.make_accelerator(
-        training.seed,
-        training.report_to,
-        config.checkpoint.save_dir,
-        mixed_precision=precision,
-        step_scheduler_with_optimizer=False,  # it is stepped once per epoch
-    )
+    # The schedule is stepped once per epoch.
+    settings = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
+    return loop.make_accelerator(training, config.checkpoint.save_dir, **settings)
 
 
 def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) -> Run:
@@ -121,33 +105,23 @@ def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) 
     if training.use_compile:
         compile_module(model.unet, mode=training.compile_mode, recompile_limit=training.recompile_limit)
     optimizer = build_optimizer(config, model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate
-    )
+    scheduler = CosineAnnealingLR(optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate)
     rows: Any = range(len(train_data.styles))
     shuffled: dict[str, Any] = {"shuffle": True, "drop_last": True, "generator": torch.Generator()}
     loader: DataLoader[Any] = DataLoader(rows, training.batch_size, **shuffled)
     model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader)
-    return Run(
-        accelerator=accelerator,
-        options=config,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batches=batches,
-        bank=data.LatentBank(train_data, config, accelerator.device),
-        average=average,
-        memory=MemoryLogger(accelerator, log_every=training.log_every, output_dir=config.checkpoint.save_dir),
-    )
+    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=config.checkpoint.save_dir)
+    bank = data.LatentBank(train_data, config, accelerator.device)
+    return Run(accelerator, config, model, optimizer, scheduler, batches, average=average, memory=memory, bank=bank)
 
 
 def update(run: Run, window: list[Tensor]) -> dict[str, float]:
     """Make one update of the weights on a window of batches, given as row numbers; return its mean losses."""
-    progress, training = run.progress, run.options.training
+    progress = run.progress
     assert run.bank is not None
     micro_batches = run.bank.micro_batches(window, progress.num_updates, earliest_time(run.options, progress.epoch))
     with run.memory.phase("step"):
-        result = (exact_step if training.gradient_cache else accumulating_step)(run, micro_batches)
+        result = update_weights(run, micro_batches)
     if run.average is not None and not result.skipped:
         run.average.update_parameters(run.accelerator.unwrap_model(run.model))
     progress.num_updates += 1

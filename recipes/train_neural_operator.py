@@ -23,13 +23,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan, log_prediction
-from hf_memopt.recipes.common.cost import RunCost, announce, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.neural_operator import data as data
 from hf_memopt.recipes.neural_operator import report as report
@@ -45,21 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; return what is written to `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
-    loop.set_up_logging(accelerator)
-    lock = loop.lock_output(accelerator, options.training.output_dir)
-    with accelerator.main_process_first():  # the others find the files
-        samples = data.load(options.data, accelerator.device)
-    logger.info(
-        f"Data: Darcy flow, {data.describe(options.data)}; {options.data.num_train:,} samples at "
-        f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
-    )
-    options, accelerator, predicted = apply_auto_plan(
-        options, accelerator, partial(NeuralOperator, options), make_accelerator
-    )
-    with logging_redirect_tqdm():
-        costs = loop.compare_modes(
-            options, lambda options: prepare(make_accelerator(options), options, samples), endless_updates
+    output = Path(options.training.output_dir)
+    with loop.writing_to(output, accelerator):
+        with accelerator.main_process_first():  # the others find the files
+            samples = data.load(options.data, accelerator.device)
+        logger.info(
+            f"Data: Darcy flow, {data.describe(options.data)}; {options.data.num_train:,} samples at "
+            f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
         )
+        make_workload = partial(NeuralOperator, options)
+        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
+        costs = loop.compare_modes(options, make_accelerator, partial(prepare, samples=samples), endless_updates)
         if options.training.loop == "neuralop":
             from hf_memopt.recipes.neural_operator.trainer import train_with_trainer
 
@@ -69,23 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             run = prepare(accelerator, options, samples)
             cost = train(run)
             model, history = accelerator.unwrap_model(run.model), run.progress.history
-    results = report.results(options, accelerator, model, history, cost, costs)
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, options.offload)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        output = Path(options.training.output_dir)
-        output.mkdir(parents=True, exist_ok=True)
-        save_model(model, options.training.output_dir)
-        report.write(results, model, samples, output)
-    lock.release()
+        results = report.results(options, accelerator, model, history, training_cost=cost, compared_costs=costs)
+        loop.conclude(results, options.offload, predicted, accelerator)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            save_model(model, output)
+            report.write(results, model, samples, output)
     accelerator.end_training()
     return results
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    training = options.training
-    accelerator = loop.make_accelerator(training.seed, training.report_to, training.output_dir)
+    accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     accelerator.register_save_state_pre_hook(drop_metadata)
     return accelerator
 
@@ -105,16 +95,8 @@ def prepare(accelerator: Accelerator, options: Options, samples: data.Data) -> R
     batches, *tests = accelerator.prepare(*make_loaders(training.batch_size, samples))
     scheduler = loop.make_schedule(optimizer, training, training.epochs * len(batches), accelerator.num_processes)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    return Run(
-        accelerator=accelerator,
-        options=options,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batches=batches,
-        tests=dict(zip(samples.tests, tests, strict=True)),
-        processor=samples.processor.to(accelerator.device),
-    )
+    processor, tests = samples.processor.to(accelerator.device), dict(zip(samples.tests, tests, strict=True))
+    return Run(accelerator, options, model, optimizer, scheduler, batches, processor=processor, tests=tests)
 
 
 def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
@@ -129,14 +111,9 @@ def train(run: Run) -> RunCost:
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("neural_operator", config=as_settings(run.options))
-    checkpoints = loop.open_checkpoints(
-        run,
-        training.output_dir,
-        training.checkpoints_total_limit,
-        training.resume_from_checkpoint,
-        # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
-        safe_serialization=False,
-    )
+    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
+    # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
+    checkpoints = loop.open_checkpoints(run, *saving, safe_serialization=False)
     progress = run.progress
     run.model.train()
     run.processor.train()
@@ -163,7 +140,7 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
     figures = {"loss": run.accelerator.reduce(run.epoch_loss / len(run.batches), "mean").item()}
     run.epoch_loss.zero_()
     if epoch % training.eval_every == 0 or epoch == training.epochs:
-        figures |= evaluate(run.model, run.processor, run.tests, run.accelerator)
+        figures |= evaluate(run)
     loop.record(run, "epoch", epoch, figures)
 
 

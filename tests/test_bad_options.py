@@ -189,7 +189,7 @@ def bad_values(hint: Any, field: str, file: Path) -> list[str]:
     ranges = list(ranges_in(hint))
     plain = get_type_of(hint)
     if plain in (int, float):
-        assert len(ranges) == 1, "a number needs a range in its type: see recipes/common/flags.py"
+        assert len(ranges) == 1, "a number needs a range in its type: see recipes/common/numeric.py"
         return [*outside(ranges[0]), "many"]
     if get_origin(plain) is Literal or plain is bool:
         return ["perhaps"]

@@ -17,12 +17,10 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
-
-END_OF_TEXT = "<|endoftext|>"
+from hf_memopt.recipes.common.flags import explained
 
 # Tests and applications, and what some distributions install separately.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils"}
@@ -30,7 +28,7 @@ _LEFT_OUT |= {"site-packages", "dist-packages"}
 
 
 def read_texts(options: DataOptions) -> Dataset:
-    """The corpus as a dataset with one document per row in the column `text`.
+    """Return the corpus as a dataset with one document per row in the column `text`.
 
     Raises:
         ValueError: a file or dataset cannot be read; names it and the remedy.
@@ -39,7 +37,11 @@ def read_texts(options: DataOptions) -> Dataset:
         raise ValueError(f"text_file={options.text_file} and dataset={options.dataset!r} exclude each other; pass one")
     if options.dataset:
         return _read_dataset(options, options.dataset)
-    documents = [_read_file(Path(name)) for name in options.text_file] or list(python_documentation())
+    documents = []
+    for name in options.text_file:
+        with explained(f"text_file={name!r} cannot be read as UTF-8 text"):
+            documents.append(Path(name).read_text(encoding="utf-8"))
+    documents = documents or list(python_documentation())
     return Dataset.from_dict({"text": documents})
 
 
@@ -50,7 +52,7 @@ def describe_corpus(options: DataOptions) -> str:
 
 
 def python_documentation() -> Iterator[str]:
-    """One document per topic of the language reference, and one per module with docstrings, in a fixed order.
+    """Yield one document per topic of the language reference, and one per module with docstrings, in a fixed order.
 
     Parses some 500 files, in about three seconds.
     """
@@ -72,21 +74,12 @@ def _docstrings(source: bytes) -> Iterator[str]:
             yield from filter(None, [ast.get_docstring(node)])
 
 
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text_file={str(file)!r} cannot be read as UTF-8 text: {error}") from error
-
-
 def _read_dataset(options: DataOptions, name: str) -> Dataset:
-    try:
+    given = f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r}"
+    with explained(
+        f"{given} cannot be loaded; pass what `datasets.load_dataset` takes", (OSError, ValueError, DatasetsError)
+    ):
         found = load_dataset(name, options.dataset_config, split=options.split, trust_remote_code=False)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise ValueError(
-            f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r} cannot be loaded; "
-            f"pass what `datasets.load_dataset` takes: {error}"
-        ) from error
     assert isinstance(found, Dataset)  # a split was named
     if options.text_column not in found.column_names:
         raise ValueError(f"text_column={options.text_column!r} is not in {name!r}; choose from {found.column_names}")
@@ -94,40 +87,24 @@ def _read_dataset(options: DataOptions, name: str) -> Dataset:
 
 
 def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizerBase:
-    """The tokenizer that was named, the model's, or one trained on the texts.
+    """Return the tokenizer that was named, the model's, or one trained on the texts.
 
     Raises:
         ValueError: it cannot be loaded, or has no token that ends a document.
     """
     name = options.tokenizer or options.model
     if name is None:
-        return train_tokenizer(texts, options.vocab_size)
-    try:
+        # Byte-level BPE with one special token. The same texts give the same tokenizer.
+        return GPT2Tokenizer().train_new_from_iterator(texts["text"], options.vocab_size, show_progress=False)
+    with explained(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer={name!r} cannot be loaded; pass a hub id or folder: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer={name!r} has no end-of-sequence token to put between documents; set its eos_token")
     return tokenizer
 
 
-def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with one special token. The same texts give the same tokenizer."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts["text"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
-
-
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:
-    """Tokens in blocks of `block_size`, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
+    """Return tokens in blocks, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
 
     Documents follow each other with the end-of-sequence token between them. What does not fill the last block of a
     thousand documents is left out. Held-out blocks may come from the same documents as others.

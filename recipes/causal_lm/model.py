@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memopt.recipes.causal_lm.options import ModelOptions
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.tuning.model_config import building, check_sizes
 
 
@@ -22,7 +23,8 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
         with building(f"config_overrides={options.config_overrides!r}"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
-        model = _load(options.model, dtype)
+        with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False)
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and block_size > longest:
         raise ValueError(f"block_size={block_size} is longer than the model's max_position_embeddings={longest}")
@@ -30,13 +32,6 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={name!r} cannot be loaded; pass a hub id or folder of a causal LM: {error}") from error
 
 
 def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -60,7 +55,7 @@ def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> An
 
 
 def _overrides(text: str) -> dict[str, Any]:
-    """`a=1,b=true,c=silu` with values as in JSON, and words as strings."""
+    """Read `a=1,b=true,c=silu`, with values as in JSON, and words as strings."""
     overrides = {}
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")

@@ -8,10 +8,11 @@ from typing import Annotated, Literal, NamedTuple
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading, check_unused
-from hf_memopt.training.low_bit import BITS
 
+BlockSize = Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")]
 # About 4 million parameters with the default tokenizer.
 SMALL_QWEN3 = (
     "hidden_size=256,intermediate_size=768,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,"
@@ -24,9 +25,7 @@ class ModelOptions:
     model: str | None = flag(None, "hub id or folder of a causal LM to fine-tune; without it one is made from scratch")
     model_type: str = flag("qwen3", "transformers' model type for a model from scratch")
     config_overrides: str = flag(SMALL_QWEN3, "configuration of a model from scratch, as name=value,name=value")
-    dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "of the weights; autocast is accelerate's --mixed_precision"
-    )
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "of the weights; autocast: accelerate's --mixed_precision")
     tokenizer: str | None = flag(None, "hub id or folder (the model's own; from scratch: trained on the text)")
     vocab_size: Count = flag(4096, "of a tokenizer that is trained on the text: byte-level BPE")
     gradient_checkpointing: bool = flag(False, "keep only the inputs of each block and compute the rest again")
@@ -39,12 +38,8 @@ class DataOptions:
     dataset_config: str | None = flag(None, "configuration of the dataset")
     split: str = flag("train", "split of the dataset")
     text_column: str = flag("text", "column of the dataset that holds one document per row")
-    block_size: Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")] = flag(
-        128, "tokens per training example; documents are packed into blocks without padding"
-    )
-    held_out: Annotated[float, Range(above=0, below=1, why=", for example 0.02")] = flag(
-        0.02, "share of the blocks, drawn at random, that evaluation uses"
-    )
+    block_size: BlockSize = flag(128, "tokens per training example; documents are packed into blocks without padding")
+    held_out: HeldOut = flag(0.02, "share of the blocks, drawn at random, that evaluation uses")
 
 
 @dataclass
@@ -56,9 +51,7 @@ class TrainingOptions(RunOptions):
     gradient_accumulation_steps: Count = flag(1, "forward passes per update; accelerate launch's own flag is not used")
     learning_rate: NotNegative = flag(2e-3, "peak learning rate of AdamW")
     weight_decay: NotNegative = flag(0.0, "of AdamW, on all weights")
-    optimizer_bits: Count = flag(
-        32, "of AdamW's states; 8 and 4 are quantised by torchao, and train a little otherwise"
-    )
+    optimizer_bits: Literal[32, 8, 4] = flag(32, "of AdamW's states; torchao's 8 and 4 train a little otherwise")
     warmup_steps: CountOrZero = flag(10, "updates until the learning rate has reached its peak")
     max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm")
     log_every: Count = flag(10, "updates between log lines")
@@ -82,12 +75,10 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     """
     options = read_flags(Options, description, arguments)
     training = options.training
-    if training.optimizer_bits not in BITS:
-        raise ValueError(f"optimizer_bits={training.optimizer_bits} must be one of {', '.join(map(str, BITS))}")
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
     if training.loop == "accelerate":
-        check_folder(training)
+        check_folder(training.output_dir, training.resume_from_checkpoint)
     else:  # Trainer has checkpoints of its own
         check_unused(training.output_dir, training.resume_from_checkpoint)
         trainers_checkpoint(training)

@@ -1,23 +1,21 @@
 """Plans for `train_causal_lm.py`: its own update, run on fake tensors."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
-from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
+from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.common.flags import read_flags
 
 
@@ -42,6 +40,7 @@ class CausalLM(RecipeWorkload):
     """A causal language model with the flags of its recipe; `tokenizer` gives one from scratch its vocabulary."""
 
     MODULE = "hf_memopt.recipes.train_causal_lm"
+    BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
     LEVERS: ClassVar = {
         "activations": {
             "kept": _activations(False, "off"),
@@ -54,37 +53,22 @@ class CausalLM(RecipeWorkload):
     def __init__(
         self, options: Options, tokenizer: Any, precision: str = "no", effective_batch: int | None = None
     ) -> None:
-        training = options.training
-        given = training.per_device_batch_size * training.gradient_accumulation_steps
         name = options.model.model or f"{options.model.model_type} from scratch"
-        super().__init__(name, options, given if effective_batch is None else effective_batch, precision)
+        super().__init__(name, options, precision, effective_batch)
         self._tokenizer = tokenizer
-
-    def batching(self, micro_batch: int) -> Changes:
-        return {
-            "training.per_device_batch_size": micro_batch,
-            "training.gradient_accumulation_steps": self.effective_batch // micro_batch,
-        }
 
     def setup(self, options: Options, precision: str) -> tuple[Run, Iterator[Batch]]:
         training = options.training
         num_micro_batches = self.num_simulated(options, training.gradient_accumulation_steps)
         windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
-        with _weights_from_config(), accelerator.device:
+        with weights_from_config(AutoModelForCausalLM), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
         optimizer = make_optimizer(model, training, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        run = Run(
-            accelerator=accelerator,
-            options=options,
-            model=model,
-            optimizer=optimizer,
-            scheduler=schedule,
-            memory=MemoryTracker("cpu"),
-        )
+        run = Run(accelerator, options, model, optimizer, schedule, memory=MemoryTracker("cpu"))
         return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
 
     def step(self, state: tuple[Run, Iterator[Batch]]) -> Tensor:
@@ -94,13 +78,3 @@ class CausalLM(RecipeWorkload):
 def _batches(shape: tuple[int, int], device: torch.device) -> Iterator[Batch]:
     while True:
         yield {"input_ids": torch.zeros(shape, dtype=torch.long, device=device)}
-
-
-def _weights_from_config() -> AbstractContextManager[Any]:
-    """Have a pretrained model made from its configuration, which has its shapes; nothing is loaded."""
-
-    def from_config(name: str, dtype: torch.dtype, **ignored: Any) -> Any:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-
-    return patch.object(AutoModelForCausalLM, "from_pretrained", from_config)

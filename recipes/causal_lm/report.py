@@ -8,26 +8,17 @@ from accelerate import Accelerator
 
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.causal_lm.options import Options
-from hf_memopt.recipes.common.cost import RunCost, shown_costs, table
-from hf_memopt.recipes.common.results import can_draw, drawn, run_facts, write_results
+from hf_memopt.recipes.common.cost import shown_costs, table
+from hf_memopt.recipes.common.results import History, can_draw, drawn, plot_history, run_results, write_results
 
 logger = logging.getLogger(__name__)
 
 
-def results(
-    options: Options, accelerator: Accelerator, history: list[dict[str, float]], cost: RunCost
-) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
-    return {
-        "mode": options.offload.offload,
-        "loop": options.training.loop,
-        "corpus": describe_corpus(options.data),
-        **run_facts(accelerator, ("torch", "transformers", "accelerate", "datasets")),
-        "history": history,
-        "final": [entry for entry in history if "eval_loss" in entry][-1],
-        "training_cost": cost,
-        "compared_costs": [],
-    }
+def results(options: Options, accelerator: Accelerator, history: History, **costs: Any) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+    final = [entry for entry in history if "eval_loss" in entry][-1]
+    more = {"loop": options.training.loop, "corpus": describe_corpus(options.data), "final": final}
+    return run_results(options, accelerator, history, libraries=("transformers", "datasets"), **costs, **more)
 
 
 def write(results: dict[str, Any], output: Path) -> None:
@@ -43,9 +34,8 @@ def draw(results: dict[str, Any], file: Path) -> None:
     costs = shown_costs(results)
     modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
     with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
-        for key, name in (("loss", "training"), ("eval_loss", "held out")):
-            points = [(entry["update"], entry[key]) for entry in results["history"] if key in entry]
-            learning.plot(*zip(*points, strict=True), "o-" if key == "eval_loss" else "-", label=name)
+        plot_history(learning, results["history"], "update", {"loss": "training"}, "-")
+        plot_history(learning, results["history"], "update", {"eval_loss": "held out"}, "o-")
         learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
         learning.legend()
         memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")

@@ -31,8 +31,7 @@ def make_optimizer(model: nn.Module, training: TrainingOptions, device: torch.de
     """Return AdamW. On an accelerator it is the fused one: the other's temporaries are as large as the weights."""
     settings: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if training.optimizer_bits != 32:
-        optimizer: torch.optim.Optimizer = low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
-        return optimizer
+        return low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
     return torch.optim.AdamW(model.parameters(), fused=True if device.type != "cpu" else None, **settings)
 
 

@@ -16,15 +16,23 @@ from transformers import (
 )
 
 from hf_memopt.callbacks import attach
-from hf_memopt.recipes.causal_lm import report as report
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, trainers_checkpoint
-from hf_memopt.recipes.common.cost import StepTimer, announce
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.loop import make_offloader
+from hf_memopt.recipes.common.results import History
+
+# Flags that Trainer has under the same names.
+TRAINERS_NAMES = (
+    *("output_dir", "max_steps", "gradient_accumulation_steps", "learning_rate", "weight_decay"),
+    *("lr_scheduler_type", "warmup_steps", "max_grad_norm", "seed", "report_to"),
+)
 
 
-def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict) -> dict[str, Any]:
-    """Train, evaluate and save; return what is written to `results.json`.
+def train_with_trainer(
+    options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict
+) -> tuple[History, RunCost]:
+    """Train, evaluate and save; return what is logged and what an update cost.
 
     Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
     forward passes, which is the same for blocks of equal size.
@@ -48,21 +56,14 @@ def train_with_trainer(options: Options, tokenizer: PreTrainedTokenizerBase, blo
     if trainer.state.global_step % options.training.eval_every:
         trainer.evaluate()
     trainer.save_model()
-    return report.results(options, trainer.accelerator, history(trainer.state), cost)
+    return history(trainer.state), cost
 
 
 def training_arguments(training: TrainingOptions) -> TrainingArguments:
     return TrainingArguments(
-        training.output_dir,
-        max_steps=training.max_steps,
+        **{name: getattr(training, name) for name in TRAINERS_NAMES},
         per_device_train_batch_size=training.per_device_batch_size,
         per_device_eval_batch_size=training.per_device_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_steps,
-        max_grad_norm=training.max_grad_norm,
         logging_steps=training.log_every,
         eval_strategy="steps",
         eval_steps=training.eval_every,
@@ -70,8 +71,6 @@ def training_arguments(training: TrainingOptions) -> TrainingArguments:
         save_steps=training.checkpointing_steps or training.max_steps,
         save_total_limit=training.checkpoints_total_limit,
         dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=training.seed,
-        report_to=training.report_to,
     )
 
 
@@ -92,9 +91,9 @@ def with_labels(blocks: Any) -> Any:
     return blocks.map(lambda row: {"labels": row["input_ids"]})
 
 
-def history(state: TrainerState) -> list[dict[str, float]]:
+def history(state: TrainerState) -> History:
     """Return Trainer's log in the form of this recipe's own."""
-    entries: list[dict[str, float]] = []
+    entries: History = []
     for entry in state.log_history:
         kept = {name: entry[name] for name in ("loss", "learning_rate", "eval_loss") if name in entry}
         if "eval_loss" in kept:

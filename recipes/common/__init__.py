@@ -1,5 +1,6 @@
 """What all recipes share, in the order to read it.
 
+- `numeric`: numbers within a range.
 - `flags`: how dataclasses become flags, and are read from a command line or a file.
 - `options`: the sections that several recipes have, and what is refused before any work.
 - `results`: `results.json` and figures.

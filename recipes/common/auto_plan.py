@@ -3,13 +3,17 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from transformers import AutoConfig
 
 from hf_memopt.estimate.gpus import CARDS, Card
 from hf_memopt.memory.device_counters import counters_for
@@ -34,8 +38,8 @@ class RecipeWorkload(ABC):
     Args:
         name: for headings.
         options: of the recipe, in sections.
-        effective_batch: samples per update.
         precision: "no", "bf16", or "auto" to try both.
+        effective_batch: samples per update; None, what the options make it.
 
     Raises:
         ValueError: `precision` is unknown, or `effective_batch` not positive.
@@ -45,8 +49,12 @@ class RecipeWorkload(ABC):
     LEVERS: ClassVar[Mapping[str, Mapping[str, Changes]]]
     # What `accelerate launch` runs, and the name of the file that it is given.
     MODULE: ClassVar[str]
+    # The options that hold the samples of a micro-batch and the micro-batches of an update.
+    BATCH: ClassVar[tuple[str, str]]
 
-    def __init__(self, name: str, options: Any, effective_batch: int, precision: str) -> None:
+    def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
+        if effective_batch is None:
+            effective_batch = self.given_batch(options)
         if precision not in (*PRECISIONS, "auto"):
             raise ValueError(f"precision={precision!r} is unknown; choose from {', '.join(PRECISIONS)}, auto")
         if effective_batch < 1:
@@ -102,9 +110,14 @@ class RecipeWorkload(ABC):
         """Write the options' file and return its path."""
         return write_args(folder / f"{self.MODULE.rpartition('train_')[2]}.args", options)
 
-    @abstractmethod
+    def given_batch(self, options: Any) -> int:
+        """Return the samples per update that the options ask for."""
+        micro_batch, accumulation = attrgetter(*self.BATCH)(options)
+        return int(micro_batch * accumulation)
+
     def batching(self, micro_batch: int) -> Changes:
         """Return what makes an update of `effective_batch` samples out of such micro-batches."""
+        return dict(zip(self.BATCH, (micro_batch, self.effective_batch // micro_batch), strict=True))
 
     @abstractmethod
     def setup(self, options: Any, precision: str) -> Any:
@@ -116,18 +129,10 @@ class RecipeWorkload(ABC):
 
 
 class BatchInParts(RecipeWorkload):
-    """A workload whose batch lies on the device as a whole and is computed in parts, as `--micro_batch_size` says.
+    """A workload whose batch lies on the device as a whole and is computed in parts, as `--micro_batch_size` says."""
 
-    Args:
-        name: for headings.
-        options: with the section `training`.
-        precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, the batch of the options.
-    """
-
-    def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
-        batch = options.training.batch_size if effective_batch is None else effective_batch
-        super().__init__(name, options, batch, precision)
+    def given_batch(self, options: Any) -> int:
+        return int(options.training.batch_size)
 
     def batching(self, micro_batch: int) -> Changes:
         parts = 0 if micro_batch == self.effective_batch else micro_batch
@@ -171,6 +176,19 @@ def apply_auto_plan(
     (best,) = broadcast_object_list(found)
     options = workload.with_settings(best.settings, best.micro_batch)
     return options, make_accelerator(options), best
+
+
+def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
+    """Have transformers' auto class make pretrained models from configurations, which have their shapes, inside.
+
+    Nothing is loaded.
+    """
+
+    def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return kind.from_config(config, dtype=dtype or torch_dtype, trust_remote_code=False)
+
+    return patch.object(kind, "from_pretrained", from_config)
 
 
 def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:

@@ -5,23 +5,17 @@ import json
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
 from hf_memopt.command_line import Parser
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range
-
-Count = Annotated[int, COUNT]
-CountOrZero = Annotated[int, COUNT_OR_ZERO]
-Seed = Annotated[int, SEED]
-NotNegative = Annotated[float, NOT_NEGATIVE]
-Positive = Annotated[float, POSITIVE]
-Share = Annotated[float, SHARE]
+from hf_memopt.ranges import Range
 
 # Of transformers' schedules those that need nothing but the numbers of updates.
 Schedule = Literal[
@@ -109,10 +103,8 @@ def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, 
 
 
 def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
-    try:
+    with explained(f"config_path={str(path)!r} cannot be read as JSON"):
         held = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config_path={str(path)!r} cannot be read as JSON: {error}") from error
     if not isinstance(held, dict):
         raise ValueError(f"config_path={str(path)!r} must hold an object with sections {', '.join(sections)}")
     for section, values in held.items():
@@ -143,10 +135,17 @@ def ranges_in(hint: Any) -> Iterator[Range]:
 def check_card(plan: str | None) -> None:
     """Refuse a `plan` that is neither "auto" nor the name or size of a card; None stands for no plan."""
     if plan not in (None, "auto"):
-        try:
+        with explained(f"plan={plan!r}"):
             find_card(plan)
-        except ValueError as error:
-            raise ValueError(f"plan={plan!r}: {error}") from error
+
+
+@contextmanager
+def explained(refusal: str, caught: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """Raise what loaders raise inside as a ValueError that begins with `refusal`: flag, value and remedy."""
+    try:
+        yield
+    except caught as error:
+        raise ValueError(f"{refusal}: {error}") from error
 
 
 def as_settings(options: Any, *, by_section: bool = False) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,37 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, tqdm
-from torch import Tensor, nn
+from torch import Tensor
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import get_scheduler
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.checkpoint import Checkpoints
-from hf_memopt.checkpoint.folder_lock import FolderLock, lock_of
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib
+from hf_memopt.checkpoint.folder_lock import lock_of
+from hf_memopt.recipes.common.auto_plan import log_prediction
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
+from hf_memopt.recipes.common.results import History
 from hf_memopt.transfer import SyncCopier
+from hf_memopt.tuning import Row
 
 logger = logging.getLogger(__name__)
 
+# Flags that the offloader takes as they are.
+PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib")
 
-def make_accelerator(seed: int, report_to: str, folder: str, **settings: Any) -> Accelerator:
-    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for."""
+
+def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator:
+    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for.
+
+    Args:
+        training: the section with `seed` and `report_to`.
+        folder: where trackers write.
+        settings: of the Accelerator.
+    """
     return Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed),
-        log_with=None if report_to == "none" else report_to,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
+        log_with=None if training.report_to == "none" else training.report_to,
         project_dir=folder,
         **settings,
     )
@@ -39,13 +52,9 @@ def make_offloader(options: OffloadOptions, device: torch.device) -> ActivationO
         return None
     return ActivationOffloader(
         mode=options.offload,
-        offload_threshold_mb=options.offload_threshold_mb,
-        prefetch_ahead=options.prefetch_ahead,
-        pin_memory=options.pin_memory,
         budget_gib=options.budget_gib if options.offload == "auto" else None,
-        max_slowdown=options.max_slowdown,
-        host_budget_gib=options.host_budget_gib,
         copier=SyncCopier() if options.cpu_copies and device.type == "cpu" else None,
+        **{name: getattr(options, name) for name in PASSED_ON},
     )
 
 
@@ -59,22 +68,21 @@ def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_pr
     )
 
 
-def set_up_logging(accelerator: Accelerator) -> None:
-    """Show messages as they are, from the main process alone."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
-
-
-def lock_output(accelerator: Accelerator, folder: str) -> FolderLock:
-    """Take a run's folder for the main process until the end of `main`, or until `release`; to be called first.
+@contextmanager
+def writing_to(folder: str | Path, accelerator: Accelerator) -> Iterator[None]:
+    """Have a run's folder to itself inside, and show the main process's messages as they are, above progress bars.
 
     Raises:
         ValueError: another process writes there.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     lock = lock_of(Path(folder))
     if accelerator.is_main_process:
         lock.acquire()
-    return lock
+    with logging_redirect_tqdm():
+        yield
+    lock.release()
 
 
 @dataclass
@@ -82,19 +90,19 @@ class Progress:
     """How far training has come, and the figures on the way; goes into checkpoints."""
 
     num_updates: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: History = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Run:
     """What accelerate prepared, and the offloader.
 
     Attributes:
         accelerator: which did that.
         options: all sections; of these, `offload` decides about the offloader.
-        model: what is trained.
-        optimizer: of its parameters.
-        scheduler: of the optimizer.
+        model: what is trained, or several.
+        optimizer: of its parameters, or one of each model.
+        scheduler: of the optimizer, or one of each.
         batches: of an epoch; None where a step is only simulated.
         offloader: of what forward passes save; None in mode "off".
         progress: so far.
@@ -102,7 +110,7 @@ class Run:
 
     accelerator: Accelerator
     options: Any
-    model: nn.Module
+    model: Any
     optimizer: Any
     scheduler: Any = None
     batches: Any = None
@@ -140,7 +148,7 @@ def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **se
     checkpoints = Checkpoints(run.accelerator, checkpoints_folder(folder), keep, **settings)
     if resumed is not None:
         run.restore(checkpoints.resume(resumed))
-        logger.info(f"Resumed {resumed} after {run.progress.num_updates} updates")
+        logger.info(f"Resumed {resumed} at step {run.progress.num_updates}")
     return checkpoints
 
 
@@ -160,19 +168,30 @@ def is_due(number: int, interval: int) -> bool:
     return interval > 0 and number % interval == 0
 
 
+def conclude(results: dict[str, Any], options: OffloadOptions, predicted: Row | None, accelerator: Accelerator) -> None:
+    """Log what a plan predicted beside what was measured, and why nothing was offloaded where that is so."""
+    log_prediction(predicted, accelerator)
+    warn_if_nothing_offloaded(results, options)
+
+
 def compare_modes[R: Run](
-    options: Any, prepare: Callable[[Any], R], train: Callable[[R], Iterator[Tensor]]
+    options: Any,
+    make_accelerator: Callable[[Any], Accelerator],
+    prepare: Callable[[Accelerator, Any], R],
+    train: Callable[[R], Iterator[Tensor]],
 ) -> list[RunCost]:
     """Measure a short run of its own in each mode of `--compare`.
 
     Args:
         options: of the recipe.
-        prepare: makes a run from options, the same for every call but for the mode.
+        make_accelerator: from options.
+        prepare: makes a run from an accelerator and options, the same for every call but for the mode.
         train: yields the loss of one update after the other, endlessly.
     """
     costs = []
     for mode in options.offload.compared_modes:
-        run = prepare(options._replace(offload=replace(options.offload, offload=mode)))
+        changed = options._replace(offload=replace(options.offload, offload=mode))
+        run = prepare(make_accelerator(changed), changed)
         costs.append(_measure(run, train(run)))
     return costs
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.command_line import check_output_folder
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Schedule, Seed, check_card, flag
+from hf_memopt.recipes.common.flags import Schedule, check_card, explained, flag
+from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Seed
 
+ComparedSteps = Annotated[int, Range(at_least=4, whole=True, why=": the first half only warms up")]
 MODES = ("off", "all", "inputs", "auto")
 
 
@@ -18,11 +20,9 @@ class RunOptions:
 
     output_dir: str
     learning_rate: NotNegative
-    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules")
+    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
     warmup_steps: CountOrZero = flag(0, "updates until the learning rate has reached its peak")
-    checkpointing_steps: CountOrZero = flag(
-        0, "updates between checkpoints; 0: only when told to stop (SIGTERM, SIGINT)"
-    )
+    checkpointing_steps: CountOrZero = flag(0, "updates between checkpoints; 0: only at SIGTERM and SIGINT")
     checkpoints_total_limit: Count = flag(2, "how many checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
     seed: Seed = flag(0, "of weights, of what is drawn in training, and of the order of the data")
@@ -32,22 +32,16 @@ class RunOptions:
 @dataclass
 class OffloadOptions:
     offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
-    budget_gib: NotNegative | None = flag(
-        None, "auto: device memory that saved activations may hold at any time, in GiB"
-    )
+    budget_gib: NotNegative | None = flag(None, "auto: device memory that saved activations may hold, in GiB")
     max_slowdown: NotNegative = flag(0.03, "auto without a budget: share of the step's time that offloading may cost")
     offload_threshold_mb: NotNegative = flag(10.0, "storages smaller than this many MiB stay on the device")
     prefetch_ahead: CountOrZero = flag(2, "how many storages backward brings back ahead of their use")
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: NotNegative | None = flag(None, "host memory to use at most, in GiB")
-    plan: str | None = flag(
-        None, "choose micro-batch and memory flags by simulation, for this device ('auto') or a card such as 8GiB"
-    )
+    plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
     cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
     compare: str | None = flag(None, "modes to compare before training, such as off,all,auto: same weights and batches")
-    compare_steps: Annotated[int, Range(at_least=4, whole=True, why=": the first half only warms up")] = flag(
-        12, "updates per compared mode, the second half of which is measured"
-    )
+    compare_steps: ComparedSteps = flag(12, "updates per compared mode, the second half of which is measured")
 
     @property
     def compared_modes(self) -> list[str]:
@@ -83,19 +77,12 @@ def checkpoints_folder(folder: str) -> Path:
     return Path(folder) / "checkpoints"
 
 
-def check_folder(training: RunOptions) -> None:
-    """Refuse an output folder that holds another run, and a checkpoint that is not there."""
-    check_unused(training.output_dir, training.resume_from_checkpoint)
-    check_resumable(training.output_dir, training.resume_from_checkpoint)
-
-
-def check_resumable(folder: str, resumed: str | None) -> None:
-    """Refuse a checkpoint that is not there; None stands for none."""
+def check_folder(folder: str, resumed: str | None, name: str = "output_dir") -> None:
+    """Refuse, as `check_unused`, a folder that holds another run, and a checkpoint that is not there."""
+    check_unused(folder, resumed, name)
     if resumed is not None:
-        try:
+        with explained(f"resume_from_checkpoint={resumed!r}"):
             find_checkpoint(checkpoints_folder(folder), resumed)
-        except ValueError as error:
-            raise ValueError(f"resume_from_checkpoint={resumed!r}: {error}") from error
 
 
 def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> None:

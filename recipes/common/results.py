@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -16,20 +16,35 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
+History = list[dict[str, float]]  # one entry for each log line
+
 
 def num_parameters(model: nn.Module) -> int:
     """Return how many numbers training changes; a complex one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_facts(accelerator: Accelerator, libraries: Sequence[str]) -> dict[str, Any]:
-    """Return where a run was made and with which versions, for `results.json`."""
+def run_results(
+    options: Any, accelerator: Accelerator, history: History, *, libraries: Sequence[str], **more: Any
+) -> dict[str, Any]:
+    """Return what every finished run leaves in `results.json`, where it was made included.
+
+    Args:
+        options: of the recipe.
+        accelerator: of the run.
+        history: what was recorded.
+        libraries: whose versions matter, besides torch's and accelerate's.
+        more: entries of the recipe's own, `training_cost` and `compared_costs` among them.
+    """
     device = accelerator.device
     return {
+        "mode": options.offload.offload,
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "versions": {name: version(name) for name in libraries},
+        "versions": {name: version(name) for name in ("torch", "accelerate", *libraries)},
+        "history": history,
+        **more,
     }
 
 
@@ -44,6 +59,14 @@ def can_draw(figure: str) -> bool:
     if not found:
         logger.info(f"No {figure}: it needs matplotlib, which the extra 'report' installs")
     return found
+
+
+def plot_history(axes: Any, history: History, unit: str, labels: Mapping[str, str], style: str, **look: Any) -> None:
+    """Plot those figures of a history that are in it by their update or epoch, each under its label."""
+    for name, label in labels.items():
+        points = [(entry[unit], entry[name]) for entry in history if name in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, **look)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.fluxflow.options import DataOptions
 
 Size = tuple[int, int]  # width and height, as PIL has them
@@ -48,15 +49,13 @@ def load(options: DataOptions, stride: int, seed: int) -> Source:
 
 
 def _open(options: DataOptions) -> Any:
-    given, name, more = ("image_folder", "imagefolder", {"data_dir": options.image_folder})
-    if options.dataset is not None:
-        given, name, more = ("dataset", options.dataset, {"name": options.dataset_config})
-    try:
-        return datasets.load_dataset(
-            name, split=options.split, streaming=options.streaming, trust_remote_code=False, **more
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{given}={getattr(options, given)!r} cannot be loaded: {error}") from error
+    more: dict[str, Any] = {"streaming": options.streaming}
+    if options.dataset is None:
+        given, name, more["data_dir"] = "image_folder", "imagefolder", options.image_folder
+    else:
+        given, name, more["name"] = "dataset", options.dataset, options.dataset_config
+    with explained(f"{given}={getattr(options, given)!r} cannot be loaded"):
+        return datasets.load_dataset(name, split=options.split, trust_remote_code=False, **more)
 
 
 def describe(options: DataOptions) -> str:
@@ -131,7 +130,7 @@ class EndlessBatches:
         self.position = position
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Endless.
+        """Yield batches endlessly.
 
         Raises:
             ValueError: an epoch has no batch.
@@ -174,6 +173,13 @@ def _shuffled(samples: Any, options: DataOptions, seed: int, epoch: int) -> Any:
     if options.streaming:
         return samples.shuffle(seed=seed + epoch, buffer_size=options.shuffle_buffer)
     return samples.shuffle(seed=seed + epoch, keep_in_memory=True)
+
+
+def panel_images(source: Source, options: DataOptions, seed: int, count: int = 6) -> list[Tensor]:
+    """Return drawn ones that training has not seen; of other datasets the first ones, which it has."""
+    if options.image_folder is None and options.dataset is None:
+        source = source._replace(samples=drawn_images(count, options.resolution, seed + 1))
+    return first_images(source, count)
 
 
 def first_images(source: Source, count: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Around the steps of `train_fluxflow.py`: the allocator's segments, the average of weights, several processes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,8 +67,7 @@ class WeightAverage:
             self._ema.restore(self._model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._ema.state_dict()
-        return state
+        return self._ema.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._ema.load_state_dict(state)
@@ -81,15 +80,11 @@ def make_average(model: nn.Module, options: Options, device: torch.device) -> We
     return WeightAverage(model, options.training.ema_decay, home) if options.training.ema_decay else None
 
 
-def averaging(accelerator: Accelerator) -> Callable[[list[nn.Parameter]], None]:
-    """Return what averages gradients over processes, all in one exchange, which takes a copy of them."""
-
-    def average(parameters: list[nn.Parameter]) -> None:
-        if accelerator.num_processes == 1:
-            return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        everything = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
-        for gradient, mean in zip(gradients, everything.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-    return average
+def average_gradients(accelerator: Accelerator, parameters: list[nn.Parameter]) -> None:
+    """Average gradients over processes, all in one exchange, which takes a copy of them."""
+    if accelerator.num_processes == 1:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    everything = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
+    for gradient, mean in zip(gradients, everything.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))

@@ -34,10 +34,8 @@ def perceptual_loss(model: PerceptualLoss, output: Tensor, target: Tensor, gradi
     if gradient == "early":
         return chunked_loss(model, output, target)
     if gradient == "checkpoint":
-        distances: Tensor = SelectiveCheckpoint("all")(model, output, target)
-        return distances.mean()
-    distances = model(output, target)
-    return distances.mean()
+        return SelectiveCheckpoint("all")(model, output, target).mean()
+    return model(output, target).mean()
 
 
 def reconstruction_loss(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from hf_memopt.activations import apply_selective_checkpointing
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions
 
 VGG_FILE = "vgg16-397923af.pth"  # as torchvision names it
@@ -47,12 +48,8 @@ def make_vae(options: ModelOptions) -> Any:
     """
     if options.vae is None:
         return _new_vae(options)
-    try:
+    with explained(f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL"):
         return AutoencoderKL.from_pretrained(options.vae)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL: {error}"
-        ) from error
 
 
 def _new_vae(options: ModelOptions) -> Any:
@@ -96,8 +93,7 @@ class PatchDiscriminator(nn.Module):
                 spectral_norm(layer)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+        return self.layers(images)
 
 
 class PerceptualLoss(nn.Module):
@@ -125,8 +121,7 @@ class PerceptualLoss(nn.Module):
         )
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        distances: Tensor = self.lpips(output, target)
-        return distances
+        return self.lpips(output, target)
 
 
 def make_perceptual(losses: LossOptions, seed: int = 0) -> PerceptualLoss:

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
+Ratio = Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]
+Decay = Annotated[float, Range(at_least=0, below=1, why="; 0 makes no average")]
 MIN_LPIPS_SIZE = 16  # VGG halves it four times
 
 
@@ -33,9 +36,7 @@ class DataOptions:
     shuffle_buffer: Count = flag(1000, "streaming: images among which the next one is drawn")
     num_drawn: Count = flag(256, "images that are drawn where no others are given")
     resolution: Count = flag(64, "images are cropped and scaled to as many pixels as a square of this side has")
-    aspect_ratios: list[Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]] = flag(
-        [1.0], "width / height of the buckets; an image goes to the nearest"
-    )
+    aspect_ratios: list[Ratio] = flag([1.0], "width / height of the buckets; an image goes to the nearest")
     num_workers: CountOrZero = flag(0, "processes that read and decode images")
     prefetch_factor: Count | None = flag(None, "batches that each of them reads ahead; torch's default is 2")
 
@@ -62,18 +63,14 @@ class TrainingOptions(RunOptions):
     output_dir: str = flag("outputs/fluxflow", "folder for the VAE, checkpoints, results.json and panels.png")
     max_steps: Count = flag(400, "global steps: one for each batch, however many updates it makes")
     batch_size: Count = flag(4, "images per update and process")
-    micro_batch_size: CountOrZero = flag(
-        0, "images per forward pass; an update accumulates over the batch; 0: all at once"
-    )
+    micro_batch_size: CountOrZero = flag(0, "images per forward pass, of which an update has several; 0: all at once")
     training_steps: Count = flag(1, "times that a batch is trained on, at all resolutions")
     resolutions: list[Count] = flag([], "at which each batch is trained, --resolution or less (that alone)")
     learning_rate: NotNegative = flag(5e-4, "of the VAE's AdamW")
     discriminator_learning_rate: NotNegative = flag(1e-4, "of the discriminator's AdamW")
     warmup_steps: CountOrZero = flag(10, "steps until the learning rates have reached their peaks")
     max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm, the VAE's and the discriminator's")
-    ema_decay: Annotated[float, Range(at_least=0, below=1, why="; 0 makes no average")] = flag(
-        0.999, "of the average of the VAE's weights, per update, at most; 0: no average"
-    )
+    ema_decay: Decay = flag(0.999, "of the average of the VAE's weights, per update, at most; 0: no average")
     log_every: Count = flag(10, "steps between log lines")
     checkpointing_steps: CountOrZero = flag(0, "steps between checkpoints; 0: only when interrupted, and by an error")
     detect_leaks: Literal["off", "warn", "raise"] = flag("off", "what to do about memory that stays behind")
@@ -84,9 +81,7 @@ class LeverOptions:
     lpips_gradient: Literal["plain", "checkpoint", "early"] = flag(
         "early", "LPIPS in backward; computed again there; or its gradient taken at once, image by image"
     )
-    decode: Literal["once", "twice"] = flag(
-        "once", "one decoding for both losses and two vector-Jacobian products, or one decoding for each"
-    )
+    decode: Literal["once", "twice"] = flag("once", "for both losses, with two vector-Jacobian products, or for each")
     freeze_discriminator: bool = flag(True, "no gradients of the discriminator in the VAE's update, where none is used")
     checkpoint_vae: bool = flag(False, "keep only the inputs of the VAE's blocks and compute the rest again")
     checkpoint_discriminator: bool = flag(False, "the same for the discriminator, without spectral normalisation only")
@@ -120,12 +115,12 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)
-    check_folder(options.training)
+    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 
 def _check_resolutions(options: Options) -> None:
-    """The VAE's own stride is not known yet where it is loaded."""
+    """Refuse what LPIPS or the buckets cannot take. A loaded VAE's own stride is not known yet."""
     least = MIN_LPIPS_SIZE if options.losses.lpips_weight else 1
     for resolution in (options.data.resolution, *options.resolutions):
         if not least <= resolution <= options.data.resolution:

@@ -1,7 +1,6 @@
 """What a run of `train_fluxflow.py` says and leaves: announcements, results.json, panels and curves."""
 
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import can_draw, drawn, num_parameters, run_facts, write_results
+from hf_memopt.recipes.common.results import num_parameters
+from hf_memopt.recipes.fluxflow.levers import WeightAverage
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
@@ -38,22 +39,23 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
 
 
 def results(
-    options: Options, accelerator: Accelerator, models: Models, history: list[dict[str, float]], cost: RunCost
+    options: Options, accelerator: Accelerator, models: Models, history: common.History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
-    return {
-        "mode": options.offload.offload,
-        "model": asdict(options.model),
-        "num_parameters": {"vae": num_parameters(models.vae), "discriminator": num_parameters(models.discriminator)},
-        "data": asdict(options.data),
+    """Return what a finished run leaves in `results.json`."""
+    more = {
+        "model": options.model,
+        "num_parameters": {
+            "vae": num_parameters(models.vae),
+            "discriminator": num_parameters(models.discriminator),
+        },
+        "data": options.data,
         "resolutions": options.resolutions,
-        "levers": asdict(options.levers),
+        "levers": options.levers,
         "perceptual": None if models.perceptual is None else models.perceptual.description,
-        **run_facts(accelerator, ("torch", "diffusers", "accelerate", "lpips")),
-        "history": history,
         "training_cost": cost,
         "compared_costs": [],
     }
+    return common.run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
 
 
 @torch.no_grad()
@@ -79,22 +81,27 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
     from torchvision.utils import save_image
 
     results["psnr_db"] = psnr(panels)
-    write_results(results, output)
+    common.write_results(results, output)
     save_image(panels, output / "panels.png", nrow=len(panels) // 2, normalize=True, value_range=(-1, 1), padding=4)
-    if can_draw("losses.png"):
+    if common.can_draw("losses.png"):
         draw(results["history"], output / "losses.png")
     logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{table(results)}")
 
 
-def draw(history: list[dict[str, float]], file: Path) -> None:
+def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:
+    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
+    vae.save_pretrained(folder / "vae")
+    if average is not None:
+        with average.applied():
+            vae.save_pretrained(folder / "vae_ema")
+
+
+def draw(history: common.History, file: Path) -> None:
     """Draw losses by global step. Needs matplotlib."""
     columns = (("l1", "mse", "lpips", "lpips_load_only"), ("kl",), ("discriminator", "adversarial"))
-    with drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:
+    with common.drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:
         for axis, names in zip(row, columns, strict=True):
-            for name in names:
-                points = [(entry["step"], entry[name]) for entry in history if name in entry]
-                if points:
-                    axis.plot(*zip(*points, strict=True), label=name.replace("_", " "))
+            common.plot_history(axis, history, "step", {name: name.replace("_", " ") for name in names}, "-")
             axis.set(xlabel="global steps")
             axis.grid(alpha=0.3)
             axis.legend()

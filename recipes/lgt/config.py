@@ -5,29 +5,21 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Seed,
-    Share,
-    as_words,
-    flag,
-    read_sections,
-)
+from hf_memopt.recipes.common.flags import as_words, flag, read_sections
+from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive, Seed, Share, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
+
+FourOrMore = Annotated[int, Range(at_least=4, whole=True)]
+EightOrMore = Annotated[int, Range(at_least=8, whole=True)]
 
 
 @dataclass
 class ModelConfig:
     latent_channels: Count = flag(4, "channels of the latents")
-    base_channels: Annotated[int, Range(at_least=4, whole=True)] = flag(
-        128, "width at full resolution; twice and four times as wide below"
-    )
+    base_channels: FourOrMore = flag(128, "width at full resolution; twice and four times as wide below")
     style_dim: Count = flag(256, "width of style embeddings")
-    time_dim: Annotated[int, Range(at_least=2, whole=True)] = flag(256, "width of time embeddings")
-    num_styles: Annotated[int, Range(at_least=2, whole=True)] = flag(2, "styles that there are embeddings for")
+    time_dim: TwoOrMore = flag(256, "width of time embeddings")
+    num_styles: TwoOrMore = flag(2, "styles that there are embeddings for")
     num_encoder_blocks: Count = flag(2, "residual blocks per resolution on the way down")
     num_decoder_blocks: Count = flag(3, "style-dependent blocks per resolution on the way up")
     style_noise: NotNegative = flag(0.05, "standard deviation of the noise on style embeddings in training")
@@ -88,13 +80,9 @@ class DataConfig:
     split: str = flag("train", "split of the dataset")
     latent_column: str = flag("latent", "column of the dataset with latents")
     style_column: str = flag("style", "column of the dataset with style ids")
-    num_generated: Annotated[int, Range(at_least=8, whole=True)] = flag(
-        256, "latents of each style that are generated where neither is given; two styles"
-    )
+    num_generated: EightOrMore = flag(256, "latents of each of two styles, generated where neither is given")
     latent_size: Count = flag(32, "side of generated latents, a multiple of 4")
-    held_out: Annotated[float, Range(above=0, below=1, why=", for example 0.125")] = flag(
-        0.125, "share of each style's latents that evaluation uses"
-    )
+    held_out: HeldOut = flag(0.125, "share of each style's latents that evaluation uses")
     data_seed: Seed = flag(0, "of generated latents and of the held-out part")
 
 

@@ -62,9 +62,10 @@ def _generated(config: Config) -> Latents:
             f"model.num_styles={config.model.num_styles}: generated latents have two styles; give data.data_root or "
             "data.dataset for more"
         )
-    generator = torch.Generator().manual_seed(config.data.data_seed)
-    sizes = config.data.num_generated, config.data.latent_size, config.model.latent_channels
-    return Latents(*make_latents(*sizes, generator))
+    generator, num = torch.Generator().manual_seed(config.data.data_seed), config.data.num_generated
+    contents = make_contents(NUM_STYLES * num, config.data.latent_size, config.model.latent_channels, generator)
+    styles = torch.arange(NUM_STYLES).repeat_interleave(num)
+    return Latents(in_style(contents, styles, generator), styles)
 
 
 def _from_folder(root: Path, names: list[str] | None, num_styles: int) -> Latents:
@@ -127,13 +128,6 @@ def _split(found: Latents, data: DataConfig) -> tuple[Latents, Latents]:
 
 # ---------------------------------------------------------------------------------------------- generated latents
 # Two styles: the same smooth contents under grain or under a tint.
-
-
-def make_latents(num_per_style: int, size: int, channels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return latents `(2 * num_per_style, channels, size, size)`, no two of one content, and style ids, `(...,)`."""
-    contents = make_contents(NUM_STYLES * num_per_style, size, channels, generator)
-    styles = torch.arange(NUM_STYLES).repeat_interleave(num_per_style)
-    return in_style(contents, styles, generator), styles
 
 
 def make_contents(num: int, size: int, channels: int, generator: torch.Generator) -> Tensor:
@@ -208,9 +202,6 @@ class LatentBank:
         weights = config.loss.style_weights or [1.0] * config.model.num_styles
         self._weights = torch.tensor(weights, device=device)
         self._config = config
-
-    def __len__(self) -> int:
-        return len(self._latents)
 
     def of_styles(self, styles: Tensor) -> Tensor:
         """Return a latent of each style, drawn at random."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_memopt.recipes.common.results import drawn
+from hf_memopt.recipes.common.results import History, drawn, plot_history
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
@@ -132,33 +132,27 @@ def decode(latents: Tensor, folder: str) -> Tensor:
     return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
 
-def draw_curves(history: list[dict[str, float]], file: Path) -> None:
+def draw_curves(history: History, file: Path) -> None:
     """Draw losses by epoch, and the evaluations' distances."""
-    epochs = [entry["epoch"] for entry in history]
     with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
-        losses.plot(epochs, [entry["loss"] for entry in history])
+        plot_history(losses, history, "epoch", {"loss": "training"}, "-")
         losses.set(title="Training loss", xlabel="epoch", yscale="log")
-        style.plot(epochs, [entry["style_swd"] for entry in history], color="0.7", label="training")
-        content.plot(epochs, [entry["content_ssm"] for entry in history], color="0.7", label="training")
-        for axes, names in ((style, ("swd", "swd_untranslated", "swd_floor")), (content, ("ssm", "ssm_others"))):
-            for name in names:
-                points = [(entry["epoch"], entry[name]) for entry in history if name in entry]
-                axes.plot(*zip(*points, strict=True), "o-", label=_LABELS[name])
+        for axes, training, labels in ((style, "style_swd", _STYLE_LABELS), (content, "content_ssm", _CONTENT_LABELS)):
+            plot_history(axes, history, "epoch", {training: "training"}, "-", color="0.7")
+            plot_history(axes, history, "epoch", labels, "o-")
+            axes.legend(fontsize=8)
         style.set(title="Distance to the target style (SWD)", xlabel="epoch", yscale="log")
         content.set(title="Distance to the content (SSM)", xlabel="epoch", ylim=(0, None))
         for axes in (losses, style, content):
             axes.grid(alpha=0.3, which="both")
-        style.legend(fontsize=8)
-        content.legend(fontsize=8)
 
 
-_LABELS = {
+_STYLE_LABELS = {
     "swd": "held out, translated",
     "swd_untranslated": "held out, as it is",
     "swd_floor": "held out, of that style",
-    "ssm": "held out, translated",
-    "ssm_others": "held out, other contents",
 }
+_CONTENT_LABELS = {"ssm": "held out, translated", "ssm_others": "held out, other contents"}
 
 
 def _in_turn(styles: Tensor) -> Tensor:

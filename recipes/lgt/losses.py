@@ -10,7 +10,7 @@ from torch.nn import functional as F
 def sliced_wasserstein(
     output: Tensor, target: Tensor, *, patch_size: int = 3, num_projections: int = 64, max_samples: int = 8192
 ) -> Tensor:
-    """Squared distance between the distributions of two sets of patches, along random directions, `()`.
+    """Return the squared distance between the distributions of two sets of patches, along random directions, `()`.
 
     Sorts each direction's projections. It is no mean over samples: the mean of what the halves of a batch give is
     larger, and has another gradient. Costs a sort of `max_samples` numbers for each direction.
@@ -29,14 +29,13 @@ def sliced_wasserstein(
         if len(ours) > max_samples:
             rows = torch.randperm(len(ours), device=ours.device)[:max_samples]
             ours, theirs = ours[rows], theirs[rows]
-        directions = F.normalize(
-            torch.randn(ours.shape[1], num_projections, device=ours.device, dtype=ours.dtype), dim=0
-        )
+        drawn = torch.randn(ours.shape[1], num_projections, device=ours.device, dtype=ours.dtype)
+        directions = F.normalize(drawn, dim=0)
         return F.mse_loss((ours @ directions).sort(dim=0).values, (theirs @ directions).sort(dim=0).values)
 
 
 def self_similarity_difference(output: Tensor, content: Tensor, max_positions: int | None = None) -> Tensor:
-    """Mean squared difference between the cosine similarities of all pairs of positions, `()`.
+    """Return the mean squared difference between the cosine similarities of all pairs of positions, `()`.
 
     A mean over samples. Memory and time are quadratic in positions: at 32 x 32, 4 MiB per sample and matrix.
 
@@ -55,12 +54,12 @@ def self_similarity_difference(output: Tensor, content: Tensor, max_positions: i
 
 
 def full_precision(tensor: Tensor) -> Any:
-    """A context without autocast on the tensor's own kind of device."""
+    """Return a context without autocast on the tensor's own kind of device."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _patches(latents: Tensor, size: int) -> Tensor:
-    """One patch for each position of each sample: `(batch * height * width, channels * size * size)`."""
+    """Return one patch for each position of each sample: `(batch * height * width, channels * size * size)`."""
     unfolded = F.unfold(_at_least_float32(latents), size, padding=size // 2)
     return unfolded.transpose(1, 2).flatten(0, 1)
 

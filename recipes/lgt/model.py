@@ -14,7 +14,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 def euler(velocity: Velocity, latents: Tensor, time: Tensor, num_steps: int, *, legacy_dt: bool = False) -> Tensor:
-    """Latents at time 1, `(batch, channels, height, width)`, from those at `time`, `(batch,)`.
+    """Return latents at time 1, `(batch, channels, height, width)`, from those at `time`, `(batch,)`.
 
     Args:
         velocity: called `num_steps` times as `velocity(latents, time)`.
@@ -55,7 +55,7 @@ class LatentTransfer(nn.Module):
     def forward(
         self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor, num_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Latents at time 1, and the mean square of the velocity that each sample started with.
+        """Return latents at time 1, and the mean square of the velocity that each sample started with.
 
         Args:
             latents: at `time`, `(batch, channels, height, width)`.
@@ -81,10 +81,8 @@ class LatentTransfer(nn.Module):
 
     def _velocity(self, *inputs: Tensor) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled():
-            found: Tensor = checkpoint(self.unet, *inputs, use_reentrant=False)
-            return found
-        velocity: Tensor = self.unet(*inputs)
-        return velocity
+            return checkpoint(self.unet, *inputs, use_reentrant=False)
+        return self.unet(*inputs)
 
 
 class StyleUNet(nn.Module):
@@ -111,12 +109,11 @@ class StyleUNet(nn.Module):
             nn.ModuleList(StyleBlock(channels, embedding) for _ in range(config.num_decoder_blocks))
             for channels in (2 * width, width)
         )
-        self.last = nn.Sequential(
-            _norm(width), nn.SiLU(), zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
-        )
+        to_velocity = zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
+        self.last = nn.Sequential(_norm(width), nn.SiLU(), to_velocity)
 
     def forward(self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
-        """Velocity, `(batch, channels, height, width)` as `latents`; the others `(batch,)`."""
+        """Return the velocity, `(batch, channels, height, width)` as `latents`; the others `(batch,)`."""
         condition = self.condition(time, styles, dropped)
         x = self.first(latents)
         skipped = []
@@ -130,8 +127,7 @@ class StyleUNet(nn.Module):
             assert isinstance(style_blocks, nn.ModuleList)
             for block in style_blocks:
                 x = block(x, condition)
-        velocity: Tensor = self.last(x)
-        return velocity
+        return self.last(x)
 
 
 class Condition(nn.Module):
@@ -162,11 +158,10 @@ class Condition(nn.Module):
         style = torch.where(dropped[:, None], self.no_style, self.styles(styles))
         if self.training and self._noise:
             style = style + self._noise * torch.randn_like(style)
-        fused: Tensor = self.fuse(torch.cat([self.time(self._waves(time)), style], dim=1))
-        return fused
+        return self.fuse(torch.cat([self.time(self._waves(time)), style], dim=1))
 
     def _waves(self, time: Tensor) -> Tensor:
-        """Cosines and sines of frequencies from 1 down to nearly 1 / 10,000."""
+        """Return cosines and sines of frequencies from 1 down to nearly 1 / 10,000."""
         numbers = torch.arange(self._num_frequencies, device=time.device, dtype=time.dtype)
         angles = time[:, None] * torch.exp(-math.log(10_000) / self._num_frequencies * numbers)
         return torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -205,7 +200,7 @@ class StyleBlock(nn.Module):
 
 
 def zero_initialised[T: (nn.Linear, nn.Conv2d)](layer: T) -> T:
-    """The layer with all its parameters zero."""
+    """Return the layer with all its parameters zero."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer

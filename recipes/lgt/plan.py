@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.memory import MemoryTracker
-from hf_memopt.recipes.common.auto_plan import PRECISION, Changes, RecipeWorkload, with_changes
+from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
 from hf_memopt.recipes.lgt.config import Config, read_config
 from hf_memopt.recipes.lgt.data import Batch, make_batch
-from hf_memopt.recipes.lgt.step import Run, accumulating_step, build_model, build_optimizer, exact_step
+from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.tuning.workload import Settings, divisors
 
 _MOST_PASSES = 8
@@ -36,6 +36,7 @@ class LatentTransferWorkload(RecipeWorkload):
     """LGT style transfer with the fields of its configuration."""
 
     MODULE = "hf_memopt.recipes.train_lgt"
+    BATCH = ("training.batch_size", "training.accumulation_steps")
     LEVERS: ClassVar = {
         "activations": {
             "kept": {"training.use_gradient_checkpointing": False, "offload.offload": "off"},
@@ -46,10 +47,9 @@ class LatentTransferWorkload(RecipeWorkload):
 
     def __init__(self, config: Config, precision: str | None = None, effective_batch: int | None = None) -> None:
         training = config.training
-        given = training.batch_size * training.accumulation_steps
         precision = ("bf16" if training.use_amp else "no") if precision is None else precision
         name = f"LGT with {training.ode_integration_steps} Euler steps"
-        super().__init__(name, config, given if effective_batch is None else effective_batch, precision)
+        super().__init__(name, config, precision, effective_batch)
 
     @property
     def micro_batches(self) -> list[int]:
@@ -73,14 +73,7 @@ class LatentTransferWorkload(RecipeWorkload):
     def with_settings(self, settings: Settings, micro_batch: int) -> Config:
         """Return them with the precision, which this recipe's configuration holds."""
         options = super().with_settings(settings, micro_batch)
-        config: Config = with_changes(options, {"training.use_amp": settings[PRECISION] != "no"})
-        return config
-
-    def batching(self, micro_batch: int) -> Changes:
-        return {
-            "training.batch_size": micro_batch,
-            "training.accumulation_steps": self.effective_batch // micro_batch,
-        }
+        return with_changes(options, {"training.use_amp": settings[PRECISION] != "no"})
 
     def num_simulated(self, options: Config, accumulation: int) -> int:
         """Return all of them with a gradient cache, since the loss is of their outputs together."""
@@ -92,20 +85,13 @@ class LatentTransferWorkload(RecipeWorkload):
             model = build_model(options)
         average = AveragedModel(model) if options.training.ema_decay is not None else None
         model, optimizer = accelerator.prepare(model, build_optimizer(options, model))
-        run = Run(
-            accelerator=accelerator,
-            options=options,
-            model=model,
-            optimizer=optimizer,
-            average=average,
-            memory=MemoryTracker("cpu"),
-        )
+        run = Run(accelerator, options, model, optimizer, average=average, memory=MemoryTracker("cpu"))
         count = self.num_simulated(options, options.training.accumulation_steps)
         return run, [make_batch(options, accelerator.device) for _ in range(count)]
 
     def step(self, state: tuple[Run, list[Batch]]) -> dict[str, torch.Tensor]:
         run, window = state
-        (exact_step if run.options.training.gradient_cache else accumulating_step)(run, window)
+        update_weights(run, window)
         if run.average is not None:
             run.average.update_parameters(run.model)
         return run.objective.take_means()

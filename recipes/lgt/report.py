@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from safetensors.torch import save
 
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import can_draw, run_facts, write_results
+from hf_memopt.recipes.common.cost import table
+from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Latents, describe
 from hf_memopt.recipes.lgt.step import Run
+from hf_memopt.text_table import align
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -35,27 +36,22 @@ class Check:
     measured: str
 
 
-def results(run: Run, cost: RunCost, compared: list[RunCost], num_positions: int) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
+def results(run: Run, num_positions: int, **costs: Any) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
     config, history = run.options, run.progress.history
-    facts = run_facts(run.accelerator, ("torch", "accelerate"))
-    on_cpu = facts["device"] == "cpu"
-    return {
-        "mode": config.offload.offload,
+    on_cpu = run.accelerator.device.type == "cpu"
+    more = {
         "config": config.as_dict(),
         "data": describe(config),
-        **facts,
-        "history": history,
         "final": history[-1],
         "memory_bytes": run.memory_bytes,
         "checklist": checklist(config, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
-        "training_cost": cost,
-        "compared_costs": compared,
     }
+    return run_results(config, run.accelerator, history, libraries=(), **costs, **more)
 
 
 def checklist(
-    config: Config, history: list[dict[str, float]], memory_bytes: list[int], num_positions: int, *, on_cpu: bool
+    config: Config, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
 ) -> list[Check]:
     """Return what the run was to show, and whether it did.
 
@@ -93,14 +89,14 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
     return _judged(name, growth <= STABLE_MEMORY[where], measured)
 
 
-def _falls(name: str, key: str, history: list[dict[str, float]]) -> Check:
+def _falls(name: str, key: str, history: History) -> Check:
     if len(history) < 2:
         return _judged(name, None, "needs two epochs")
     first, last = history[0][key], history[-1][key]
     return _judged(name, last < first, f"{first:.4g} to {last:.4g} in {len(history)} epochs")
 
 
-def _content_is_stable(history: list[dict[str, float]]) -> Check:
+def _content_is_stable(history: History) -> Check:
     """Look at the second half: a new model leaves contents as they are, so that the difference has to rise at first."""
     name = "content (SSM) is stable in the second half"
     later = [entry["content_ssm"] for entry in history[len(history) // 2 :]]
@@ -111,7 +107,7 @@ def _content_is_stable(history: list[dict[str, float]]) -> Check:
     return _judged(name, last <= STABLE_SSM * first, measured)
 
 
-def _epoch_time(config: Config, history: list[dict[str, float]]) -> Check:
+def _epoch_time(config: Config, history: History) -> Check:
     """Leave out the first epoch, which holds allocations, plans and compilation."""
     later = [entry["seconds"] for entry in history[1:]] or [history[0]["seconds"]]
     seconds = sorted(later)[len(later) // 2]
@@ -131,7 +127,7 @@ def _coverage(config: Config, num_positions: int) -> Check:
     return _judged(f"SWD compares at least {ENOUGH_COVERAGE:.0%} of the patches", share >= ENOUGH_COVERAGE, measured)
 
 
-def _compilation(config: Config, history: list[dict[str, float]]) -> Check:
+def _compilation(config: Config, history: History) -> Check:
     name = "the network is compiled"
     if not config.training.use_compile:
         return _judged(name, None, "training.use_compile is false")
@@ -141,8 +137,7 @@ def _compilation(config: Config, history: list[dict[str, float]]) -> Check:
 
 def checklist_text(checks: list[Check]) -> str:
     """Return the checklist as a table."""
-    width = max(len(check.name) for check in checks)
-    return "\n".join(f"{check.verdict:14}  {check.name:{width}}  {check.measured}" for check in checks)
+    return "\n".join(align([[check.verdict, check.name, check.measured] for check in checks]))
 
 
 def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:

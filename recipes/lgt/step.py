@@ -59,13 +59,8 @@ class Objective:
     def loss(self, moved: Tensor, energy: Tensor, latents: Tensor, target_latents: Tensor, weights: Tensor) -> Tensor:
         """Return the loss of all samples of `outputs` together, `()`."""
         config = self._config
-        swd = sliced_wasserstein(
-            moved,
-            target_latents,
-            patch_size=config.patch_size,
-            num_projections=config.num_projections,
-            max_samples=config.max_samples,
-        )
+        sizes = {name: getattr(config, name) for name in ("patch_size", "num_projections", "max_samples")}
+        swd = sliced_wasserstein(moved, target_latents, **sizes)
         ssm = self_similarity_difference(moved, latents, config.max_spatial_samples)
         with full_precision(moved):
             total = config.w_style * weights.mean() * swd + config.w_content * ssm
@@ -163,14 +158,10 @@ class Run(loop.Run):
         return best
 
 
-def accumulating_step(run: Run, micro_batches: list[Batch]) -> StepResult:
-    """Update by the mean of the micro-batches' gradients."""
+def update_weights(run: Run, micro_batches: list[Batch]) -> StepResult:
+    """Update by the mean of the micro-batches' gradients, or with a gradient cache by that of all as one batch."""
     norm = run.options.training.max_grad_norm
-    return train_step(run.accelerator, run.model, run.loss, micro_batches, run.optimizer, max_grad_norm=norm)
-
-
-def exact_step(run: Run, micro_batches: list[Batch]) -> StepResult:
-    """Update by the gradient of all micro-batches of all processes as one batch."""
+    if not run.options.training.gradient_cache:
+        return train_step(run.accelerator, run.model, run.loss, micro_batches, run.optimizer, max_grad_norm=norm)
     cache = GradientCache(run.accelerator, run.outputs, run.objective.loss, models=[run.model])
-    norm = run.options.training.max_grad_norm
     return cache.step(micro_batches, run.optimizer, max_grad_norm=norm)

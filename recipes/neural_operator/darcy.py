@@ -20,12 +20,18 @@ from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from hf_memopt.disk.files_on_disk import put_in_place
+from hf_memopt.ranges import COUNT, Range
 
 HIGH, LOW = 12.0, 3.0
 # Part of every cache key: another number whenever the same parameters would give other fields.
 FORMAT_VERSION = 1
 MAX_ITERATIONS = 200
 BATCH_NODES = 2**17
+RANGES = {
+    "resolution": Range(at_least=3, whole=True, why=": the outermost nodes are the boundary"),
+    "num_samples": COUNT,
+    "tolerance": Range(at_least=1e-12, below=1),  # float64 reaches no more
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,8 @@ class Darcy:
     def __post_init__(self) -> None:
         if self.split not in ("train", "test"):
             raise ValueError(f"split={self.split!r} must be 'train' or 'test'")
-        if self.resolution < 3:
-            raise ValueError(f"resolution={self.resolution} must be at least 3: the outermost nodes are the boundary")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
-        if not 1e-12 <= self.tolerance < 1:
-            raise ValueError(f"tolerance={self.tolerance} must lie between 1e-12, what float64 can reach, and 1")
+        for name, allowed in RANGES.items():
+            allowed.check(name, getattr(self, name))
 
     @property
     def stride(self) -> int:
@@ -89,8 +91,7 @@ def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
     scale[0, 0] = 0
     cosines = torch.cos(torch.pi / nodes * torch.outer(wave + 0.5, wave)) * (2 / nodes) ** 0.5
     cosines[:, 0] /= 2**0.5
-    fields: Tensor = cosines @ (scale * noise) @ cosines.T
-    return fields
+    return cosines @ (scale * noise) @ cosines.T
 
 
 def operator(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
@@ -172,15 +173,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _norm(a: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
-    return norm
+    return torch.linalg.vector_norm(a, dim=(1, 2), keepdim=True)
 
 
 def relative_residual(coefficients: Tensor, solutions: Tensor, source: Tensor) -> Tensor:
     """Return the norm of `f + div(a grad u)` over that of `f`, `(batch,)`, for solutions at all nodes."""
     residual = source - operator(coefficients)(solutions[:, 1:-1, 1:-1])
-    relative: Tensor = (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
-    return relative
+    return (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
 
 
 # -------------------------------------------------------------------------------------------------------- samples

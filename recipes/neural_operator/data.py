@@ -48,7 +48,7 @@ def load(options: DataOptions, device: torch.device) -> Data:
 
 
 def describe(options: DataOptions) -> str:
-    """Where the samples come from."""
+    """Say where the samples come from."""
     if options.data_folder is not None:
         return f"files in {options.data_folder}"
     solved = f", solved at {options.solve_resolution} and more" if options.solve_resolution else ""

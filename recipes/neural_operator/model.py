@@ -36,7 +36,7 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
     width, modes, num_inner = options.hidden_channels, options.modes, options.num_layers - 2
     half = modes // 2
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it was called with
-        model: nn.Module = UNO(
+        return UNO(
             **channels,
             n_layers=options.num_layers,
             lifting_channels=2 * width,
@@ -46,10 +46,9 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
             uno_scalings=[[1, 1], [0.5, 0.5], *[[1, 1]] * (num_inner - 2), [2, 2], [1, 1]],
             channel_mlp_skip="linear",  # the default, a gate per channel, cannot change the width
         )
-        return model
 
 
-def save_model(model: nn.Module, folder: str) -> None:
+def save_model(model: nn.Module, folder: Path) -> None:
     """Write `model_state_dict.pt`, and beside it what neuralop's `from_checkpoint` builds the model from.
 
     A UNO has no such method: make it by `make_model` and let it load the state dict.
@@ -57,7 +56,7 @@ def save_model(model: nn.Module, folder: str) -> None:
     if isinstance(model, BaseModel):
         model.save_checkpoint(folder, "model")
     else:
-        torch.save(model.state_dict(), Path(folder) / "model_state_dict.pt")
+        torch.save(model.state_dict(), folder / "model_state_dict.pt")
 
 
 def keep_spectral_float32(model: nn.Module) -> None:

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, Schedule, Seed, flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive, Seed, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 
 @dataclass
 class ModelOptions:
     model: Literal["fno", "tfno", "uno"] = flag("fno", "neuralop's FNO, TFNO (Tucker-factorized weights) or UNO")
-    modes: Annotated[int, Range(at_least=2, whole=True)] = flag(
-        16, "Fourier modes along each side; a UNO has half as many where its resolution is halved"
-    )
+    modes: TwoOrMore = flag(16, "Fourier modes along each side; half as many where a UNO's resolution is halved")
     hidden_channels: Count = flag(32, "width")
     num_layers: Count = flag(4, "Fourier layers; at least 4 for a UNO")
     rank: Positive = flag(0.1, "tfno: share of the dense weights' parameters that the factors have, about")
@@ -23,7 +21,7 @@ class ModelOptions:
 
     @property
     def checkpointed_modules(self) -> list[str]:
-        """By class or name: an FNO has one `FNOBlocks` for all layers, a UNO one for each."""
+        """Return classes and names: an FNO has one `FNOBlocks` for all layers, a UNO one for each."""
         blocks = ["FNOBlocks"] if self.checkpoint_blocks else []
         return blocks + (["lifting", "projection"] if self.checkpoint_mlps else [])
 
@@ -32,15 +30,11 @@ class ModelOptions:
 class DataOptions:
     resolution: Count = flag(16, "nodes along each side of the training data")
     test_resolutions: list[Count] = flag([16, 32, 64], "nodes along each side of the test data")
-    num_train: Annotated[int, Range(at_least=2, whole=True)] = flag(1000, "training samples")
+    num_train: TwoOrMore = flag(1000, "training samples")
     num_test: Count = flag(100, "test samples of each resolution")
-    solve_resolution: CountOrZero = flag(
-        120, "solve on a grid of at least this many nodes along each side and keep every second, third, ... node"
-    )
+    solve_resolution: CountOrZero = flag(120, "solve on at least so many nodes along each side and keep every n-th")
     data_seed: Seed = flag(0, "of the generated coefficient fields")
-    data_folder: str | None = flag(
-        None, "folder with darcy_train_<resolution>.pt and darcy_test_<resolution>.pt, used instead of generated data"
-    )
+    data_folder: str | None = flag(None, "folder of darcy_{train,test}_<resolution>.pt, instead of generated data")
     cache_folder: str = flag("outputs/darcy", "where generated data are kept for the next run")
 
 
@@ -50,13 +44,10 @@ class TrainingOptions(RunOptions):
     loop: Literal["accelerate", "neuralop"] = flag("accelerate", "the loop of the recipe, or neuralop's own Trainer")
     epochs: Count = flag(20, "passes over the training samples")
     batch_size: Count = flag(32, "samples per update and process")
-    micro_batch_size: CountOrZero = flag(
-        0, "samples per forward pass, of which an update then has several; 0: all at once"
-    )
+    micro_batch_size: CountOrZero = flag(0, "samples per forward pass, of which an update has several; 0: all at once")
     train_loss: Literal["h1", "l2"] = flag("h1", "relative Sobolev or L2 norm of the error, as neuralop defines them")
     learning_rate: NotNegative = flag(5e-3, "peak learning rate of neuralop's AdamW")
     weight_decay: NotNegative = flag(1e-4, "of AdamW, on all weights")
-    lr_scheduler_type: Schedule = flag("cosine", "one of transformers' schedules, stepped at every update")
     eval_every: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
 
 
@@ -80,7 +71,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
     check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
-    check_folder(options.training)
+    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 
@@ -96,7 +87,7 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
 
 
 def _check_loop(options: Options) -> None:
-    """neuralop's Trainer has no micro-batches, and cannot read its own checkpoints under torch's safe loading."""
+    """Refuse what neuralop's Trainer lacks: micro-batches, and checkpoints that torch's safe loading can read."""
     training = options.training
     if training.loop == "accelerate":
         return

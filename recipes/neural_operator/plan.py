@@ -53,14 +53,8 @@ class NeuralOperator(BatchInParts):
         with accelerator.device:
             model = make_model(options.model)
         model, optimizer = accelerator.prepare(model, make_optimizer(model, options.training))
-        run = Run(
-            accelerator=accelerator,
-            options=options,
-            model=model,
-            optimizer=optimizer,
-            scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer),
-            processor=_processor(accelerator.device),
-        )
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
+        run = Run(accelerator, options, model, optimizer, schedule, processor=_processor(accelerator.device))
         shape = (options.training.batch_size, 1, options.data.resolution, options.data.resolution)
         return run, {name: torch.zeros(shape, device=accelerator.device) for name in ("x", "y")}
 

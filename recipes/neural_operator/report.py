@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import drawn, num_parameters, run_facts, write_results
+from hf_memopt.recipes.common.cost import table
+from hf_memopt.recipes.common.results import History, drawn, num_parameters, run_results, write_results
 from hf_memopt.recipes.neural_operator.data import Data, describe
 from hf_memopt.recipes.neural_operator.options import Options
 from hf_memopt.text_table import Table
@@ -21,27 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def results(
-    options: Options,
-    accelerator: Accelerator,
-    model: nn.Module,
-    history: list[dict[str, float]],
-    cost: RunCost,
-    compared: list[RunCost],
+    options: Options, accelerator: Accelerator, model: nn.Module, history: History, **costs: Any
 ) -> dict[str, Any]:
-    """Return what a finished training run leaves in `results.json`."""
-    return {
-        "mode": options.offload.offload,
+    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+    more = {
         "loop": options.training.loop,
-        "model": asdict(options.model),
+        "model": options.model,
         "num_parameters": num_parameters(model),
         "data": {"source": describe(options.data), **asdict(options.data)},
         "train_loss": options.training.train_loss,
-        **run_facts(accelerator, ("torch", "neuraloperator", "accelerate")),
-        "history": history,
         "final": history[-1],
-        "training_cost": cost,
-        "compared_costs": compared,
     }
+    return run_results(options, accelerator, history, libraries=("neuraloperator",), **costs, **more)
 
 
 def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path) -> None:
@@ -52,7 +43,7 @@ def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path
 
 
 def errors_table(results: dict[str, Any]) -> str:
-    """Mean relative test error by resolution."""
+    """Return the mean relative test error by resolution."""
     trained, final = results["data"]["resolution"], results["final"]
     rows = [
         [resolution, final[f"l2_{resolution}"], final[f"h1_{resolution}"], "trained" * (resolution == trained)]

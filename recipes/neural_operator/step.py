@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from neuralop import H1Loss, LpLoss
 from neuralop.training import AdamW
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.neural_operator.options import TrainingOptions
+from hf_memopt.training import split_batch
 
 Batch = dict[str, Tensor]
 
@@ -51,12 +51,6 @@ def make_optimizer(model: nn.Module, training: TrainingOptions) -> Any:
     return AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
 
 
-def micro_batches(batch: Batch, size: int) -> list[Batch]:
-    """Return a batch in parts of `size` samples; the last one may be smaller."""
-    parts = zip(*(torch.split(tensor, size) for tensor in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in parts]
-
-
 def update(run: Run, batch: Batch) -> Tensor:
     """Make one update of the weights; return the batch's mean loss, on the device.
 
@@ -64,7 +58,7 @@ def update(run: Run, batch: Batch) -> Tensor:
     """
     training = run.options.training
     batch = run.processor.preprocess(batch)
-    parts = micro_batches(batch, training.micro_batch_size or training.batch_size)
+    parts = list(split_batch(batch, training.micro_batch_size or training.batch_size))
     losses = []
     for number, part in enumerate(parts, start=1):
         # Gradients are exchanged between processes once, in the last part's backward.
@@ -82,27 +76,24 @@ def update(run: Run, batch: Batch) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def evaluate(
-    model: nn.Module, processor: Any, tests: dict[int, DataLoader[Any]], accelerator: Accelerator
-) -> dict[str, float]:
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
     """Return mean relative errors by test resolution and norm, as `l2_<resolution>` and `h1_<resolution>`."""
-    model.eval()
-    processor.eval()
+    run.model.eval()
+    run.processor.eval()
     found: dict[str, float] = {}
-    with torch.no_grad():
-        for resolution, batches in tests.items():
-            errors = torch.cat([accelerator.gather_for_metrics(_errors(model, processor, batch)) for batch in batches])
-            found |= {
-                f"{name}_{resolution}": mean.item() for name, mean in zip(LOSSES, errors.mean(dim=0), strict=True)
-            }
-    model.train()
-    processor.train()
+    for resolution, batches in run.tests.items():
+        errors = torch.cat([run.accelerator.gather_for_metrics(_errors(run, batch)) for batch in batches])
+        means = errors.mean(dim=0).tolist()
+        found |= {f"{name}_{resolution}": mean for name, mean in zip(LOSSES, means, strict=True)}
+    run.model.train()
+    run.processor.train()
     return found
 
 
-def _errors(model: nn.Module, processor: Any, batch: dict[str, Tensor]) -> Tensor:
+def _errors(run: Run, batch: Batch) -> Tensor:
     """Return the relative errors of a batch, `(batch, norms)`."""
-    batch = processor.preprocess(batch)
-    output, batch = processor.postprocess(model(batch["x"]), batch)
+    batch = run.processor.preprocess(batch)
+    output, batch = run.processor.postprocess(run.model(batch["x"]), batch)
     pairs = zip(output.split(1), batch["y"].split(1), strict=True)
     return torch.stack([torch.stack([loss(ours, truth) for loss in LOSSES.values()]) for ours, truth in pairs])

@@ -1,6 +1,7 @@
 """The training of `train_neural_operator.py` by neuralop's own Trainer instead of a loop of its own."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from neuralop import Trainer
 from torch import nn
-from transformers import get_scheduler
 
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.loop import make_offloader
+from hf_memopt.recipes.common.loop import make_offloader, make_schedule
+from hf_memopt.recipes.common.results import History
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
@@ -20,7 +21,7 @@ from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
 
 def train_with_trainer(
     options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
-) -> tuple[nn.Module, list[dict[str, float]], RunCost]:
+) -> tuple[nn.Module, History, RunCost]:
     """Train and evaluate; return the model, what is logged and what an update cost.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
@@ -40,12 +41,8 @@ def train_with_trainer(
     timer = StepTimer(options.offload.offload, accelerator.device, offloader)
     model.register_forward_pre_hook(lambda *event: timer.begin())
     optimizer.register_step_post_hook(lambda *event: timer.end())
-    scheduler = get_scheduler(
-        training.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=training.warmup_steps // len(loaders[0]),
-        num_training_steps=training.epochs,
-    )
+    by_epoch = replace(training, warmup_steps=training.warmup_steps // len(loaders[0]))
+    scheduler = make_schedule(optimizer, by_epoch, training.epochs, num_processes=1)
     trainer = Trainer(
         model=model,
         n_epochs=training.epochs,

@@ -42,8 +42,7 @@ class AccumulatingAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         if self.sync_gradients:
-            norm: Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            return norm
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
         # A partial sum must not be clipped; lerobot logs its norm all the same.
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
 

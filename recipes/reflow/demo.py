@@ -172,7 +172,7 @@ def stage(title: str) -> Iterator[None]:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, also written to `results.json`, with its figures beside it."""
+    """Measure, write `results.json` with its figures beside it, and return what is in it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lerobot.datasets import LeRobotDatasetMetadata
@@ -30,13 +31,17 @@ FRAMES_PER_EPISODE = 12
 DECISIVE_FRAME = 3
 
 
-@dataclass(frozen=True)
-class Scene:
-    """One observation and what three samplers make of it; paths are `(draws, chunk, 2)` in the dataset's units."""
+class SampledPaths(NamedTuple):
+    """One observation and what three samplers make of it.
 
-    agent: Tensor
-    obstacle: Tensor
-    goal: Tensor
+    Attributes:
+        scene: where things stand.
+        agent: where the agent is, `(2,)`.
+        paths: by sampler, `(draws, chunk, 2)` in the dataset's units.
+    """
+
+    scene: toy.Scene
+    agent: toy.FloatArray
     paths: dict[str, Tensor]
 
 
@@ -68,11 +73,11 @@ class Demo:
         )
 
     def evaluation(self) -> ReflowEvaluation:
-        """The exported student against its teacher."""
+        """Compare the exported student with its teacher."""
         return evaluate_reflow(self.exported, self.teacher, self.batches)
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Bytes by design, phase and holder, in one training step of the first batch.
+        """Return bytes by design, phase and holder, in one training step of the first batch.
 
         The target comes before the student's forward in every design, since the student trains on it; so a teacher
         that is moved whole holds the same bytes whether it is copied back or dropped.
@@ -88,12 +93,22 @@ class Demo:
             "swap + shared prefix": _phases(fixed, own_teacher, trained, shared["saved activations"], resident={}),
         }
 
-    def sampled_paths(self) -> list[Scene]:
-        """Samples for the decisive frame of the first held-out episodes."""
-        return [self._scene(index) for index in range(NUM_SCENES)]
+    def sampled_paths(self) -> list[SampledPaths]:
+        """Return samples for the decisive frame of the first held-out episodes."""
+        samplers = {
+            "teacher, 10 steps": (self.teacher, 10),
+            "teacher, 1 step": (self.teacher, 1),
+            "student, 1 step": (self.exported, 1),
+        }
+        found = []
+        for index, each in enumerate(self.demonstrations[:NUM_SCENES]):
+            chosen = slice(index, index + 1)
+            paths = {title: self._paths(policy, chosen, steps) for title, (policy, steps) in samplers.items()}
+            found.append(SampledPaths(each.scene, each.positions[DECISIVE_FRAME], paths))
+        return found
 
     def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
-        """Share of action chunks that pass the obstacle without touching it, by policy and number of Euler steps.
+        """Return the share of action chunks that pass the obstacle without touching it, by policy and Euler steps.
 
         From the decisive frame of every held-out episode.
         """
@@ -118,29 +133,13 @@ class Demo:
             "shared prefix": prefix.num_bytes,
         }
 
-    def _scene(self, index: int) -> Scene:
-        demonstration = self.demonstrations[index]
-        samplers = {
-            "teacher, 10 steps": (self.teacher, 10),
-            "teacher, 1 step": (self.teacher, 1),
-            "student, 1 step": (self.exported, 1),
-        }
-        return Scene(
-            torch.from_numpy(demonstration.positions[DECISIVE_FRAME]),
-            torch.from_numpy(demonstration.scene.obstacle),
-            torch.from_numpy(demonstration.scene.goal),
-            {title: self._paths(policy, slice(index, index + 1), steps) for title, (policy, steps) in samplers.items()},
-        )
-
     def _passing_rate(self, policy: SmolVLAPolicy, num_steps: int) -> float:
         paths = self._paths(policy, slice(None), num_steps).unflatten(0, (-1, NUM_DRAWS))
-        passes = [
-            passes_obstacle(paths[index], demonstration) for index, demonstration in enumerate(self.demonstrations)
-        ]
+        passes = [passes_obstacle(*each) for each in zip(paths, self.demonstrations, strict=True)]
         return torch.stack(passes).float().mean().item()
 
     def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
-        """`(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
+        """Sample `(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
         batch = {key: value[chosen].repeat_interleave(NUM_DRAWS, dim=0) for key, value in self.decisive.items()}
         shape = (len(batch["action"]), policy.config.chunk_size, policy.config.max_action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -150,18 +149,17 @@ class Demo:
 
 
 def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
-    """Which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle: `(draws,)` bool."""
+    """Say which of `paths`, `(draws, chunk, 2)` from the decisive frame on, stay clear of the obstacle, `(draws,)`."""
     start = torch.from_numpy(demonstration.positions[DECISIVE_FRAME]).expand(len(paths), 1, 2)
     points = torch.cat([start, paths], dim=1)
     along = torch.linspace(0, 1, 10)[:, None]
     between = points[:, :-1, None] * (1 - along) + points[:, 1:, None] * along
     distances = (between - torch.from_numpy(demonstration.scene.obstacle)).norm(dim=-1)
-    clear: Tensor = distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
-    return clear
+    return distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
 
 
 def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
-    """(step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
+    """Read (step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
     losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
     return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
 

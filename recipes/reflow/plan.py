@@ -2,31 +2,27 @@
 
 import copy
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.optimizers import OptimizerConfig
-from lerobot.policies.smolvla import smolvlm_with_expert
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload
+from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.reflow.accumulation import ACCUMULATION_FLAG, AccumulatingAccelerator, make_accelerator
-from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
@@ -86,6 +82,7 @@ class SmolVLAReflow(RecipeWorkload):
     """
 
     MODULE = "hf_memopt.recipes.reflow_smolvla"
+    BATCH = ("batch_size", "accumulation")
     LEVERS: ClassVar = {
         "teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")},
     }
@@ -101,9 +98,10 @@ class SmolVLAReflow(RecipeWorkload):
     ) -> None:
         _check(config)
         given = "bf16" if config.dtype == "bfloat16" else "no"
-        batch = TrainPipelineConfig.batch_size if effective_batch is None else effective_batch
-        options = Options(config, folder, batch, 1)
-        super().__init__(f"SmolVLA reflow of {folder.name}", options, batch, given if precision is None else precision)
+        options = Options(config, folder, TrainPipelineConfig.batch_size, 1)
+        super().__init__(
+            f"SmolVLA reflow of {folder.name}", options, given if precision is None else precision, effective_batch
+        )
         self._micro_batch = micro_batch
 
     @property
@@ -118,18 +116,14 @@ class SmolVLAReflow(RecipeWorkload):
         policy = copy.deepcopy(self.options.policy)
         policy.teacher_offload = settings["teacher_offload"]
         policy.dtype = "bfloat16" if settings[PRECISION] == "bf16" else "float32"
-        options: Options = self.options._replace(policy=policy, **self.batching(micro_batch))
-        return options
-
-    def batching(self, micro_batch: int) -> dict[str, int]:
-        return {"batch_size": micro_batch, "accumulation": self.effective_batch // micro_batch}
+        return self.options._replace(policy=policy, **self.batching(micro_batch))
 
     def setup(self, options: Options, precision: str) -> Run:
         config = copy.deepcopy(options.policy)
         config.device = None  # where accelerate is
         num_micro_batches = self.num_simulated(options, options.accumulation)
         accelerator = make_accelerator(config.dtype, config.device, num_micro_batches)
-        with _weights_from_config():
+        with weights_from_config(AutoModelForImageTextToText):
             policy = SmolVLAReflowPolicy(config).to(accelerator.device)
         with _equal_to(policy):
             teacher = policy.load_teacher_model()
@@ -146,9 +140,7 @@ class SmolVLAReflow(RecipeWorkload):
             update_policy(metrics, state.policy, state.batch, state.optimizer, clip, state.accelerator)
         return metrics
 
-    def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        options = self.with_settings(settings, micro_batch)
+    def write_options(self, options: Options, folder: Path) -> Path:
         flags = {
             "policy.path": options.path,
             "policy.teacher_offload": options.policy.teacher_offload,
@@ -159,7 +151,7 @@ class SmolVLAReflow(RecipeWorkload):
         written = folder / "reflow_smolvla.flags"
         lines = [shlex.quote(f"--{name}={value}") for name, value in flags.items()]
         written.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
+        return written
 
     def command(self, written: list[Path]) -> str:
         """Return what runs the recipe with the files that `write` wrote, on data that the reader names."""
@@ -193,21 +185,7 @@ def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict
     return batch
 
 
-@contextmanager
-def _weights_from_config() -> Iterator[None]:
-    """Have a VLM made from its configuration, which has its shapes; nothing is loaded."""
-
-    def from_config(name: str, torch_dtype: str, **ignored: Any) -> Any:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return AutoModelForImageTextToText.from_config(config, dtype=torch_dtype, trust_remote_code=False)
-
-    pretrained = SimpleNamespace(from_pretrained=from_config)
-    with patch.object(smolvlm_with_expert, "AutoModelForImageTextToText", pretrained):
-        yield
-
-
-@contextmanager
-def _equal_to(student: SmolVLAPolicy) -> Iterator[None]:
+def _equal_to(student: SmolVLAPolicy) -> AbstractContextManager[Any]:
     """Give a teacher that is loaded inside the student's weights, as the student had the teacher's at first."""
 
     def from_pretrained(folder: Path, *, config: Any, strict: bool) -> SmolVLAPolicy:
@@ -215,5 +193,4 @@ def _equal_to(student: SmolVLAPolicy) -> Iterator[None]:
         teacher.load_state_dict(student.state_dict(), strict=strict)
         return teacher.eval()
 
-    with patch.object(SmolVLAPolicy, "from_pretrained", from_pretrained):
-        yield
+    return patch.object(SmolVLAPolicy, "from_pretrained", from_pretrained)

@@ -4,35 +4,27 @@ The agent of the toy task starts on the left, the goal lies on the right, and an
 demonstrator passes it on the left or on the right by the toss of a coin, so the distribution of action chunks given an
 observation has two modes. One Euler step of a flow trained on that lands near the average of both: in the obstacle.
 
-    python -m hf_memopt.recipes.reflow.smolvla_toy --output outputs/toy --episodes 60
-
-writes `outputs/toy/vlm` and `outputs/toy/dataset`. Nothing is downloaded.
+`make demo` trains on it. Nothing is downloaded.
 """
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets.utils import disable_progress_bars, enable_progress_bars
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
+    GPT2Tokenizer,
     PreTrainedTokenizerFast,
     SmolVLMConfig,
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
 )
-
-from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors
-from hf_memopt.ranges import COUNT, SEED
 
 FloatArray = NDArray[np.float32]
 
@@ -113,24 +105,18 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
     named = {
         "fake_image_token": "<fake_token_around_image>",
         "image_token": "<image>",
         "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
     }
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOY["text_config"]["vocab_size"],
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    size, special = TOY["text_config"]["vocab_size"], ["<|im_start|>", "<|im_end|>", *named.values()]
+    trained = GPT2Tokenizer().train_new_from_iterator(
+        [f"{TASK}\n"] * 4, size, new_special_tokens=special, show_progress=False
     )
-    bpe.train_from_iterator([f"{TASK}\n"] * 4, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=trained.backend_tokenizer,
         bos_token="<|im_start|>",
         eos_token="<end_of_utterance>",
         pad_token="<|im_end|>",
@@ -172,7 +158,7 @@ class Demonstration:
 
 
 def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
-    """The demonstrator's reaches. The same seed yields the same ones, and more episodes only add to them."""
+    """Yield the demonstrator's reaches. The same seed yields the same ones, and more episodes only add to them."""
     rng = np.random.default_rng(seed)
     for _ in range(num_episodes):
         scene = _draw_scene(rng)
@@ -190,18 +176,17 @@ def _draw_scene(rng: np.random.Generator) -> Scene:
 
 
 def _ideal_path(scene: Scene, side: int) -> FloatArray:
-    """Straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
+    """Lead straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
     progress = np.linspace(0, 1, _PATH_STEPS + 1)[:, None]
     decided = np.clip(np.arange(_PATH_STEPS + 1) - _APPROACH_STEPS, 0, None) / (_PATH_STEPS - _APPROACH_STEPS)
     direction = scene.goal - scene.start
     normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
     swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
-    path: FloatArray = scene.start + progress * direction + side * swerve * normal
-    return path
+    return scene.start + progress * direction + side * swerve * normal
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
-    """What the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
+    """Draw what the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
     ticks = (np.arange(IMAGE_SIZE) + 0.5) / IMAGE_SIZE * 2 - 1
     x, y = np.meshgrid(ticks, -ticks)
     image = np.broadcast_to(np.array(_BACKGROUND, dtype=np.float64), (IMAGE_SIZE, IMAGE_SIZE, 3))
@@ -236,30 +221,19 @@ def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
         CAMERA: {"dtype": "image", "shape": (IMAGE_SIZE, IMAGE_SIZE, 3), "names": ["height", "width", "channels"]},
     }
     dataset = LeRobotDataset.create(REPO_ID, fps=FPS, features=features, root=output, use_videos=False)
-    with _one_progress_bar():
-        for episode in tqdm(demonstrations(num_episodes, seed), total=num_episodes, desc="episodes", unit="ep"):
-            for position, target in zip(episode.positions[:-1], episode.positions[1:], strict=True):
-                image = draw_image(episode.scene, position)
-                dataset.add_frame({"observation.state": position, "action": target, CAMERA: image, "task": TASK})
-            dataset.save_episode()
-        dataset.finalize()
+    disable_progress_bars()  # those that `datasets` shows for the few rows of every single episode
+    for episode in tqdm(demonstrations(num_episodes, seed), total=num_episodes, desc="episodes", unit="ep"):
+        for position, target in zip(episode.positions[:-1], episode.positions[1:], strict=True):
+            image = draw_image(episode.scene, position)
+            dataset.add_frame({"observation.state": position, "action": target, CAMERA: image, "task": TASK})
+        dataset.save_episode()
+    dataset.finalize()
+    enable_progress_bars()
     return output
 
 
-@contextmanager
-def _one_progress_bar() -> Iterator[None]:
-    """Without the bar that `datasets` shows for the few rows of every single episode."""
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
-
-
 def policy_flags(vlm: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for a policy trained from scratch, which then works in any working directory."""
+    """Return the toy's `lerobot-train` flags for a policy from scratch, which then works in any working directory."""
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in POLICY_SETTINGS.items()}
     return [
         "--policy.type=smolvla",
@@ -269,22 +243,5 @@ def policy_flags(vlm: Path) -> list[str]:
 
 
 def dataset_flags(dataset: Path) -> list[str]:
-    """The toy's `lerobot-train` flags for the data."""
+    """Return the toy's `lerobot-train` flags for the data."""
     return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for vlm/ and dataset/")
-    parser.add_argument(
-        "--episodes", type=number(COUNT), default=60, help="number of demonstrations (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=number(SEED), default=0, help="of the demonstrations (default: %(default)s)")
-    parsed = parser.parse_args(arguments)
-    check_output_folder("output", parsed.output)
-    write_vlm(parsed.output / "vlm")
-    write_dataset(parsed.output / "dataset", parsed.episodes, parsed.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(one_line_errors("smolvla_toy", main))

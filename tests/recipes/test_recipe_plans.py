@@ -202,8 +202,8 @@ def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytes
 
 
 def test_the_reflow_recipe_takes_its_own_plan_flag(student: Path) -> None:
-    assert reflow_smolvla.take_plan_flag(["--plan=4GiB", "--steps=4"]) == ("4GiB", ["--steps=4"])
-    assert reflow_smolvla.take_plan_flag(["--steps=4"]) == (None, ["--steps=4"])
+    assert reflow_smolvla.take_flag("plan", ["--plan=4GiB", "--steps=4"]) == ("4GiB", ["--steps=4"])
+    assert reflow_smolvla.take_flag("plan", ["--steps=4"]) == (None, ["--steps=4"])
     with pytest.raises(ValueError, match="plan='auto' needs an accelerator"):
         reflow_smolvla.planned_offload(reflow_run(student), 3, "auto")
 

@@ -83,7 +83,7 @@ def test_steps_warm_up_and_r1_are_counted(
     rates = []
     for _, images in zip(range(5), run.batches, strict=False):
         train_batch(run, images)
-        rates.append(run.schedulers[0].last_epoch)
+        rates.append(run.scheduler[0].last_epoch)
     per_batch = training_steps * len(resolutions)
     assert run.progress.num_updates == 5
     assert rates == [1, 2, 3, 4, 5]

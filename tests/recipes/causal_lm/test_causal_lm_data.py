@@ -15,9 +15,9 @@ def test_the_default_corpus_is_pythons_documentation() -> None:
 
 def test_blocks_hold_the_text_in_order_and_none_twice() -> None:
     texts = Dataset.from_dict({"text": ["one two three " * 20, "four five six " * 20]})
-    tokenizer = causal_lm_data.train_tokenizer(texts, vocab_size=300)
-    options = parse("", ["--block_size=8", "--held_out=0.2"]).data
-    blocks = causal_lm_data.pack(texts, tokenizer, options, seed=0)
+    options = parse("", ["--block_size=8", "--held_out=0.2", "--vocab_size=300"])
+    tokenizer = causal_lm_data.make_tokenizer(options.model, texts)
+    blocks = causal_lm_data.pack(texts, tokenizer, options.data, seed=0)
     stream = [token for text in texts["text"] for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
     expected = [tuple(stream[start : start + 8]) for start in range(0, len(stream) - 7, 8)]
     found = [tuple(row) for split in ("train", "test") for row in blocks[split]["input_ids"]]

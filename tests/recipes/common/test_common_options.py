@@ -1,4 +1,4 @@
-"""Recipes look at their folders first: other runs' checkpoints and other processes are refused before any work."""
+"""Recipes look at their folders first: other runs' checkpoints are refused before any work."""
 
 import os
 import shutil
@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 from toy_run import ToyRun
 
-from hf_memopt.disk.locks import WriterLock
 from hf_memopt.recipes.causal_lm import options as causal_lm_options
-from hf_memopt.recipes.common.loop import lock_output
+from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.fluxflow import options as fluxflow_options
-from hf_memopt.recipes.lgt.config import CheckpointConfig
 from hf_memopt.recipes.neural_operator import options as neural_operator_options
-from hf_memopt.recipes.train_lgt import check_folder
 
 
 def by_flags(parse: Callable[..., Any], *more: str) -> Callable[[Path, str], Any]:
@@ -27,7 +23,7 @@ CHECKS: dict[str, Callable[[Path, str], Any]] = {
     "causal_lm": by_flags(causal_lm_options.parse),
     "fluxflow": by_flags(fluxflow_options.parse),
     "neural_operator": by_flags(neural_operator_options.parse),
-    "lgt": lambda output, name: check_folder(CheckpointConfig(save_dir=str(output), resume_from_checkpoint=name)),
+    "lgt": lambda output, name: check_folder(str(output), name, "checkpoint.save_dir"),
 }
 
 
@@ -53,11 +49,3 @@ def test_what_cannot_be_resumed_is_refused_with_the_flags(recipe: str, used: Pat
 def test_trainers_checkpoints_are_looked_for_with_the_flags(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume_from_checkpoint='latest': no such folder"):
         by_flags(causal_lm_options.parse, "--loop=trainer")(tmp_path, "latest")
-
-
-def test_a_second_process_is_told_first(tmp_path: Path) -> None:
-    with (
-        WriterLock(tmp_path / ".lock", "theirs", "leave"),
-        pytest.raises(ValueError, match=rf"{tmp_path}: process {os.getpid()} .* is writing there"),
-    ):
-        lock_output(Accelerator(cpu=True), str(tmp_path))

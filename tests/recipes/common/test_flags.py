@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_memopt.recipes.common.flags import Count, NotNegative, as_settings, as_words, flag, read_flags, read_sections
+from hf_memopt.recipes.common.flags import as_settings, as_words, explained, flag, read_flags, read_sections
+from hf_memopt.recipes.common.numeric import Count, NotNegative
 
 
 @dataclass
@@ -56,6 +57,14 @@ def test_words_are_read_again() -> None:
         "training.fast": True,
         "training.name": "none",
     }
+
+
+def test_what_a_loader_says_comes_after_flag_and_remedy() -> None:
+    with pytest.raises(ValueError, match="model='x' cannot be loaded; pass a folder: no such thing"):
+        with explained("model='x' cannot be loaded; pass a folder"):
+            raise OSError("no such thing")
+    with pytest.raises(KeyError), explained("model='x'"):
+        raise KeyError("a mistake of ours")
 
 
 @pytest.mark.parametrize(

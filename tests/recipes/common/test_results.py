@@ -23,6 +23,14 @@ def test_a_figure_is_saved_at_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_entries_are_plotted_where_a_history_has_them(tmp_path: Path) -> None:
+    history = [{"update": 1, "loss": 3.0}, {"update": 2, "loss": 2.0, "eval_loss": 2.5}]
+    with results.drawn(tmp_path / "figure.png", 1, 1) as axes:
+        results.plot_history(axes, history, "update", {"loss": "training", "eval_loss": "held out", "kl": "KL"}, "o-")
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"training": [[1, 3], [2, 2]], "held out": [[2, 2.5]]}
+
+
 def test_a_missing_figure_is_explained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with caplog.at_level("INFO", "hf_memopt"):

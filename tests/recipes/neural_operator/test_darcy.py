@@ -192,7 +192,7 @@ def test_a_finer_grid_gives_smaller_errors() -> None:
         ({"split": "validation"}, "split='validation' must be 'train' or 'test'"),
         ({"resolution": 2}, "resolution=2 must be at least 3"),
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
-        ({"tolerance": 1e-16}, "tolerance=1e-16 must lie between"),
+        ({"tolerance": 1e-16}, "tolerance=1e-16 must be at least 1e-12"),
     ],
 )
 def test_bad_parameters_are_refused(changes: dict[str, object], message: str) -> None:
