@@ -15,7 +15,7 @@ from torch import nn
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.planner.simulator import Action, Link
+from hf_memopt.activations.planner.profile import Action, Link
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext

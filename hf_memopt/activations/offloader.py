@@ -95,25 +95,15 @@ class ActivationOffloader:
         mode: str = "auto",
         copier: Copier | None = None,
     ) -> None:
+        self._options = {name: value for name, value in locals().items() if name != "self"}
         for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib"):
-            NOT_NEGATIVE.check(field, locals()[field])
+            NOT_NEGATIVE.check(field, self._options[field])
         COUNT_OR_ZERO.check("prefetch_ahead", prefetch_ahead)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
         self.enabled, self.mode = enabled, mode
-        self._options = {
-            "enabled": enabled,
-            "offload_threshold_mb": offload_threshold_mb,
-            "prefetch_ahead": prefetch_ahead,
-            "pin_memory": pin_memory,
-            "budget_gib": budget_gib,
-            "max_slowdown": max_slowdown,
-            "host_budget_gib": host_budget_gib,
-            "mode": mode,
-            "copier": copier,
-        }
         self._threshold_bytes = max(1, round(offload_threshold_mb * 2**20))
         self._pin_memory = pin_memory
         self._given_copier = copier
@@ -206,24 +196,20 @@ class ActivationOffloader:
 
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
-        return _recreate, (self._options,)
+        return functools.partial(ActivationOffloader, **self._options), ()
 
     def _begin_pass(
         self, model: nn.Module | None, device: torch.device, op_recorder: OpRecorder | None
     ) -> ForwardPass | None:
         context = self._context(device)
-        if context is None or self.mode != "auto":
-            return self._new_pass(device)
+        if context is None:
+            return None
+        if self.mode != "auto":
+            return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
         plans = self._plans_of(model)
         if device not in plans:
             plans[device] = AutoMode(context, self._limits, self._counters, model, self._note_end, room_on(device))
         return plans[device].begin_pass(op_recorder)
-
-    def _new_pass(self, device: torch.device) -> ForwardPass | None:
-        context = self._context(device)
-        if context is None:
-            return None
-        return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
 
     def _note_end(self, forward: ForwardPass) -> None:
         self._ended = forward
@@ -323,10 +309,6 @@ def _is_captured() -> bool:
 @functools.cache
 def _say_captured() -> None:
     logger.warning("activation offloading: everything stays on the device while a CUDA graph is captured")
-
-
-def _recreate(options: dict[str, Any]) -> ActivationOffloader:
-    return ActivationOffloader(**options)
 
 
 def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 from hf_memopt.estimate.gpus import Card, allowances
-from hf_memopt.text_table import Table, align
+from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib
 
 _MAX_NAMES = 5
@@ -90,11 +90,13 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 
 def headlines(estimate: MemoryEstimate) -> list[str]:
     """The phase of the peak, and what that means."""
+    in_optimizer = estimate.phase == OPTIMIZER
+    where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
-        f"The peak is in {_phase(estimate)}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
+        f"The peak is in {where}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
         f"the allocator then holds {format_gib(estimate.reserved_bytes)} (by a model of it)."
     ]
-    if estimate.phase == OPTIMIZER:
+    if in_optimizer:
         lines.append(
             "The optimizer sets it, so that activation checkpointing and offloading cannot lower it; a fused "
             "optimizer, one with less state, or fewer trainable parameters can."
@@ -110,7 +112,7 @@ def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
 def top_table(estimate: MemoryEstimate) -> Table:
     """The largest tensors at the peak."""
     heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             tensor.num_bytes / MIB,
             tensor.kind,
@@ -121,7 +123,7 @@ def top_table(estimate: MemoryEstimate) -> Table:
         ]
         for tensor in estimate.top
     ]
-    return Table(heads, [list(row) for row in rows])
+    return Table(heads, rows)
 
 
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
@@ -177,10 +179,6 @@ def _closing(estimate: MemoryEstimate) -> Iterator[str]:
     if estimate.unreached:
         names = ", ".join(estimate.unreached[:_MAX_NAMES])
         yield f"  {len(estimate.unreached)} trainable parameters got no gradient, so part may not have run: {names}"
-
-
-def _phase(estimate: MemoryEstimate) -> str:
-    return "the optimizer's update" if estimate.phase == OPTIMIZER else estimate.phase
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

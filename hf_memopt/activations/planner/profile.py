@@ -83,13 +83,8 @@ class Profile:
         return [storage.num_bytes for storage in self.storages]
 
     @cached_property
-    def num_uses(self) -> list[int]:
-        """How often backward unpacks each storage."""
-        return [len(storage.uses_s) for storage in self.storages]
-
-    @cached_property
     def num_uses_by_backward(self) -> list[list[int]]:
-        """The same for each backward pass."""
+        """Return how often each backward pass unpacks each storage."""
         counts = [[0] * len(self.storages) for _ in range(len(self.backward_ends_s) + 1)]
         for index, storage in enumerate(self.storages):
             for used_s in storage.uses_s:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
-from hf_memopt.activations.planner.simulator import Action, Link, Profile
+from hf_memopt.activations.planner.profile import Action, Link, Profile
 
 _CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
 _STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -101,18 +101,8 @@ class _Search:
             for index, rank in enumerate(self._lifetime_ranks)
             if member.actions[index] != _KEEP
         )
-        # Bisect for the longest first part of the order that stays below the next member.
-        count, too_many = 0, len(order) + 1
-        while too_many - count > 1:
-            middle = (count + too_many) // 2
-            changed = bytearray(member.actions)
-            for _, _, index in order[:middle]:
-                changed[index] = _KEEP
-            trial = self._trials.evaluate_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
-            if trial is not None and trial.peak_bytes < larger[0].peak_bytes:
-                count = middle
-            else:
-                too_many = middle
+        indices = [index for _, _, index in order]
+        self._trials.change_first(member, indices, _KEEP, lambda trial: trial.peak_bytes < larger[0].peak_bytes)
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
         """Return about what keeping a storage saves."""

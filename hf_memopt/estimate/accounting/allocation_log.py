@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
@@ -60,7 +61,7 @@ class StepPhases:
     def enter(self, module: nn.Module) -> None:
         """Note that a module begins to run: a forward pass, unless backward runs a checkpointed region again."""
         self._running.append(self._names[id(module)])
-        if self.name in (BACKWARD, OUTSIDE) and not _in_backward():
+        if self.name in (BACKWARD, OUTSIDE) and not in_backward():
             self.name = FORWARD
 
     def leave(self) -> None:
@@ -75,15 +76,11 @@ class StepPhases:
         if self.name == OPTIMIZER:
             return False
         before = self.name
-        if _in_backward():
+        if in_backward():
             self.name = BACKWARD
         elif self.name == BACKWARD:
             self.name = OUTSIDE
         return self.name == BACKWARD != before
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # What fake tensors are asked through the dispatcher, without computing anything.

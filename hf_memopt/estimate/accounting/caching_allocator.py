@@ -7,7 +7,6 @@ the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,14 +43,12 @@ class CachingAllocator:
     Attributes:
         allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
         reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
-        num_retries: how often the device was full and unused segments were returned.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
         self._next_address = 0
 
@@ -88,7 +85,6 @@ class CachingAllocator:
     def _new_segment(self, num_bytes: int, small: bool) -> _Block:
         segment_bytes = _segment_bytes(num_bytes)
         if not self._has_room(segment_bytes):
-            self.num_retries += 1
             self._return_unused()
             if not self._has_room(segment_bytes):
                 raise OutOfDeviceMemoryError(
@@ -143,34 +139,6 @@ def _segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
 
 
-def replay(
-    storages: Sequence[int], changes: Sequence[int], capacity_bytes: int | None = None, first_step: int = 0
-) -> CachingAllocator:
-    """The allocator after a run.
-
-    Args:
-        storages: which storage each change belongs to, by number.
-        changes: bytes; a storage is allocated when its size grows from 0, and freed when it returns to it.
-        capacity_bytes: of the device; None, unlimited.
-        first_step: index of a change before which the peak of allocated bytes is counted anew.
-
-    Raises:
-        OutOfDeviceMemoryError: the run does not fit.
-    """
-    allocator = CachingAllocator(capacity_bytes)
-    blocks: dict[int, _Block] = {}
-    sizes: dict[int, int] = {}
-    for position, (storage, change) in enumerate(zip(storages, changes, strict=True)):
-        if position == first_step:
-            allocator.peak_allocated_bytes = allocator.allocated_bytes
-        sizes[storage] = sizes.get(storage, 0) + change
-        if storage in blocks:  # died, or was resized
-            allocator.release(blocks.pop(storage))
-        if sizes[storage]:
-            blocks[storage] = allocator.allocate(sizes[storage])
-    return allocator
-
-
 @dataclass(frozen=True)
 class MemoryTrace:
     """Device memory over time.
@@ -214,7 +182,18 @@ class MemoryTrace:
         Raises:
             OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
         """
-        return replay(self.storages, self.changes, capacity_bytes, self.first_step)
+        allocator = CachingAllocator(capacity_bytes)
+        blocks: dict[int, _Block] = {}
+        sizes: dict[int, int] = {}
+        for position, (storage, change) in enumerate(zip(self.storages, self.changes, strict=True)):
+            if position == self.first_step:
+                allocator.peak_allocated_bytes = allocator.allocated_bytes
+            sizes[storage] = sizes.get(storage, 0) + change
+            if storage in blocks:  # died, or was resized
+                allocator.release(blocks.pop(storage))
+            if sizes[storage]:
+                blocks[storage] = allocator.allocate(sizes[storage])
+        return allocator
 
     def fits(self, capacity_bytes: int) -> bool:
         """Whether the run goes through on a device with so much memory for the allocator."""

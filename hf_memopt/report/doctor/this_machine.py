@@ -1,9 +1,8 @@
 """What `hf-memopt doctor` finds out about the machine."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,10 +23,6 @@ class Machine:
     versions: dict[str, str | None]
     features: list[Feature]
     problems: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def examine(device: str | None = None) -> Machine:

@@ -88,7 +88,7 @@ def evaluate_reflow(
     noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
     references = [
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
-        for batch, noise in _paired(batches, noises)
+        for batch, noise in zip(batches, noises, strict=True)
     ]
     sides = {
         name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
@@ -165,7 +165,7 @@ def _evaluate_model(
     action_errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
     paths = []
     for batch, noise, reference in tqdm(
-        list(_paired(batches, noises, references)), desc=f"evaluate {name}", unit="batch"
+        list(zip(batches, noises, references, strict=True)), desc=f"evaluate {name}", unit="batch"
     ):
         observation = observe(policy, batch)
         paths.append(sample_trajectory(policy, observation, noise, reference_steps)[..., :dims])
@@ -253,7 +253,3 @@ def _valid(error: Tensor, batch: Batch) -> Tensor:
 
 def _rms(errors: Sequence[Tensor]) -> float:
     return torch.cat(list(errors)).square().mean().sqrt().item()
-
-
-def _paired(*sequences: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    return zip(*sequences, strict=True)
