@@ -161,7 +161,7 @@ class ActivationOffloader:
 
     @property
     def stats(self) -> OffloadStats:
-        """What has been moved so far, and how the newest pass compares with its plan."""
+        """Return what has been moved so far, and how the newest pass compares with its plan."""
         devices = [device for device in self._devices.values() if device is not None]
         ended = self._ended
         plan = ended.plan if ended else None
@@ -281,7 +281,7 @@ class ActivationOffloader:
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function that runs `forward` in an `offload_context` of its own offloader, with its name and signature.
+    """Make a function that runs `forward` in an `offload_context` of its own, with its name and signature.
 
     Args:
         forward: a function or a module's bound `forward`; a bound method's module tells which weights must not move.

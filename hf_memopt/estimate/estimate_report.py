@@ -72,7 +72,7 @@ class MemoryEstimate:
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
-    """What `hf-memopt estimate` prints: the phase of the peak first.
+    """Return what `hf-memopt estimate` prints: the phase of the peak first.
 
     Args:
         estimate: to describe.
@@ -89,7 +89,7 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 
 
 def headlines(estimate: MemoryEstimate) -> list[str]:
-    """The phase of the peak, and what that means."""
+    """Return the phase of the peak, and what that means."""
     in_optimizer = estimate.phase == OPTIMIZER
     where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
@@ -105,12 +105,12 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
 
 
 def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
-    """What a card must have: the allocator's memory and the allowances."""
+    """Return what a card must have: the allocator's memory and the allowances."""
     return estimate.reserved_bytes + sum(allowances(card).values())
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
-    """The largest tensors at the peak."""
+    """Return the largest tensors at the peak."""
     heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
     rows: list[list[Cell]] = [
         [
@@ -127,7 +127,7 @@ def top_table(estimate: MemoryEstimate) -> Table:
 
 
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
-    """Short facts, by name."""
+    """Return short facts, by name."""
     facts = {
         "peak of tensors": format_gib(estimate.peak_bytes),
         "held by the allocator": f"{format_gib(estimate.reserved_bytes)} (by a model of it)",
@@ -140,7 +140,7 @@ def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
 
 
 def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any]:
-    """All but the trace; bytes as whole numbers.
+    """Return all but the trace; bytes as whole numbers.
 
     Args:
         estimate: to describe.

@@ -69,7 +69,7 @@ _OTHER_WORKSPACES_BYTES = 128 * MIB - _NUM_HANDLES * _WORKSPACE_BYTES
 
 
 def allowances(card: Card | None = None) -> dict[str, int]:
-    """Memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
+    """Return the memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
 
     Assumed, not measured: the context depends on driver and card, cuDNN's workspaces on which kernels run. Those of
     convolutions may be far larger with `torch.backends.cudnn.benchmark`.
@@ -108,7 +108,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(text: str, option: str = "size") -> int:
-    """Bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
+    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
 
     Args:
         text: as above.

@@ -51,8 +51,9 @@ class MemoryTimeline(NamedTuple):
 
 
 def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryTimeline:
-    """At most `max_points` positions from the first step on; of each stretch the one that holds most, so that the peak
-    is among them.
+    """Return at most `max_points` positions from the first step on.
+
+    Of each stretch it is the one that holds most, so that the peak is among them.
     """
     trace = estimate.trace
     wanted = set(_highest(trace.held(), trace.first_step, max_points))

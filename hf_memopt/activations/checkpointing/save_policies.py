@@ -235,7 +235,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def may_be_kept(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether recomputation may leave an operation out: it writes nothing, draws nothing, and is more than a view."""
+    """Return whether recomputation may leave an operation out: it writes and draws nothing, and is more than a view."""
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None:
         return True

@@ -144,7 +144,7 @@ class Trials:
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
     def evaluate_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
-        """As `evaluate`, with windows of at most so many bytes, and never wider ones than the candidate's."""
+        """Evaluate a plan with windows of at most so many bytes, and never wider ones than the candidate's."""
         actions = self._normalised(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)

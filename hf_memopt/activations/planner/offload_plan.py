@@ -84,11 +84,11 @@ class Plan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted step time over the plain one's, less 1; 0 if no time was recorded."""
+        """Return the predicted step time over the plain one's, less 1; 0 if no time was recorded."""
         return self.predicted_step_s / self.plain_step_s - 1 if self.plain_step_s else 0.0
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         return (
             f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded, "
             f"{format_bytes(self.recomputed_bytes)} recomputed; predicted peak "

@@ -79,7 +79,7 @@ class Profile:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each storage."""
+        """Return the bytes of each storage."""
         return [storage.num_bytes for storage in self.storages]
 
     @cached_property
@@ -93,7 +93,7 @@ class Profile:
 
     @cached_property
     def dependents_first(self) -> list[int]:
-        """All storages, each before its sources."""
+        """Return all storages, each before its sources."""
         num_unvisited = [0] * len(self.storages)
         for index, storage in enumerate(self.storages):
             for source in storage.sources:
@@ -112,7 +112,7 @@ class Profile:
 
     @cached_property
     def first_needs_s(self) -> list[float]:
-        """When each storage is needed first if everything that can be recomputed is; `inf` if never."""
+        """Return when each storage is needed first if everything that can be recomputed is; `inf` if never."""
         needs = [min(storage.uses_s, default=math.inf) for storage in self.storages]
         for index in self.dependents_first:
             for source in self.storages[index].sources:
@@ -121,7 +121,7 @@ class Profile:
 
     @cached_property
     def events(self) -> list[tuple[float, int, int]]:
-        """`(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
+        """Return `(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
         events = [(end_s, int(EventKind.END_OF_BACKWARD), number) for number, end_s in enumerate(self.backward_ends_s)]
         for index, storage in enumerate(self.storages):
             events.append((storage.saved_at_s, int(EventKind.SAVE), index))
@@ -132,7 +132,7 @@ class Profile:
 
     @cached_property
     def use_order(self) -> list[int]:
-        """Storages in the order of their first use."""
+        """Return the storages in the order of their first use."""
         return list(dict.fromkeys(index for _, kind, index in self.events if kind == EventKind.USE))
 
 

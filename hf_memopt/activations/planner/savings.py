@@ -11,7 +11,7 @@ def estimate_offloading_memory_savings(
     link_gb_per_s: float | None = None,
     compute_ms: float | None = None,
 ) -> dict[str, float]:
-    """Memory that offloading a share of the activations frees, and the time that its copies take.
+    """Compute the memory that offloading a share of the activations frees, and the time that its copies take.
 
     Physical limit: while the forward pass computes for `compute_ms`, the link carries `link_gb_per_s * compute_ms` to
     the host, and backward, which computes for twice as long, up to twice that back. Per token and layer, for b bytes

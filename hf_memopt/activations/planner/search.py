@@ -70,6 +70,8 @@ class _Search:
         self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
         link = trials.link
         self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        # For each candidate the changes of single storages that `_change_one` has still to try. A member that is
+        # visited again goes on where its last visit ended.
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
     def run(self) -> None:
@@ -106,6 +108,7 @@ class _Search:
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
         """Return about what keeping a storage saves."""
+        # A plan without stalls hides all its copies, so that to keep what it offloads saves no time.
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte if member.timeline.stall_s else 0.0
@@ -173,6 +176,7 @@ class _Search:
         """The next wider and narrower windows, in flight and prefetched."""
         windows = self._trials.windows
         place = windows.index(member.window)
+        # The list varies prefetching fastest, so that the next amount in flight is this many places further on.
         num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
         for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
             if 0 <= other < len(windows):
@@ -232,6 +236,8 @@ class _Search:
 
     def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
         """Return a changed plan's peak and step, if the storage counts at the peak and its copies hide as others do."""
+        # This is a guess that orders the changes; simulating them decides. Where compute stalls now, it is taken to
+        # stall less by the time of a storage's copies when they go, and more by it when they come.
         before, size = member.actions[index], self._profile.sizes[index]
         recompute_s = self._profile.storages[index].recompute_s or 0.0
         stall_s = member.timeline.stall_s

@@ -148,7 +148,7 @@ def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord]]:
-    """Device storages that are alive after a position of the log, with their kinds, largest first."""
+    """Return the device storages that are alive after a position of the log, with their kinds, largest first."""
     live = [
         record
         for record in log.records
@@ -158,12 +158,12 @@ def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord
 
 
 def of_storages(log: AllocationLog) -> tuple[str, ...]:
-    """The kind of every storage, by number."""
+    """Return the kind of every storage, by number."""
     return tuple(_kind(record, log) for record in log.records)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
-    """Bytes of each kind, most first."""
+    """Return the bytes of each kind, most first."""
     totals: Counter[str] = Counter()
     for kind, record in live:
         totals[kind] += record.num_bytes

@@ -37,12 +37,12 @@ class AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether the kernel has to keep what backward needs."""
+        """Return whether the kernel has to keep what backward needs."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
 def choose_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
-    """The kernel: "cudnn", "flash", "efficient" or "math".
+    """Return the kernel: "cudnn", "flash", "efficient" or "math".
 
     Args:
         call: what is to be computed.
@@ -107,7 +107,7 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 @contextmanager
 def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Iterator[None]:
-    """`scaled_dot_product_attention` on this device runs what torch would choose on a card of this compute capability.
+    """Have `scaled_dot_product_attention` on this device run what torch would choose on a card of this capability.
 
     A function mode would be off inside backward, where checkpointed regions run again, so the function itself is
     replaced.
@@ -192,7 +192,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def register_softmax() -> list[torch.library.Library]:
-    """CUDA's softmax reads float16 and writes float32 in one kernel; bfloat16, and all elsewhere, is converted first.
+    """Register CUDA's softmax, which reads float16 and writes float32 in one kernel, and converts bfloat16 first.
 
     Source: `softmax` and `log_softmax` of torch's SoftMax.cpp.
     """

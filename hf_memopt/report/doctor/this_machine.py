@@ -43,7 +43,7 @@ def examine(device: str | None = None) -> Machine:
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
-    """What is likely to fail or to be slow, each with its remedy."""
+    """Return what is likely to fail or to be slow, each with its remedy."""
     problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
     if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
         problems.append(

@@ -60,7 +60,7 @@ class ReflowEvaluation:
     student: ModelEvaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return what goes into JSON."""
         return dataclasses.asdict(self)
 
 
@@ -106,7 +106,7 @@ def held_out_batches(
     max_observations: int = 256,
     device: str = "cpu",
 ) -> list[dict[str, Tensor]]:
-    """Observations of a LeRobotDataset, preprocessed as the policy was trained, spread evenly over the episodes.
+    """Load observations of a LeRobotDataset, preprocessed as for the policy, spread evenly over the episodes.
 
     Args:
         policy: checkpoint whose configuration and saved preprocessor apply.
@@ -136,7 +136,7 @@ def held_out_batches(
 
 @contextmanager
 def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
-    """Around lerobot's opening of a dataset.
+    """Say in words why lerobot cannot open a dataset, if it cannot.
 
     Raises:
         ValueError: it is not there, neither locally nor on the hub.
@@ -188,7 +188,7 @@ def _evaluate_model(
 
 
 def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
-    """The states from noise to actions that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`."""
+    """Return the states that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`, noise first."""
     recorder = _Recorder()
     with _sampling(policy, num_steps, recorder):
         policy.model.sample_actions(*observation.arguments(), noise=noise)

@@ -144,7 +144,7 @@ def check_new(output: Path) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
     check_new(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
