@@ -306,8 +306,7 @@ class AutoMode:
             return None
 
     def _make_plan(self, budget_bytes: int | None, device_limit_bytes: int | None = None) -> Plan:
-        limits: dict[str, Any] = {**vars(self._limits), "budget_bytes": budget_bytes}
-        limits["device_limit_bytes"] = device_limit_bytes
         assert self.recording is not None
         assert self._link is not None
-        return make_plan(self.recording.profile, self._link, **limits)
+        limits: dict[str, Any] = vars(self._limits) | {"budget_bytes": budget_bytes}
+        return make_plan(self.recording.profile, self._link, device_limit_bytes=device_limit_bytes, **limits)

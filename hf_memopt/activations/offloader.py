@@ -26,11 +26,11 @@ from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
+from hf_memopt.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "all", "inputs")
-_GIB = 2**30
 _HOST_SHARE = 0.9
 _HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
 _NOTHING_TO_MOVE = (
@@ -104,7 +104,7 @@ class ActivationOffloader:
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
         self.enabled, self.mode = enabled, mode
-        self._threshold_bytes = max(1, round(offload_threshold_mb * 2**20))
+        self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory
         self._given_copier = copier
         self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
@@ -175,8 +175,8 @@ class ActivationOffloader:
             host_bytes_pinned=sum(device.arena.bytes_held for device in devices),
             num_host_allocations=sum(device.arena.num_allocations for device in devices),
             stall_ms=sum(device.copier.stall_ms() for device in devices),
-            predicted_peak_gib=plan.predicted_peak_bytes / _GIB if plan else None,
-            measured_peak_gib=ended.peak_bytes / _GIB if ended else None,
+            predicted_peak_gib=plan.predicted_peak_bytes / GIB if plan else None,
+            measured_peak_gib=ended.peak_bytes / GIB if ended else None,
             predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
             measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
@@ -321,4 +321,4 @@ def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
 
 
 def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else round(gib * _GIB)
+    return None if gib is None else round(gib * GIB)

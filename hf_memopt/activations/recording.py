@@ -51,7 +51,7 @@ class _Event:
 
 @dataclass(eq=False)
 class _Unsaved:
-    """A storage that nobody has saved when another one could be computed from it, `dependent`; maybe somebody does."""
+    """A source of the storage `dependent` that nobody had saved by then; `index` is set if autograd saves it later."""
 
     num_bytes: int
     dependent: int
@@ -135,7 +135,8 @@ class Recorder:
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
-        # Noted earlier as a source that nobody saves: somebody does.
+        # Another storage could be computed from this one when nobody had saved it yet. Now autograd does save it, so
+        # that the planner will know this source by its index.
         if key in self._unsaved:
             self._unsaved.pop(key).index = index
         if stays:
@@ -226,7 +227,7 @@ class _Timing:
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
-        # What is never used is not worth keeping anything for.
+        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
         computable = noted._computable.get(index) if uses else None
         return SavedStorage(
             noted._sizes[index],

@@ -44,8 +44,8 @@ class MemoryEstimate:
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
         step_ms: what the last step would take on `gpu`; None without one.
-        phases_ms: the same by phase.
-        stall_ms: for how long compute would wait for copies in it.
+        phases_ms: what each phase of the last step would take; empty without a card.
+        stall_ms: for how long compute would wait for copies in the last step; None without a card.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
         storage_kinds: what each storage of `trace` is for, by its number.
     """

@@ -240,7 +240,11 @@ def _refuse_gradient_checkpointing(module: nn.Module, name: str) -> None:
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    layers = {name: module for name, module in model.named_modules() if "GradientCheckpointingLayer" in _bases(module)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    }
     groups = [layers] if layers else _repeated(model)
     if not groups:
         raise ValueError(
@@ -288,7 +292,3 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(not outer or f"{name}.".startswith(f"{outer}.") for outer in modules)
-
-
-def _bases(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}

@@ -155,7 +155,7 @@ def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
 
 
 def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """Return the same for each backward pass: each computes again what it needs."""
+    """Return how often each backward pass needs each storage; each pass computes again what it needs."""
     return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
 
 
@@ -174,20 +174,9 @@ def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) ->
 def reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
     """Return the offloaded storages in the order in which backward first needs them, also as sources."""
     order: dict[int, None] = {}
-    # Backward needs the sources of a recomputed storage when it first needs that storage.
     recomputed: set[int] = set()
-    for index in profile.use_order:
-        if actions[index] == Action.OFFLOAD:
-            order[index] = None
-        elif actions[index] == Action.RECOMPUTE and index not in recomputed:
-            _append_sources(profile, actions, index, recomputed, order)
-    return list(order)
-
-
-def _append_sources(
-    profile: Profile, actions: Sequence[int], index: int, recomputed: set[int], order: dict[int, None]
-) -> None:
-    stack = [index]
+    # The sources of a recomputed storage are needed when it is needed first, so they go on top of the stack.
+    stack = profile.use_order[::-1]
     while stack:
         index = stack.pop()
         if actions[index] == Action.OFFLOAD:
@@ -195,3 +184,4 @@ def _append_sources(
         elif actions[index] == Action.RECOMPUTE and index not in recomputed:
             recomputed.add(index)
             stack.extend(reversed(profile.storages[index].sources))
+    return list(order)

@@ -90,8 +90,11 @@ class _Polish:
         return [index for index in order if candidate.actions[index] == action]
 
     def _change(self, candidate: Candidate, indices: list[int], action: int) -> Candidate:
-        """Give an action to as many storages as the limits allow: the longest first part of them, what is small enough
-        of those after the one that did not fit, and so on. More memory never lets this keep less."""
+        """Give an action to as many storages as the limits allow.
+
+        First the longest first part of the list gets it. The storage that did not fit is left out, and the search goes
+        on among those behind it that are small enough. With more memory this never keeps less.
+        """
         while indices:
             candidate, count = self._trials.change_first(candidate, indices, action, self._limits.allow)
             room = self._limits.peak_bytes - candidate.peak_bytes

@@ -114,7 +114,7 @@ class _Search:
         return self._s_per_byte if member.timeline.stall_s else 0.0
 
     def _any_window(self, member: Candidate) -> None:
-        """All windows, which often need each other."""
+        """Try all windows: more in flight often pays only together with more prefetching."""
         for window in self._trials.windows:
             self._trials.evaluate(member.actions, window, member.thresholds)
 
@@ -173,18 +173,21 @@ class _Search:
         return move
 
     def _vary_window(self, member: Candidate) -> None:
-        """The next wider and narrower windows, in flight and prefetched."""
+        """Try the next wider and narrower windows, in flight and prefetched."""
         windows = self._trials.windows
         place = windows.index(member.window)
-        # The list varies prefetching fastest, so that the next amount in flight is this many places further on.
+        # The list varies prefetching fastest, so that the next amount in flight is this many places away.
         num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
         for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
             if 0 <= other < len(windows):
                 self._trials.evaluate(member.actions, windows[other], member.thresholds)
 
     def _blend(self, member: Candidate) -> None:
-        """Between two neighbours on the front: one's actions for the shorter lived half of what differs, or for every
-        other storage of it, and the other's for the rest."""
+        """Try plans between a member and its neighbours on the front.
+
+        Where the two differ, the blend takes the neighbour's actions for the half that lives shortest, or for every
+        second storage by lifetime, and the member's actions for the rest.
+        """
         for neighbour in self._trials.front.neighbours(member):
             differing = [
                 i for i, pair in enumerate(zip(member.actions, neighbour.actions, strict=True)) if pair[0] != pair[1]
@@ -198,7 +201,7 @@ class _Search:
                     self._trials.evaluate(bytes(blend), window)
 
     def _change_one(self, member: Candidate) -> None:
-        """Another action for a single storage: the next few changes that may move the front, the likeliest first."""
+        """Try another action for a single storage: the next few changes that may move the front, likeliest first."""
         if member not in self._changes:
             self._changes[member] = iter(self._likely_changes(member))
         num_tried = 0
@@ -212,7 +215,7 @@ class _Search:
                     break
 
     def _change_any(self, member: Candidate) -> None:
-        """Every other action for every single storage, in every window."""
+        """Try every other action for every single storage, in every window."""
         for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
             if action != _RECOMPUTE or storage.recompute_s is not None:
                 changed = bytearray(member.actions)

@@ -78,7 +78,7 @@ class CachingAllocator:
         """Give a block back; it joins with free neighbours."""
         block.free = True
         self.allocated_bytes -= block.num_bytes
-        # Two free neighbours never lie side by side, since each release joins them. So one look to either side suffices.
+        # Free blocks never lie side by side, since each release joins them: one look to either side suffices.
         for neighbour in (block.previous, block.following):
             if neighbour is not None and neighbour.free:
                 self._remove(neighbour)

@@ -21,15 +21,19 @@ from hf_memopt.estimate.accounting.allocation_log import (
     StorageRecord,
 )
 
-PARAMETER = "parameters"
-FROZEN = "frozen parameters"
-BUFFER = "buffers"
-GRADIENT = "gradients"
-OPTIMIZER_STATE = "optimizer state"
-ACTIVATION = "activations"
-TEMPORARY = "temporaries"
-INPUT = "inputs"
-TEACHER = "teacher"
+# In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, and
+# what comes and goes.
+CATEGORIES = (FROZEN, TEACHER, PARAMETER, BUFFER, INPUT, OPTIMIZER_STATE, GRADIENT, ACTIVATION, TEMPORARY) = (
+    "frozen parameters",
+    "teacher",
+    "parameters",
+    "buffers",
+    "inputs",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "temporaries",
+)
 
 
 class StepLabels:

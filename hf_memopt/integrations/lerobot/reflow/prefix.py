@@ -257,8 +257,8 @@ class _FillLastRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor) -> Tensor:
-        # Past autograd's version counter on purpose: what `_attend` saved of these rows for backward leaves the last
-        # one out, so that writing it changes nothing that was saved.
+        # The write bypasses autograd's version counter on purpose. What `_attend` saved of these rows for backward
+        # leaves the last row out, so that writing that row changes nothing that was saved.
         rows.data[:, -1:].copy_(token)
         return rows.view_as(rows)
 
