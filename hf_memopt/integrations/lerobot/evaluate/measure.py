@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -189,27 +190,16 @@ def _evaluate_model(
 
 def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
     """Return the states that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`, noise first."""
-    recorder = _Recorder()
+    states = [noise]
+    # Stands in for lerobot's real-time-chunking processor, which sampling shows every state to.
+    recorder = SimpleNamespace(is_debug_enabled=lambda: True, track=lambda x_t, **_: states.append(x_t))
     with _sampling(policy, num_steps, recorder):
         policy.model.sample_actions(*observation.arguments(), noise=noise)
-    return torch.stack([noise, *recorder.states])
-
-
-class _Recorder:
-    """Stands in for lerobot's real-time-chunking processor, which sampling shows every state to."""
-
-    def __init__(self) -> None:
-        self.states: list[Tensor] = []
-
-    def is_debug_enabled(self) -> bool:
-        return True
-
-    def track(self, *, x_t: Tensor, **_: Any) -> None:
-        self.states.append(x_t)
+    return torch.stack(states)
 
 
 @contextmanager
-def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: _Recorder | None = None) -> Iterator[None]:
+def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
     before = policy.training, policy.config.num_steps, policy.model.rtc_processor
     policy.eval()
     policy.config.num_steps, policy.model.rtc_processor = num_steps, recorder
