@@ -3,7 +3,8 @@
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def check_new(output: Path) -> None:
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
 
 
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    check_new(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        draft.rename(output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def _rounds_behind(config: SmolVLAConfig) -> int:
     reflowed = isinstance(config, SmolVLAReflowConfig) and config.use_reflow
     return config.reflow_round if reflowed else 0
@@ -144,18 +159,10 @@ def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
 
 
 def _write(output: Path, config: SmolVLAConfig, files: Iterable[Path], card: str | None = None) -> Path:
-    """Write a checkpoint as a draft that becomes `output` if all goes well, and disappears otherwise."""
-    check_new(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        draft.chmod(0o755)
+    with new_folder(output) as draft:
         for file in files:
             shutil.copyfile(file, draft / file.name)
         config.save_pretrained(draft)
         if card is not None:
             (draft / "README.md").write_text(card)
-        draft.rename(output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return output
