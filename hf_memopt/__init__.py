@@ -41,36 +41,31 @@ if TYPE_CHECKING:  # spelled "x as x": what type checkers are to take for export
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "reflow": "hf_memopt.reflow",
-    "ActivationOffloader": "hf_memopt.activations",
-    "Checkpoints": "hf_memopt.checkpoint",
-    "CouplingSource": "hf_memopt.couplings",
-    "GradientCache": "hf_memopt.training",
-    "MemoryTracker": "hf_memopt.memory",
-    "MicroBatcher": "hf_memopt.training",
-    "OffloadedTeacher": "hf_memopt.teacher",
-    "SelectiveCheckpoint": "hf_memopt.activations",
-    "SyncCopier": "hf_memopt.transfer",
-    "apply_selective_checkpointing": "hf_memopt.activations",
-    "attach": "hf_memopt.callbacks",
-    "detect_leaks": "hf_memopt.memory",
-    "estimate_offloading_memory_savings": "hf_memopt.activations",
-    "estimate_peak_memory": "hf_memopt.estimate",
-    "explain_oom": "hf_memopt.memory",
-    "plan": "hf_memopt.tuning",
-    "train_step": "hf_memopt.training",
-    "wrap_forward_with_offload": "hf_memopt.activations",
+# The names of each package.
+_NAMES = {
+    "activations": "ActivationOffloader SelectiveCheckpoint apply_selective_checkpointing "
+    "estimate_offloading_memory_savings wrap_forward_with_offload",
+    "callbacks": "attach",
+    "checkpoint": "Checkpoints",
+    "couplings": "CouplingSource",
+    "estimate": "estimate_peak_memory",
+    "memory": "MemoryTracker detect_leaks explain_oom",
+    "teacher": "OffloadedTeacher",
+    "training": "GradientCache MicroBatcher train_step",
+    "transfer": "SyncCopier",
+    "tuning": "plan",
 }
+_HOMES = {name: f"{__name__}.{package}" for package, names in _NAMES.items() for name in names.split()}
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", "reflow", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "reflow":
+        return import_module("hf_memopt.reflow")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(_HOMES[name])
-    return home if name == "reflow" else getattr(home, name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -144,7 +144,7 @@ class ViewMeta:
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
 
     def of(self, memory: Tensor) -> Tensor:
-        """The same view of other memory of the storage's size."""
+        """Return the same view of other memory of the storage's size."""
         view = _EMPTY[self._dtype, memory.device].data
         view.set_(memory.untyped_storage(), self._offset, self._size, self._stride)
         if self._conj:
@@ -189,7 +189,7 @@ class VersionGuard:
         self.version = tensor._version
 
     def twin(self) -> "VersionGuard":
-        """A guard of the same bytes and nothing more."""
+        """Return a guard of the same bytes and nothing more."""
         twin = VersionGuard.__new__(VersionGuard)
         twin.alias, twin.shape, twin.version = self.alias, self.shape, self.version
         return twin
@@ -198,7 +198,7 @@ class VersionGuard:
         return self.alias._version != self.version
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether a tensor of the same storage still has the bytes that are guarded.
+        """Return whether a tensor of the same storage still has the bytes that are guarded.
 
         Equal version numbers alone say nothing: what `unsafe_chunk` returns lies in one storage, and each part counts
         its own modifications.
@@ -212,18 +212,18 @@ class VersionGuard:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor, `(num_bytes,)` uint8."""
+    """Return the whole storage of a tensor, `(num_bytes,)` uint8."""
     return _EMPTY[torch.uint8, tensor.device].data.set_(tensor.untyped_storage())
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor or parameter is nothing but a strided view of a storage."""
+    """Return whether a tensor or parameter is nothing but a strided view of a storage."""
     is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) is nn.Parameter
     return is_of_type and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def same_counter(first: Tensor, second: Tensor) -> bool:
-    """Whether in-place modifications of two tensors of equal version are counted together: tried, and taken back."""
+    """Try whether in-place modifications of two tensors of equal version are counted together, and take it back."""
     version = first._version
     _unsafe_set_version_counter((first,), (version + 1,))
     try:
@@ -233,7 +233,7 @@ def same_counter(first: Tensor, second: Tensor) -> bool:
 
 
 def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
-    """What autograd itself would raise, in its words."""
+    """Return what autograd itself would raise, in its words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. Hint: "

@@ -95,13 +95,13 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def argparse_raising() -> Iterator[None]:
-    """Parsers that other libraries make raise ValueError too."""
+    """Let parsers that other libraries make raise ValueError too."""
     with patch.object(argparse.ArgumentParser, "error", Parser.error):
         yield
 
 
 def number(allowed: Range) -> Callable[[str], Any]:
-    """For `type=`: a number within the range."""
+    """Make a parser, for `type=`, of a number within the range."""
     kind = int if allowed.whole else float
 
     def parse(text: str) -> float:
@@ -115,7 +115,7 @@ def number(allowed: Range) -> Callable[[str], Any]:
 
 
 def numbers(allowed: Range) -> Callable[[str], list[Any]]:
-    """For `type=`: numbers within the range, with commas between them."""
+    """Make a parser, for `type=`, of numbers within the range, with commas between them."""
     parse_one = number(allowed)
 
     def parse(text: str) -> list[Any]:
@@ -126,7 +126,7 @@ def numbers(allowed: Range) -> Callable[[str], list[Any]]:
 
 
 def or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For `type=`: as `parse`, or `none`."""
+    """Make a parser, for `type=`, that also takes `none`."""
 
     def parse_other(text: str) -> Any:
         return None if text == "none" else parse(text)

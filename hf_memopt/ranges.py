@@ -36,7 +36,7 @@ class Range:
             raise ValueError(f"{name}={value!r} {complaint}")
 
     def complaint(self, value: Any) -> str | None:
-        """What is wrong with a value; None, nothing."""
+        """Say what is wrong with a value; None, nothing."""
         if not _is_number(value, self.whole):
             return f"must be a {'whole' if self.whole else 'finite'} number{self.why}"
         bounds = {

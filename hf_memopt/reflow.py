@@ -28,7 +28,7 @@ _HUBER_THRESHOLD = 0.00054
 
 
 def interpolate(noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
-    """Point on the straight line between noise and actions.
+    """Return the point on the straight line between noise and actions.
 
     Args:
         noise: `(batch, ...)`, reached at time 1.
@@ -43,7 +43,7 @@ def interpolate(noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
 
 
 def velocity_target(noise: Tensor, actions: Tensor) -> Tensor:
-    """Velocity of the straight line, d x_t / d t = noise - actions, `(batch, ...)`."""
+    """Return the velocity of the straight line, d x_t / d t = noise - actions, `(batch, ...)`."""
     return noise - actions
 
 
@@ -86,7 +86,7 @@ def reflow_loss(
     kind: LossKind = "mse",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Error against the coupling's velocity, per sample.
+    """Return the error against the coupling's velocity, per sample.
 
     Args:
         velocity: the student's velocity at `interpolate(noise, actions, time)`, `(batch, chunk, padded_dim)`.
@@ -104,7 +104,7 @@ def reflow_loss(
 
 
 def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = None) -> Tensor:
-    """Squared errors of action chunks to one loss per sample.
+    """Reduce the squared errors of action chunks to one loss per sample.
 
     Args:
         squared: `(batch, chunk, action_dim)`.
@@ -134,7 +134,7 @@ def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = N
 
 
 def straightness(trajectory: Tensor, normalize: bool = False) -> Tensor:
-    """How far an Euler trajectory is from a straight line; 0 if one step suffices (arXiv 2209.03003, section 2).
+    """Measure how far an Euler trajectory is from a straight line; 0: one step suffices (arXiv 2209.03003, section 2).
 
     Args:
         trajectory: the states on the Euler grid from noise to actions, `(num_steps + 1, batch, ...)`.

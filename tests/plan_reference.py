@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 
 from hf_memopt.activations.planner.candidates import window_bytes, windows
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, count_needs, simulate
+from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
+from hf_memopt.activations.planner.simulator import simulate
 
 
 @dataclass(frozen=True)

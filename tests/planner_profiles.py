@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from hf_memopt.activations.planner.simulator import Link, Profile, SavedStorage
+from hf_memopt.activations.planner.profile import Link, Profile, SavedStorage
 
 # A decoder layer in bfloat16, run eagerly, hidden size 4096: bytes per token in units of 1024, which storage of the
 # layer it is made from, and how: nothing for what cannot be made again, "read" for an elementwise kernel, else the

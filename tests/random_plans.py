@@ -6,7 +6,8 @@ from typing import Any
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import Plan, _plan
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage, simulate
+from hf_memopt.activations.planner.profile import Action, Link, Profile, SavedStorage
+from hf_memopt.activations.planner.simulator import simulate
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Mode "auto": two passes are recorded, a plan is made after each, and remade when it stops to fit.
+"""Mode "auto": two passes are recorded, a plan is made after each, and made again when it no longer fits.
 
 Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
 a whole, and where it was faster the plan is made again for times in proportion.
@@ -15,7 +15,7 @@ from torch import nn
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.planner.simulator import Action, Link
+from hf_memopt.activations.planner.profile import Action, Link
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
@@ -84,6 +84,7 @@ class AutoMode:
         self._ended: ForwardPass | None = None
         # A pass whose end the device may still have to reach before it can be compared with the plan.
         self._watched: ForwardPass | None = None
+        # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
         self._ran_out = False
@@ -94,11 +95,11 @@ class AutoMode:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the next pass is to be recorded."""
+        """Return whether the next pass is to be recorded."""
         return self._num_recorded < _RECORDED_PASSES
 
     def makers(self) -> Makers:
-        """The modules that perform what the plan computes again; None among them stands for outside of modules."""
+        """Return the modules that perform what the plan computes again; None stands for outside of modules."""
         if self.plan is None or self.recording is None:
             return set()
         makers = self.recording.makers
@@ -127,6 +128,8 @@ class AutoMode:
         )
         self._begun = weakref.ref(forward)
         if self._is_to_be_timed(forward):
+            # Asking for a time between two equal marks waits until the device has reached the mark. The stalls before
+            # it are counted off, so that `_end` finds those of this pass alone.
             self._device.clock.elapsed_s(forward.begun, forward.begun)
             self._newly_stalled_s()
         return forward
@@ -160,7 +163,7 @@ class AutoMode:
             self._device.arena.trim()
 
     def out_of_memory(self) -> None:
-        """The device ran out of memory while a pass was under way: give up what can be had again, and hold less."""
+        """Give up what can be had again after the device ran out of memory in a pass, and hold less from now on."""
         self._ran_out = True
         forward = self._begun() if self._begun is not None else None
         if forward is not None:
@@ -303,8 +306,7 @@ class AutoMode:
             return None
 
     def _make_plan(self, budget_bytes: int | None, device_limit_bytes: int | None = None) -> Plan:
-        limits: dict[str, Any] = {**vars(self._limits), "budget_bytes": budget_bytes}
-        limits["device_limit_bytes"] = device_limit_bytes
         assert self.recording is not None
         assert self._link is not None
-        return make_plan(self.recording.profile, self._link, **limits)
+        limits: dict[str, Any] = vars(self._limits) | {"budget_bytes": budget_bytes}
+        return make_plan(self.recording.profile, self._link, device_limit_bytes=device_limit_bytes, **limits)

@@ -28,25 +28,25 @@ class DeviceRoom:
         self._num_retries = self._num_ooms = 0
 
     def begin(self) -> None:
-        """A pass that is recorded begins."""
+        """Note that a pass that is recorded begins."""
         self._begun_bytes = self._other_bytes = self._counters.read().allocated_bytes
         self._counters.reset_peaks()
 
     def sample(self, saved_bytes: int) -> None:
-        """A stretch of compute is over, in which saved activations held `saved_bytes`."""
+        """Note that a stretch of compute is over, in which saved activations held `saved_bytes`."""
         self._other_bytes = max(self._other_bytes, self._counters.read().peak_allocated_bytes - saved_bytes)
 
     def end(self, saved_bytes: int) -> None:
-        """Backward is over: what is allocated now, gradients among it, does not depend on the batch."""
+        """Note that backward is over: what is allocated now, gradients among it, does not depend on the batch."""
         self.sample(saved_bytes)
         self._lasting_bytes = max(self._begun_bytes, self._counters.read().allocated_bytes - saved_bytes)
 
     def restart(self) -> None:
-        """Another stretch begins."""
+        """Note that another stretch begins."""
         self._counters.reset_peaks()
 
     def limit_bytes(self) -> int:
-        """What saved activations may hold in the pass that is about to begin.
+        """Return what saved activations may hold in the pass that is about to begin.
 
         What this process has and what is free of the device, this rank's part, less `1 - USABLE` of it and what all
         else needed when it was recorded; grown by what has been allocated for good since, such as optimizer states.
@@ -57,27 +57,27 @@ class DeviceRoom:
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
 
     def grow(self, ratio: float) -> None:
-        """Passes are larger than the recorded one by `ratio`, and so is what they need besides."""
+        """Note that passes are larger than the recorded one by `ratio`, and so is what they need besides."""
         self._other_bytes += int((ratio - 1) * max(0, self._other_bytes - self._lasting_bytes))
 
     def look_back(self, saved_peak_bytes: int) -> None:
-        """A pass is over; if more was allocated than ever before, then everything else needs more than was recorded."""
+        """Learn from a pass: if more was allocated than ever before, everything else needs more than was recorded."""
         peak_bytes = self._counters.read().peak_allocated_bytes
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
             self._other_bytes = max(self._other_bytes, peak_bytes - saved_peak_bytes)
 
     def watch(self) -> None:
-        """A planned pass begins."""
+        """Note that a planned pass begins."""
         memory = self._counters.read()
         self._num_retries, self._num_ooms = memory.num_alloc_retries, memory.num_ooms
 
     def ran_short(self) -> bool:
-        """Whether the allocator has had to return its cache to the device since then: there was nothing left."""
+        """Return whether the allocator has had to give its cache back to the device since then: nothing was left."""
         return self._counters.read().num_alloc_retries > self._num_retries
 
     def ran_out(self) -> bool:
-        """Whether an allocation has failed since then."""
+        """Return whether an allocation has failed since then."""
         return self._counters.read().num_ooms > self._num_ooms
 
     def _share(self, total_bytes: int) -> int:
@@ -88,7 +88,7 @@ class DeviceRoom:
 
 
 def room_on(device: torch.device) -> DeviceRoom | None:
-    """The room on an accelerator, None where torch keeps no counters."""
+    """Return the room on an accelerator, None where torch keeps no counters."""
     if device_type(device).is_unlimited:
         return None
     counters = counters_for(device)

@@ -26,11 +26,11 @@ from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
+from hf_memopt.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "all", "inputs")
-_GIB = 2**30
 _HOST_SHARE = 0.9
 _HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
 _NOTHING_TO_MOVE = (
@@ -95,26 +95,16 @@ class ActivationOffloader:
         mode: str = "auto",
         copier: Copier | None = None,
     ) -> None:
+        self._options = {name: value for name, value in locals().items() if name != "self"}
         for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib"):
-            NOT_NEGATIVE.check(field, locals()[field])
+            NOT_NEGATIVE.check(field, self._options[field])
         COUNT_OR_ZERO.check("prefetch_ahead", prefetch_ahead)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
         self.enabled, self.mode = enabled, mode
-        self._options = {
-            "enabled": enabled,
-            "offload_threshold_mb": offload_threshold_mb,
-            "prefetch_ahead": prefetch_ahead,
-            "pin_memory": pin_memory,
-            "budget_gib": budget_gib,
-            "max_slowdown": max_slowdown,
-            "host_budget_gib": host_budget_gib,
-            "mode": mode,
-            "copier": copier,
-        }
-        self._threshold_bytes = max(1, round(offload_threshold_mb * 2**20))
+        self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory
         self._given_copier = copier
         self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
@@ -171,7 +161,7 @@ class ActivationOffloader:
 
     @property
     def stats(self) -> OffloadStats:
-        """What has been moved so far, and how the newest pass compares with its plan."""
+        """Return what has been moved so far, and how the newest pass compares with its plan."""
         devices = [device for device in self._devices.values() if device is not None]
         ended = self._ended
         plan = ended.plan if ended else None
@@ -185,8 +175,8 @@ class ActivationOffloader:
             host_bytes_pinned=sum(device.arena.bytes_held for device in devices),
             num_host_allocations=sum(device.arena.num_allocations for device in devices),
             stall_ms=sum(device.copier.stall_ms() for device in devices),
-            predicted_peak_gib=plan.predicted_peak_bytes / _GIB if plan else None,
-            measured_peak_gib=ended.peak_bytes / _GIB if ended else None,
+            predicted_peak_gib=plan.predicted_peak_bytes / GIB if plan else None,
+            measured_peak_gib=ended.peak_bytes / GIB if ended else None,
             predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
             measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
@@ -206,24 +196,20 @@ class ActivationOffloader:
 
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
-        return _recreate, (self._options,)
+        return functools.partial(ActivationOffloader, **self._options), ()
 
     def _begin_pass(
         self, model: nn.Module | None, device: torch.device, op_recorder: OpRecorder | None
     ) -> ForwardPass | None:
         context = self._context(device)
-        if context is None or self.mode != "auto":
-            return self._new_pass(device)
+        if context is None:
+            return None
+        if self.mode != "auto":
+            return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
         plans = self._plans_of(model)
         if device not in plans:
             plans[device] = AutoMode(context, self._limits, self._counters, model, self._note_end, room_on(device))
         return plans[device].begin_pass(op_recorder)
-
-    def _new_pass(self, device: torch.device) -> ForwardPass | None:
-        context = self._context(device)
-        if context is None:
-            return None
-        return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
 
     def _note_end(self, forward: ForwardPass) -> None:
         self._ended = forward
@@ -295,7 +281,7 @@ class ActivationOffloader:
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function that runs `forward` in an `offload_context` of its own offloader, with its name and signature.
+    """Make a function that runs `forward` in an `offload_context` of its own, with its name and signature.
 
     Args:
         forward: a function or a module's bound `forward`; a bound method's module tells which weights must not move.
@@ -325,10 +311,6 @@ def _say_captured() -> None:
     logger.warning("activation offloading: everything stays on the device while a CUDA graph is captured")
 
 
-def _recreate(options: dict[str, Any]) -> ActivationOffloader:
-    return ActivationOffloader(**options)
-
-
 def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
     """Where a model computes, or where tensors would be that the copier moves."""
     parameter = next(model.parameters(), None) if model is not None else None
@@ -339,4 +321,4 @@ def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
 
 
 def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else round(gib * _GIB)
+    return None if gib is None else round(gib * GIB)

@@ -1,9 +1,7 @@
 """What the ranks of a run decide together."""
 
-import torch
-import torch.distributed as dist
-
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
+from hf_memopt.memory.ranks import gather_from_ranks
 
 
 def raise_on_all_ranks(error: InfeasibleBudgetError | None, budget_bytes: int, is_decided: bool) -> bool:
@@ -20,16 +18,10 @@ def raise_on_all_ranks(error: InfeasibleBudgetError | None, budget_bytes: int, i
     Returns:
         Whether any rank has decided, which lets all of them go on.
     """
-    needed_bytes = 0 if error is None else error.smallest_bytes
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        if error is not None:
-            raise error
-        return is_decided
-    backend = dist.get_backend()
-    device = "cpu" if "gloo" in backend else torch.accelerator.current_accelerator()
-    demand = torch.tensor([needed_bytes, int(is_decided)], device=device)
-    dist.all_reduce(demand, dist.ReduceOp.MAX)
-    largest_bytes, decided = demand.tolist()
+    demands = gather_from_ranks((0 if error is None else error.smallest_bytes, is_decided))
+    largest_bytes = max(needed_bytes for needed_bytes, _ in demands)
+    if error is not None and error.smallest_bytes == largest_bytes:
+        raise error
     if largest_bytes:
         raise InfeasibleBudgetError(budget_bytes, largest_bytes)
-    return bool(decided)
+    return any(decided for _, decided in demands)

@@ -51,7 +51,7 @@ class _Event:
 
 @dataclass(eq=False)
 class _Unsaved:
-    """A storage that nobody has saved when another one could be computed from it, `dependent`; maybe somebody does."""
+    """A source of the storage `dependent` that nobody had saved by then; `index` is set if autograd saves it later."""
 
     num_bytes: int
     dependent: int
@@ -107,6 +107,7 @@ class Recorder:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Take the time inside for the offloader's, not the model's."""
+        # The event is listed before the work is done: `saved` and `using` fill in what the newest event is about.
         event = _Event(self._clock.mark())
         self._events.append(event)
         # A stretch of the model's own work ends here, and the next one begins when this is left.
@@ -121,7 +122,7 @@ class Recorder:
 
     @contextmanager
     def using(self, index: int) -> Iterator[None]:
-        """The same for bringing back a storage that autograd unpacks."""
+        """Take the time inside for bringing back a storage that autograd unpacks."""
         with self.working():
             self._events[-1].used, self._events[-1].node = index, current_node()
             yield
@@ -134,7 +135,8 @@ class Recorder:
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
-        # Noted earlier as a source that nobody saves: somebody does.
+        # Another storage could be computed from this one when nobody had saved it yet. Now autograd does save it, so
+        # that the planner will know this source by its index.
         if key in self._unsaved:
             self._unsaved.pop(key).index = index
         if stays:
@@ -149,6 +151,8 @@ class Recorder:
         )
 
     def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
+        # The planner knows by its index what autograd has saved. Any other source would have to be saved for this
+        # purpose alone, unless autograd still saves it later in the pass: see `saved`.
         if source.live is not None and source.key in self._indices:
             return self._indices[source.key]
         if source.key not in self._unsaved:
@@ -162,7 +166,9 @@ class Recorder:
         self._freed[index] = len(self._events)
 
     def end_backward(self, mark: Any) -> None:
-        """What was modified or freed by now, as eager mode may allow, cannot be computed from."""
+        """Note that a backward is over. What was modified or freed by now, as eager mode may allow, is no source."""
+        # A storage that this backward has used was computable until its use, which is all that the plan needs: its
+        # checks end here. The others stay under watch until their own backward.
         used = {event.used for event in self._events}
         for index, noted in list(self._computable.items()):
             if noted.checks is not None and any(has_changed() for has_changed in noted.checks):
@@ -175,12 +181,12 @@ class Recorder:
             self._room.end(self._held.now_bytes)
 
     def finish(self) -> Recording:
-        """The profile; waits for the device."""
+        """Return the profile; waits for the device."""
         return _Timing(self._clock, self._begun, self._events).recording(self)
 
 
 class _Timing:
-    """Events turned into seconds of compute."""
+    """Turns events into seconds of compute: the clock stands still while the offloader itself works."""
 
     def __init__(self, clock: Clock, begun: Any, events: list[_Event]) -> None:
         self._clock = clock
@@ -221,7 +227,7 @@ class _Timing:
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
-        # What is never used is not worth keeping anything for.
+        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
         computable = noted._computable.get(index) if uses else None
         return SavedStorage(
             noted._sizes[index],
@@ -252,7 +258,7 @@ def _owner(names: dict[int, str]) -> str:
 
 
 def scaled(recording: Recording, ratio: float) -> Recording:
-    """The recording of a pass that takes `ratio` times as long."""
+    """Return the recording of a pass that takes `ratio` times as long."""
     profile = recording.profile
     storages = tuple(
         replace(
@@ -269,7 +275,7 @@ def scaled(recording: Recording, ratio: float) -> Recording:
 
 
 def grown(recording: Recording, sizes: list[int]) -> Recording:
-    """The recording of a pass as large as the largest seen, its times in proportion.
+    """Return the recording of a pass as large as the largest seen, its times in proportion.
 
     Args:
         recording: of the passes so far.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from hf_memopt.command_line import check_output_folder
@@ -30,21 +31,19 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from hf_memopt.report.doctor import examine, page
 
     machine = examine(parsed.device)
-    policy_text = _diagnose(parsed) if parsed.policy else None
+    policy_text = None
+    if parsed.policy:
+        from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
+
+        policy_text = diagnose(parsed.policy, parsed.device)
     if parsed.json:
         policy = {} if policy_text is None else {"policy": policy_text.splitlines()}
-        print(json.dumps({**machine.to_dict(), **policy}, indent=2))
+        print(json.dumps({**asdict(machine), **policy}, indent=2))
     elif parsed.quiet:
         print("".join(f"{problem}\n" for problem in machine.problems), end="")
     else:
         print("\n\n".join([page(machine), *([policy_text] if policy_text else [])]))
     return 1 if parsed.quiet and machine.problems else 0
-
-
-def _diagnose(parsed: argparse.Namespace) -> str:
-    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
-
-    return diagnose(parsed.policy, parsed.device)
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

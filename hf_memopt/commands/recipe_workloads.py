@@ -12,7 +12,7 @@ _RECIPES = "hf_memopt.recipes"
 
 
 def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload":
-    """The workload of a recipe and its configuration file.
+    """Return the workload of a recipe and its configuration file.
 
     Args:
         name: such as "train_lgt" or "lgt".
@@ -35,7 +35,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
 
 
 def recipe_of(config: Path) -> str:
-    """The recipe that a configuration file belongs to, by its name: `lgt_demo.json` is for `train_lgt`.
+    """Return the recipe that a configuration file's name begins with: `lgt_demo.json` is for `train_lgt`.
 
     Raises:
         ValueError: no recipe's name begins the file's.

@@ -2,9 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import check_output_folder, number, numbers
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
+
+if TYPE_CHECKING:
+    from hf_memopt.integrations.lerobot.student.model_card import Observations
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -96,11 +100,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--num-steps", type=numbers(COUNT), default=[1, 2, 4, 10], help="Euler steps (default: 1,2,4,10)"
     )
     parser.add_argument("--device", default="cpu", help="where both run (default: %(default)s)")
-    parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
-    parser.add_argument("--dataset-root", type=Path, help="its local folder")
-    parser.add_argument(
-        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
-    )
+    _add_observations(parser)
     parser.add_argument("--env", metavar="ID", help="gymnasium environment, e.g. package:Name-v0, that speaks lerobot")
     parser.add_argument(
         "--env-episodes", type=number(COUNT), default=10, help="for each number of steps (default: %(default)s)"
@@ -112,20 +112,17 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
     from hf_memopt.integrations.lerobot.evaluate.evaluation_table import table, write_evaluation
     from hf_memopt.integrations.lerobot.evaluate.rollouts import evaluate_in_environment
-    from hf_memopt.integrations.lerobot.student.model_card import Observations, measure
+    from hf_memopt.integrations.lerobot.student.model_card import measure
     from hf_memopt.report.doctor.devices import find_devices
 
     find_devices(parsed.device)
-    given = None
-    if parsed.dataset_repo_id:
-        given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)
     rollouts = None
     if parsed.env:
         rollouts = evaluate_in_environment(
             parsed.policy, parsed.env, parsed.num_steps, num_episodes=parsed.env_episodes, device=parsed.device
         )
     evaluation, observations = measure(
-        parsed.policy, given, teacher=parsed.teacher, num_steps=parsed.num_steps, device=parsed.device
+        parsed.policy, _observations(parsed), teacher=parsed.teacher, num_steps=parsed.num_steps, device=parsed.device
     )
     print(f"{evaluation.num_observations} observations from {observations.describe()}\n")
     print(table(evaluation, rollouts))
@@ -147,11 +144,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--num-steps", type=number(COUNT), default=1, help="Euler steps per action chunk (default: %(default)s)"
     )
-    parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
-    parser.add_argument("--dataset-root", type=Path, help="its local folder")
-    parser.add_argument(
-        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
-    )
+    _add_observations(parser)
     parser.add_argument(
         "--no-evaluation", dest="evaluate", action="store_false", help="do not measure; the card says so"
     )
@@ -162,16 +155,29 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _export(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.integrations.lerobot.student.model_card import Observations, measure, write_card
+    from hf_memopt.integrations.lerobot.student.model_card import measure, write_card
     from hf_memopt.integrations.lerobot.student.prepare import check_new, export_student, push_to_hub
 
     check_new(parsed.output)  # before minutes are spent on measuring
-    given = None
-    if parsed.dataset_repo_id:
-        given = Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)
-    measured = measure(parsed.policy, given) if parsed.evaluate else None
+    measured = measure(parsed.policy, _observations(parsed)) if parsed.evaluate else None
     card = write_card(parsed.policy, parsed.num_steps, measured)
     print(f"exported to {export_student(parsed.policy, parsed.output, parsed.num_steps, card)}")
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")
     return 0
+
+
+def _add_observations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
+    parser.add_argument("--dataset-root", type=Path, help="its local folder")
+    parser.add_argument(
+        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
+    )
+
+
+def _observations(parsed: argparse.Namespace) -> "Observations | None":
+    from hf_memopt.integrations.lerobot.student.model_card import Observations
+
+    if not parsed.dataset_repo_id:
+        return None
+    return Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)

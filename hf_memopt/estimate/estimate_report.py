@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 from hf_memopt.estimate.gpus import Card, allowances
-from hf_memopt.text_table import Table, align
+from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib
 
 _MAX_NAMES = 5
@@ -44,8 +44,8 @@ class MemoryEstimate:
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
         step_ms: what the last step would take on `gpu`; None without one.
-        phases_ms: the same by phase.
-        stall_ms: for how long compute would wait for copies in it.
+        phases_ms: what each phase of the last step would take; empty without a card.
+        stall_ms: for how long compute would wait for copies in the last step; None without a card.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
         storage_kinds: what each storage of `trace` is for, by its number.
     """
@@ -72,7 +72,7 @@ class MemoryEstimate:
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
-    """What `hf-memopt estimate` prints: the phase of the peak first.
+    """Return what `hf-memopt estimate` prints: the phase of the peak first.
 
     Args:
         estimate: to describe.
@@ -89,12 +89,14 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 
 
 def headlines(estimate: MemoryEstimate) -> list[str]:
-    """The phase of the peak, and what that means."""
+    """Return the phase of the peak, and what that means."""
+    in_optimizer = estimate.phase == OPTIMIZER
+    where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
-        f"The peak is in {_phase(estimate)}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
+        f"The peak is in {where}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
         f"the allocator then holds {format_gib(estimate.reserved_bytes)} (by a model of it)."
     ]
-    if estimate.phase == OPTIMIZER:
+    if in_optimizer:
         lines.append(
             "The optimizer sets it, so that activation checkpointing and offloading cannot lower it; a fused "
             "optimizer, one with less state, or fewer trainable parameters can."
@@ -103,14 +105,14 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
 
 
 def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
-    """What a card must have: the allocator's memory and the allowances."""
+    """Return what a card must have: the allocator's memory and the allowances."""
     return estimate.reserved_bytes + sum(allowances(card).values())
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
-    """The largest tensors at the peak."""
+    """Return the largest tensors at the peak."""
     heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             tensor.num_bytes / MIB,
             tensor.kind,
@@ -121,11 +123,11 @@ def top_table(estimate: MemoryEstimate) -> Table:
         ]
         for tensor in estimate.top
     ]
-    return Table(heads, [list(row) for row in rows])
+    return Table(heads, rows)
 
 
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
-    """Short facts, by name."""
+    """Return short facts, by name."""
     facts = {
         "peak of tensors": format_gib(estimate.peak_bytes),
         "held by the allocator": f"{format_gib(estimate.reserved_bytes)} (by a model of it)",
@@ -138,7 +140,7 @@ def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
 
 
 def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any]:
-    """All but the trace; bytes as whole numbers.
+    """Return all but the trace; bytes as whole numbers.
 
     Args:
         estimate: to describe.
@@ -177,10 +179,6 @@ def _closing(estimate: MemoryEstimate) -> Iterator[str]:
     if estimate.unreached:
         names = ", ".join(estimate.unreached[:_MAX_NAMES])
         yield f"  {len(estimate.unreached)} trainable parameters got no gradient, so part may not have run: {names}"
-
-
-def _phase(estimate: MemoryEstimate) -> str:
-    return "the optimizer's update" if estimate.phase == OPTIMIZER else estimate.phase
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

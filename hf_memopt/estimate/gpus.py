@@ -32,40 +32,29 @@ class Card:
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
 
 
-def _card(
-    name: str,
-    gib: float,
-    float32_tflops: float,
-    half_tflops: float,
-    memory_gb_s: float,
-    link_gb_s: float,
-    compute_capability: tuple[int, int],
-) -> Card:
-    flops = float32_tflops * 1e12, half_tflops * 1e12
-    return Card(name, round(gib * GIB), *flops, memory_gb_s * 1e9, link_gb_s * 1e9, compute_capability)
-
-
-# The vendor's data sheets; links at 80 % of what the PCIe generation and width give.
+# GiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability. From the
+# vendor's data sheets; links at 80 % of what the PCIe generation and width give.
+_DATA_SHEETS = {
+    "t4": (15, 8.1, 65, 320, 12.6, (7, 5)),
+    "rtx3060-12gb": (12, 12.7, 25.5, 360, 25, (8, 6)),
+    "rtx3080-10gb": (10, 29.8, 59.5, 760, 25, (8, 6)),
+    "rtx3090": (24, 35.6, 71, 936, 25, (8, 6)),
+    "rtx4060ti-16gb": (16, 22.1, 44, 288, 12.6, (8, 9)),
+    "rtx4070-laptop": (8, 15.6, 31, 256, 12.6, (8, 9)),
+    "rtx4070": (12, 29.1, 58, 504, 25, (8, 9)),
+    "rtx4080": (16, 48.7, 97.5, 717, 25, (8, 9)),
+    "rtx4090": (24, 82.6, 165, 1008, 25, (8, 9)),
+    "rtx5090": (32, 104.8, 210, 1792, 50, (12, 0)),
+    "a10": (24, 31.2, 125, 600, 25, (8, 6)),
+    "l4": (24, 30.3, 121, 300, 25, (8, 9)),
+    "a100-40gb": (40, 19.5, 312, 1555, 25, (8, 0)),
+    "a100-80gb": (80, 19.5, 312, 2039, 25, (8, 0)),
+    "h100": (80, 67, 989, 3350, 50, (9, 0)),
+    "h200": (141, 67, 989, 4800, 50, (9, 0)),
+}
 CARDS = {
-    card.name: card
-    for card in (
-        _card("t4", 15, 8.1, 65, 320, 12.6, (7, 5)),
-        _card("rtx3060-12gb", 12, 12.7, 25.5, 360, 25, (8, 6)),
-        _card("rtx3080-10gb", 10, 29.8, 59.5, 760, 25, (8, 6)),
-        _card("rtx3090", 24, 35.6, 71, 936, 25, (8, 6)),
-        _card("rtx4060ti-16gb", 16, 22.1, 44, 288, 12.6, (8, 9)),
-        _card("rtx4070-laptop", 8, 15.6, 31, 256, 12.6, (8, 9)),
-        _card("rtx4070", 12, 29.1, 58, 504, 25, (8, 9)),
-        _card("rtx4080", 16, 48.7, 97.5, 717, 25, (8, 9)),
-        _card("rtx4090", 24, 82.6, 165, 1008, 25, (8, 9)),
-        _card("rtx5090", 32, 104.8, 210, 1792, 50, (12, 0)),
-        _card("a10", 24, 31.2, 125, 600, 25, (8, 6)),
-        _card("l4", 24, 30.3, 121, 300, 25, (8, 9)),
-        _card("a100-40gb", 40, 19.5, 312, 1555, 25, (8, 0)),
-        _card("a100-80gb", 80, 19.5, 312, 2039, 25, (8, 0)),
-        _card("h100", 80, 67, 989, 3350, 50, (9, 0)),
-        _card("h200", 141, 67, 989, 4800, 50, (9, 0)),
-    )
+    name: Card(name, round(gib * GIB), single * 1e12, half * 1e12, memory * 1e9, link * 1e9, compute_capability)
+    for name, (gib, single, half, memory, link, compute_capability) in _DATA_SHEETS.items()
 }
 
 # What a simulation goes by where no card is named. Bytes depend on it through the kernels of attention alone.
@@ -80,7 +69,7 @@ _OTHER_WORKSPACES_BYTES = 128 * MIB - _NUM_HANDLES * _WORKSPACE_BYTES
 
 
 def allowances(card: Card | None = None) -> dict[str, int]:
-    """Memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
+    """Return the memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
 
     Assumed, not measured: the context depends on driver and card, cuDNN's workspaces on which kernels run. Those of
     convolutions may be far larger with `torch.backends.cudnn.benchmark`.
@@ -119,7 +108,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(text: str, option: str = "size") -> int:
-    """Bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
+    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
 
     Args:
         text: as above.

@@ -6,25 +6,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_memopt.estimate.accounting import categories
+from hf_memopt.estimate.accounting.categories import CATEGORIES
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, render_both
 from hf_memopt.report.html_page import render_page
 from hf_memopt.units import MIB
 
 _MAX_POINTS = 1500
-# From the bottom up: what is always there, what backward makes, what comes and goes.
-_ORDER = (
-    categories.FROZEN,
-    categories.TEACHER,
-    categories.PARAMETER,
-    categories.BUFFER,
-    categories.INPUT,
-    categories.OPTIMIZER_STATE,
-    categories.GRADIENT,
-    categories.ACTIVATION,
-    categories.TEMPORARY,
-)
 _SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "outside": 0.05}
 
 
@@ -51,8 +39,9 @@ class MemoryTimeline(NamedTuple):
 
 
 def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryTimeline:
-    """At most `max_points` positions from the first step on; of each stretch the one that holds most, so that the peak
-    is among them.
+    """Return at most `max_points` positions from the first step on.
+
+    Of each stretch it is the one that holds most, so that the peak is among them.
     """
     trace = estimate.trace
     wanted = set(_highest(trace.held(), trace.first_step, max_points))
@@ -62,7 +51,7 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
         held[estimate.storage_kinds[storage]] += change
         if position in wanted:
             rows.append(held.copy())
-    ordered = sorted(held, key=lambda kind: _ORDER.index(kind))
+    ordered = sorted(held, key=CATEGORIES.index)
     by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
     return MemoryTimeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
 
@@ -104,7 +93,7 @@ def _draw(figure: Any, shown: MemoryTimeline, estimate: MemoryEstimate) -> None:
     figure.set_size_inches(9, 4.6)
     axes = figure.subplots()
     series = [[num_bytes / MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
-    colors = [COLORS[_ORDER.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
+    colors = [COLORS[CATEGORIES.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
     axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
     peak_bytes, peak_at = estimate.trace.peak()
     axes.plot([peak_at], [peak_bytes / MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / MIB:,.1f} MiB")

@@ -16,7 +16,7 @@ Draw = Callable[[Any], None]
 
 
 def figures_of(run: Run) -> dict[str, Draw]:
-    """By file name, functions that draw on an empty `matplotlib.figure.Figure`; only those that `run` has data for."""
+    """Return, by file name, functions that draw what `run` has data for on an empty `matplotlib.figure.Figure`."""
     on_device = any(_DEVICE_PEAK in record for record in run.timeline)
     figures: dict[str, Draw] = {}
     if run.timeline:

@@ -66,11 +66,11 @@ class Run:
 
     @property
     def phases(self) -> list[LoggedPeak]:
-        """Peaks by phase, as of the last logged step."""
+        """Return peaks by phase, as of the last logged step."""
         return phase_peaks(self.timeline[-1]) if self.timeline else []
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the figures' names."""
+        """Return what goes into JSON, with the figures' names."""
         return {
             **asdict(self),
             "phases": [asdict(phase) for phase in self.phases],
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> Run:
 
 
 def phase_peaks(record: Mapping[str, float]) -> list[LoggedPeak]:
-    """The phases that one logged step has figures for."""
+    """Return the phases that one logged step has figures for."""
     peaks = []
     for key, figure in record.items():
         if found := re.fullmatch(r"memory/(.+)_(?:peak|host_rss)_gib", key):
@@ -117,7 +117,7 @@ def phase_peaks(record: Mapping[str, float]) -> list[LoggedPeak]:
 
 
 def memory_column(modes: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The memory that modes are compared by, and how to call it: the device's whole peak where it was measured."""
+    """Return the memory that modes are compared by, and its name: the device's whole peak where it was measured."""
     if any(mode.get("peak_mib") is not None for mode in modes):
         return "peak_mib", "Peak of the device's memory"
     return "saved_mib", "Saved activations on the device at the peak"

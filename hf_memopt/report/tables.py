@@ -21,7 +21,7 @@ _MODE_COLUMNS = {
 
 
 def headlines(run: Run) -> list[str]:
-    """What is to be seen first, in words."""
+    """Return what is to be seen first, in words."""
     return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
 
 
@@ -37,7 +37,7 @@ def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def holder_table(run: Run) -> Table:
-    """MiB on the device by design and phase, and the largest of them."""
+    """Return the MiB on the device by design and phase, and the largest of them."""
     phases = list(next(iter(run.holders.values())))
     reference = max(_totals(next(iter(run.holders.values()))))
     rows: list[list[Cell]] = []
@@ -48,13 +48,13 @@ def holder_table(run: Run) -> Table:
 
 
 def phase_table(run: Run) -> Table:
-    """Peaks by phase as of the last logged step."""
+    """Return peaks by phase as of the last logged step."""
     rows: list[list[Cell]] = [[phase.name, phase.at_least_gib, phase.at_most_gib] for phase in run.phases]
     return Table(["phase", "at least GiB", "at most GiB"], rows, digits=3)
 
 
 def policy_table(run: Run) -> Table:
-    """Error and latency by policy and number of Euler steps."""
+    """Return error and latency by policy and number of Euler steps."""
     rows: list[list[Cell]] = [
         [found["policy"], found["num_steps"], found["error"], found["latency_ms"]] for found in run.policies
     ]

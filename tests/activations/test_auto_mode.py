@@ -18,8 +18,8 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, _plan
-from hf_memopt.activations.planner.profile import Profile
-from hf_memopt.activations.planner.simulator import Action, simulate
+from hf_memopt.activations.planner.profile import Action, Profile
+from hf_memopt.activations.planner.simulator import simulate
 from hf_memopt.memory import SavedBytes
 from hf_memopt.transfer import Copier, SyncCopier
 

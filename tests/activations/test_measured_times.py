@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
 from hf_memopt.activations.planner.offload_plan import Plan, make_plan
-from hf_memopt.activations.planner.profile import Profile
-from hf_memopt.activations.planner.simulator import Link
+from hf_memopt.activations.planner.profile import Link, Profile
 from hf_memopt.activations.saved_tensors import device_context
 
 pytestmark = pytest.mark.usefixtures("quick_plans")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier, wrap_forward_with_offload
 from hf_memopt.activations import auto_mode
-from hf_memopt.activations.planner.simulator import Action
+from hf_memopt.activations.planner.profile import Action
 
 GIB = 2**30
 

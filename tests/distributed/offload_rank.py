@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import InfeasibleBudgetError
 from hf_memopt.activations.planner.offload_plan import make_plan
-from hf_memopt.activations.planner.simulator import Link
+from hf_memopt.activations.planner.profile import Link
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.transfer import Copier
 

@@ -16,7 +16,7 @@ from operation_runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
 from hf_memopt.activations import auto_mode
 from hf_memopt.activations.planner.offload_plan import Plan
-from hf_memopt.activations.planner.simulator import Action, Link, Profile
+from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.transfer import Copier, SyncCopier
 
 # Two passes are recorded, the second of them planned already.

@@ -91,7 +91,8 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if keep and not _storages_of(result) & _storages_of((args, kwargs)):
             self._outputs.append(_Output(position, result))
             self._aliases |= {key: [] for key in self._outputs[-1].storages}
-        elif self._outputs and not _is_view(func):
+        # What a view returns has the version counter of what it was given.
+        elif self._outputs and not getattr(func, "is_view", False):
             self._note_aliases(result)
         return result
 
@@ -233,14 +234,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((place, argument.name) for place, argument in enumerate(arguments) if written[place])
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether what an operation returns has the version counter of what it was given."""
-    return bool(getattr(func, "is_view", False))
-
-
 def may_be_kept(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether recomputation may leave an operation out: it writes nothing, draws nothing, and is more than a view."""
+    """Return whether recomputation may leave an operation out: it writes and draws nothing, and is more than a view."""
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None:
         return True

@@ -75,6 +75,8 @@ class SelectiveCheckpoint:
         policy = self.policy if callable(self.policy) else POLICIES[self.policy]()
         if policy is None:
             return checkpoint(run, *leaves, use_reentrant=False)
+        # The checkpoint runs the region under the first mode, and each recomputation under the second one. Both share
+        # the dictionary of what was kept, which is empty until `save`.
         keeping = Keeping(policy)
         contexts = keeping, Replaying(keeping.kept)
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
@@ -90,6 +92,7 @@ def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
     _refuse_known_writers(module)
     before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
     yield
+    # In-place writes raise the version; an assignment such as `self.mean = ...` puts another tensor in the place.
     for (name, buffer, version), now in zip(before, module.buffers(), strict=True):
         if buffer is not now or buffer._version != version:
             raise _writes_buffer(module, name.rpartition(".")[0], name.rpartition(".")[2])
@@ -191,6 +194,7 @@ class CheckpointedForward:
         self._names = _positional_names(type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The class's own forward: the attribute of the instance is this very object.
         module = self._module
         forward = MethodType(type(module).forward, module)
         if not (module.training and torch.is_grad_enabled()):
@@ -211,6 +215,7 @@ def _without_cache(
     caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
     if caches:
         _tell_once(f"checkpointed blocks run without a key-value cache: {', '.join(caches)} not passed on")
+    # A cache that was passed by position is replaced there, one that was passed by name under its name.
     by_position = tuple(caches.get(name, value) for name, value in zip(names, args, strict=False))
     by_name = {name: nothing for name, nothing in caches.items() if name not in names[: len(args)]}
     return by_position + args[len(by_position) :], kwargs | by_name
@@ -235,7 +240,11 @@ def _refuse_gradient_checkpointing(module: nn.Module, name: str) -> None:
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    layers = {name: module for name, module in model.named_modules() if "GradientCheckpointingLayer" in _bases(module)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    }
     groups = [layers] if layers else _repeated(model)
     if not groups:
         raise ValueError(
@@ -283,7 +292,3 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(not outer or f"{name}.".startswith(f"{outer}.") for outer in modules)
-
-
-def _bases(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}

@@ -2,11 +2,12 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, Timeline, count_needs, simulate
+from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
+from hf_memopt.activations.planner.simulator import Timeline, simulate
 
 # Ignore a candidate that beats a front member of equal or smaller peak by less than this share of the step time.
 _FRONT_STEP_TOLERANCE = 1e-3
@@ -126,7 +127,7 @@ class Trials:
         self.num_left = num_left
         self.front = ParetoFront()
         self.candidates: list[Candidate] = []
-        self._host_budget_bytes = host_budget_bytes
+        self._host_budget_bytes = math.inf if host_budget_bytes is None else host_budget_bytes
         self._known: dict[tuple[bytes, int, int], Candidate] = {}
         storages = list(enumerate(profile.storages))
         self._only_sources = [index for index, s in storages if not s.uses_s and s.freed_s is None]
@@ -143,7 +144,7 @@ class Trials:
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
     def evaluate_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
-        """As `evaluate`, with windows of at most so many bytes, and never wider ones than the candidate's."""
+        """Evaluate a plan with windows of at most so many bytes, and never wider ones than the candidate's."""
         actions = self._normalised(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)
@@ -151,13 +152,34 @@ class Trials:
         prefetch = min(prefetch, total, candidate.window.prefetch_storages * largest)
         return self._simulated(actions, candidate.window, in_flight, prefetch, None)
 
+    def change_first(
+        self, candidate: Candidate, order: Sequence[int], action: int, allow: Callable[[Candidate], bool]
+    ) -> tuple[Candidate, int]:
+        """Give an action to the longest first part of `order` that is allowed, found by bisection.
+
+        Returns:
+            The changed plan, or the candidate where not even one storage can be changed; and how many were.
+        """
+        best, count, too_many = candidate, 0, len(order) + 1
+        while too_many - count > 1:
+            middle = (count + too_many) // 2
+            changed = bytearray(candidate.actions)
+            for index in order[:middle]:
+                changed[index] = action
+            trial = self.evaluate_like(candidate, bytes(changed), candidate.in_flight_bytes, candidate.prefetch_bytes)
+            if trial is not None and allow(trial):
+                best, count = trial, middle
+            else:
+                too_many = middle
+        return best, count
+
     def _simulated(
         self, actions: bytes, window: CopyWindow, in_flight: int, prefetch: int, thresholds: Thresholds | None
     ) -> Candidate | None:
         key = (actions, in_flight, prefetch)
         if key in self._known:
             return self._known[key]
-        if self.num_left == 0 or self._exceeds_host(sum(self._offloaded(actions))):
+        if self.num_left == 0 or sum(self._offloaded(actions)) > self._host_budget_bytes:
             return None
         self.num_left -= 1
         timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
@@ -186,6 +208,3 @@ class Trials:
             if needs[index] == 0:
                 normalised[index] = _KEEP
         return bytes(normalised)
-
-    def _exceeds_host(self, num_bytes: int) -> bool:
-        return self._host_budget_bytes is not None and num_bytes > self._host_budget_bytes

@@ -18,9 +18,9 @@ them this takes any lifetimes and sources, decides for each storage, and models 
 from dataclasses import dataclass
 
 from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
+from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.search import search_plans
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, count_needs
 from hf_memopt.units import GIB, format_bytes
 
 
@@ -84,11 +84,11 @@ class Plan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted step time over the plain one's, less 1; 0 if no time was recorded."""
+        """Return the predicted step time over the plain one's, less 1; 0 if no time was recorded."""
         return self.predicted_step_s / self.plain_step_s - 1 if self.plain_step_s else 0.0
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         return (
             f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded, "
             f"{format_bytes(self.recomputed_bytes)} recomputed; predicted peak "
@@ -129,11 +129,7 @@ def make_plan(
 
     Raises:
         InfeasibleBudgetError: no plan fits the budgets, or the device.
-        ValueError: a negative argument.
     """
-    for name, value in (("max_slowdown", max_slowdown), ("prefetch_ahead", prefetch_ahead)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
     trials = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
     if budget_bytes is not None:
         return _plan(profile, _fastest(trials, budget_bytes))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from hf_memopt.activations.planner.offload_plan import Plan
-from hf_memopt.activations.planner.simulator import Action
+from hf_memopt.activations.planner.profile import Action
 from hf_memopt.text_table import Table
 from hf_memopt.units import MIB
 

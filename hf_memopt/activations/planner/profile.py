@@ -79,17 +79,12 @@ class Profile:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each storage."""
+        """Return the bytes of each storage."""
         return [storage.num_bytes for storage in self.storages]
 
     @cached_property
-    def num_uses(self) -> list[int]:
-        """How often backward unpacks each storage."""
-        return [len(storage.uses_s) for storage in self.storages]
-
-    @cached_property
     def num_uses_by_backward(self) -> list[list[int]]:
-        """The same for each backward pass."""
+        """Return how often each backward pass unpacks each storage."""
         counts = [[0] * len(self.storages) for _ in range(len(self.backward_ends_s) + 1)]
         for index, storage in enumerate(self.storages):
             for used_s in storage.uses_s:
@@ -98,7 +93,7 @@ class Profile:
 
     @cached_property
     def dependents_first(self) -> list[int]:
-        """All storages, each before its sources."""
+        """Return all storages, each before its sources."""
         num_unvisited = [0] * len(self.storages)
         for index, storage in enumerate(self.storages):
             for source in storage.sources:
@@ -117,7 +112,7 @@ class Profile:
 
     @cached_property
     def first_needs_s(self) -> list[float]:
-        """When each storage is needed first if everything that can be recomputed is; `inf` if never."""
+        """Return when each storage is needed first if everything that can be recomputed is; `inf` if never."""
         needs = [min(storage.uses_s, default=math.inf) for storage in self.storages]
         for index in self.dependents_first:
             for source in self.storages[index].sources:
@@ -126,7 +121,7 @@ class Profile:
 
     @cached_property
     def events(self) -> list[tuple[float, int, int]]:
-        """`(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
+        """Return `(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
         events = [(end_s, int(EventKind.END_OF_BACKWARD), number) for number, end_s in enumerate(self.backward_ends_s)]
         for index, storage in enumerate(self.storages):
             events.append((storage.saved_at_s, int(EventKind.SAVE), index))
@@ -137,7 +132,7 @@ class Profile:
 
     @cached_property
     def use_order(self) -> list[int]:
-        """Storages in the order of their first use."""
+        """Return the storages in the order of their first use."""
         return list(dict.fromkeys(index for _, kind, index in self.events if kind == EventKind.USE))
 
 
@@ -160,7 +155,7 @@ def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
 
 
 def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """Return the same for each backward pass: each computes again what it needs."""
+    """Return how often each backward pass needs each storage; each pass computes again what it needs."""
     return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
 
 
@@ -179,20 +174,9 @@ def _with_sources(profile: Profile, actions: Sequence[int], needs: list[int]) ->
 def reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
     """Return the offloaded storages in the order in which backward first needs them, also as sources."""
     order: dict[int, None] = {}
-    # Backward needs the sources of a recomputed storage when it first needs that storage.
     recomputed: set[int] = set()
-    for index in profile.use_order:
-        if actions[index] == Action.OFFLOAD:
-            order[index] = None
-        elif actions[index] == Action.RECOMPUTE and index not in recomputed:
-            _append_sources(profile, actions, index, recomputed, order)
-    return list(order)
-
-
-def _append_sources(
-    profile: Profile, actions: Sequence[int], index: int, recomputed: set[int], order: dict[int, None]
-) -> None:
-    stack = [index]
+    # The sources of a recomputed storage are needed when it is needed first, so they go on top of the stack.
+    stack = profile.use_order[::-1]
     while stack:
         index = stack.pop()
         if actions[index] == Action.OFFLOAD:
@@ -200,3 +184,4 @@ def _append_sources(
         elif actions[index] == Action.RECOMPUTE and index not in recomputed:
             recomputed.add(index)
             stack.extend(reversed(profile.storages[index].sources))
+    return list(order)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
-from hf_memopt.activations.planner.simulator import Action, Profile, count_needs
+from hf_memopt.activations.planner.profile import Action, Profile, count_needs
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
 # Steps that differ by less, as a share of the plain step, count as equally fast: a tenth of what steps of one plan
@@ -90,29 +90,15 @@ class _Polish:
         return [index for index in order if candidate.actions[index] == action]
 
     def _change(self, candidate: Candidate, indices: list[int], action: int) -> Candidate:
-        """Give an action to as many storages as the limits allow: the longest first part of them, what is small enough
-        of those after the one that did not fit, and so on. More memory never lets this keep less."""
+        """Give an action to as many storages as the limits allow.
+
+        First the longest first part of the list gets it. The storage that did not fit is left out, and the search goes
+        on among those behind it that are small enough. With more memory this never keeps less.
+        """
         while indices:
-            candidate, count = self._change_first(candidate, indices, action)
+            candidate, count = self._trials.change_first(candidate, indices, action, self._limits.allow)
             room = self._limits.peak_bytes - candidate.peak_bytes
             indices = indices[count + 1 :]
             if action == _KEEP:
                 indices = [index for index in indices if self._sizes[index] <= room]
         return candidate
-
-    def _change_first(self, candidate: Candidate, indices: list[int], action: int) -> tuple[Candidate, int]:
-        # Bisect for the longest first part that the limits allow.
-        best, count, too_many = candidate, 0, len(indices) + 1
-        while too_many - count > 1:
-            middle = (count + too_many) // 2
-            changed = bytearray(candidate.actions)
-            for index in indices[:middle]:
-                changed[index] = action
-            trial = self._trials.evaluate_like(
-                candidate, bytes(changed), candidate.in_flight_bytes, candidate.prefetch_bytes
-            )
-            if trial is not None and self._limits.allow(trial):
-                best, count = trial, middle
-            else:
-                too_many = middle
-        return best, count

@@ -11,7 +11,7 @@ def estimate_offloading_memory_savings(
     link_gb_per_s: float | None = None,
     compute_ms: float | None = None,
 ) -> dict[str, float]:
-    """Memory that offloading a share of the activations frees, and the time that its copies take.
+    """Compute the memory that offloading a share of the activations frees, and the time that its copies take.
 
     Physical limit: while the forward pass computes for `compute_ms`, the link carries `link_gb_per_s * compute_ms` to
     the host, and backward, which computes for twice as long, up to twice that back. Per token and layer, for b bytes
@@ -51,16 +51,14 @@ def estimate_offloading_memory_savings(
     POSITIVE.check("link_gb_per_s", link_gb_per_s)
     transfer_ms = offloaded_mb * MIB / (link_gb_per_s * 1e9) * 1e3
     savings["transfer_ms"] = transfer_ms
-    return savings if compute_ms is None else savings | _overlap(transfer_ms, compute_ms)
-
-
-def _overlap(transfer_ms: float, forward_ms: float) -> dict[str, float]:
-    POSITIVE.check("compute_ms", forward_ms)
-    backward_ms = 2 * forward_ms
-    hidden_ms = min(transfer_ms, forward_ms) + min(transfer_ms, backward_ms)
+    if compute_ms is None:
+        return savings
+    POSITIVE.check("compute_ms", compute_ms)
+    backward_ms = 2 * compute_ms
+    hidden_ms = min(transfer_ms, compute_ms) + min(transfer_ms, backward_ms)
     exposed_ms = 2 * transfer_ms - hidden_ms
-    return {
+    return savings | {
         "hidden_ms": hidden_ms,
         "exposed_ms": exposed_ms,
-        "slowdown_percent": 100.0 * exposed_ms / (forward_ms + backward_ms),
+        "slowdown_percent": 100.0 * exposed_ms / (compute_ms + backward_ms),
     }

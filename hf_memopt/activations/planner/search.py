@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
-from hf_memopt.activations.planner.simulator import Action, Link, Profile
+from hf_memopt.activations.planner.profile import Action, Link, Profile
 
 _CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
 _STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -70,6 +70,8 @@ class _Search:
         self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
         link = trials.link
         self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        # For each candidate the changes of single storages that `_change_one` has still to try. A member that is
+        # visited again goes on where its last visit ended.
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
     def run(self) -> None:
@@ -101,27 +103,18 @@ class _Search:
             for index, rank in enumerate(self._lifetime_ranks)
             if member.actions[index] != _KEEP
         )
-        # Bisect for the longest first part of the order that stays below the next member.
-        count, too_many = 0, len(order) + 1
-        while too_many - count > 1:
-            middle = (count + too_many) // 2
-            changed = bytearray(member.actions)
-            for _, _, index in order[:middle]:
-                changed[index] = _KEEP
-            trial = self._trials.evaluate_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
-            if trial is not None and trial.peak_bytes < larger[0].peak_bytes:
-                count = middle
-            else:
-                too_many = middle
+        indices = [index for _, _, index in order]
+        self._trials.change_first(member, indices, _KEEP, lambda trial: trial.peak_bytes < larger[0].peak_bytes)
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
         """Return about what keeping a storage saves."""
+        # A plan without stalls hides all its copies, so that to keep what it offloads saves no time.
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte if member.timeline.stall_s else 0.0
 
     def _any_window(self, member: Candidate) -> None:
-        """All windows, which often need each other."""
+        """Try all windows: more in flight often pays only together with more prefetching."""
         for window in self._trials.windows:
             self._trials.evaluate(member.actions, window, member.thresholds)
 
@@ -180,17 +173,21 @@ class _Search:
         return move
 
     def _vary_window(self, member: Candidate) -> None:
-        """The next wider and narrower windows, in flight and prefetched."""
+        """Try the next wider and narrower windows, in flight and prefetched."""
         windows = self._trials.windows
         place = windows.index(member.window)
+        # The list varies prefetching fastest, so that the next amount in flight is this many places away.
         num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
         for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
             if 0 <= other < len(windows):
                 self._trials.evaluate(member.actions, windows[other], member.thresholds)
 
     def _blend(self, member: Candidate) -> None:
-        """Between two neighbours on the front: one's actions for the shorter lived half of what differs, or for every
-        other storage of it, and the other's for the rest."""
+        """Try plans between a member and its neighbours on the front.
+
+        Where the two differ, the blend takes the neighbour's actions for the half that lives shortest, or for every
+        second storage by lifetime, and the member's actions for the rest.
+        """
         for neighbour in self._trials.front.neighbours(member):
             differing = [
                 i for i, pair in enumerate(zip(member.actions, neighbour.actions, strict=True)) if pair[0] != pair[1]
@@ -204,7 +201,7 @@ class _Search:
                     self._trials.evaluate(bytes(blend), window)
 
     def _change_one(self, member: Candidate) -> None:
-        """Another action for a single storage: the next few changes that may move the front, the likeliest first."""
+        """Try another action for a single storage: the next few changes that may move the front, likeliest first."""
         if member not in self._changes:
             self._changes[member] = iter(self._likely_changes(member))
         num_tried = 0
@@ -218,7 +215,7 @@ class _Search:
                     break
 
     def _change_any(self, member: Candidate) -> None:
-        """Every other action for every single storage, in every window."""
+        """Try every other action for every single storage, in every window."""
         for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
             if action != _RECOMPUTE or storage.recompute_s is not None:
                 changed = bytearray(member.actions)
@@ -242,6 +239,8 @@ class _Search:
 
     def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
         """Return a changed plan's peak and step, if the storage counts at the peak and its copies hide as others do."""
+        # This is a guess that orders the changes; simulating them decides. Where compute stalls now, it is taken to
+        # stall less by the time of a storage's copies when they go, and more by it when they come.
         before, size = member.actions[index], self._profile.sizes[index]
         recompute_s = self._profile.storages[index].recompute_s or 0.0
         stall_s = member.timeline.stall_s

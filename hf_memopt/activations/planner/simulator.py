@@ -29,14 +29,9 @@ from hf_memopt.activations.planner.profile import (
     EventKind,
     Link,
     Profile,
-    SavedStorage,
-    count_needs,
     needs_by_backward,
     reload_order,
 )
-
-__all__ = ["Action", "Link", "Profile", "SavedStorage", "Timeline", "count_needs", "simulate"]
-
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
 _SAVE, _USE, _FREE, _END_OF_BACKWARD = (int(kind) for kind in EventKind)

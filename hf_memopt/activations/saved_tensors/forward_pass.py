@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import Plan
-from hf_memopt.activations.planner.simulator import Action
+from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.recording import Recorder, Recording

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
@@ -60,7 +61,7 @@ class StepPhases:
     def enter(self, module: nn.Module) -> None:
         """Note that a module begins to run: a forward pass, unless backward runs a checkpointed region again."""
         self._running.append(self._names[id(module)])
-        if self.name in (BACKWARD, OUTSIDE) and not _in_backward():
+        if self.name in (BACKWARD, OUTSIDE) and not in_backward():
             self.name = FORWARD
 
     def leave(self) -> None:
@@ -75,15 +76,11 @@ class StepPhases:
         if self.name == OPTIMIZER:
             return False
         before = self.name
-        if _in_backward():
+        if in_backward():
             self.name = BACKWARD
         elif self.name == BACKWARD:
             self.name = OUTSIDE
         return self.name == BACKWARD != before
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # What fake tensors are asked through the dispatcher, without computing anything.
@@ -173,12 +170,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.owner = record.owner if owner is None else owner
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
-        """The record of a tensor's storage, if it is known."""
+        """Return the record of a tensor's storage, if it is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else self.records[found[0]]
 
     def trace(self, first_step: int) -> MemoryTrace:
-        """What happened to device memory; `first_step` is a position in `log`."""
+        """Return what happened to device memory; `first_step` is a position in `log`."""
         entries = [
             (position, index, change)
             for position, (index, change) in enumerate(self.changes)
@@ -193,12 +190,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def host_peak_bytes(self, first_step: int) -> int:
-        """The most that tensors held in host memory from a position of `log` on."""
+        """Return the most that tensors held in host memory from a position of `log` on."""
         held = accumulate(change if self.records[index].on_host else 0 for index, change in self.changes)
         return max(itertools.islice(held, first_step, None), default=0)
 
     def next_backward(self, position: int) -> int | None:
-        """Where in the log the first backward after a position begins."""
+        """Return where in the log the first backward after a position begins."""
         later = bisect_right(self._backwards, position)
         return self._backwards[later] if later < len(self._backwards) else None
 
@@ -259,7 +256,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries, as operations take and return them."""
+    """Yield the tensors in nested lists, tuples and dictionaries, as operations take and return them."""
     if isinstance(value, Tensor):
         yield from _with_memory(value)
     elif isinstance(value, list | tuple):
@@ -280,6 +277,6 @@ def _with_memory(tensor: Any) -> Iterator[Tensor]:
 
 
 def device_type(tensor: Tensor) -> str:
-    """Of real and fake tensors; asking a fake one for `device` is an operation of its own."""
+    """Return the type of a tensor's device; asking a fake tensor for `device` would be an operation of its own."""
     device = getattr(tensor, "fake_device", None) or tensor.device
     return str(device.type)

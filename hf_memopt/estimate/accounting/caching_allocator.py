@@ -7,7 +7,6 @@ the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,19 +43,17 @@ class CachingAllocator:
     Attributes:
         allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
         reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
-        num_retries: how often the device was full and unused segments were returned.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
         self._next_address = 0
 
     def allocate(self, num_bytes: int) -> _Block:
-        """A block of at least this size, rounded up as the allocator does.
+        """Return a block of at least this size, rounded up as the allocator does.
 
         Raises:
             OutOfDeviceMemoryError: there is no room, even with all unused segments returned.
@@ -64,6 +61,8 @@ class CachingAllocator:
         num_bytes = max(BLOCK_BYTES, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = num_bytes <= _SMALL_BYTES
         free = self._free[small]
+        # The list is sorted by size and then by address: the first block that is large enough is the best fit, and
+        # of equally large ones the one at the lowest address, as in torch.
         position = bisect_left(free, num_bytes, key=lambda entry: entry[0])
         block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, small)
         block.free = False
@@ -79,6 +78,7 @@ class CachingAllocator:
         """Give a block back; it joins with free neighbours."""
         block.free = True
         self.allocated_bytes -= block.num_bytes
+        # Free blocks never lie side by side, since each release joins them: one look to either side suffices.
         for neighbour in (block.previous, block.following):
             if neighbour is not None and neighbour.free:
                 self._remove(neighbour)
@@ -87,8 +87,8 @@ class CachingAllocator:
 
     def _new_segment(self, num_bytes: int, small: bool) -> _Block:
         segment_bytes = _segment_bytes(num_bytes)
+        # The device is full: whole segments that nobody uses go back to it, and the segment is asked for once more.
         if not self._has_room(segment_bytes):
-            self.num_retries += 1
             self._return_unused()
             if not self._has_room(segment_bytes):
                 raise OutOfDeviceMemoryError(
@@ -143,34 +143,6 @@ def _segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
 
 
-def replay(
-    storages: Sequence[int], changes: Sequence[int], capacity_bytes: int | None = None, first_step: int = 0
-) -> CachingAllocator:
-    """The allocator after a run.
-
-    Args:
-        storages: which storage each change belongs to, by number.
-        changes: bytes; a storage is allocated when its size grows from 0, and freed when it returns to it.
-        capacity_bytes: of the device; None, unlimited.
-        first_step: index of a change before which the peak of allocated bytes is counted anew.
-
-    Raises:
-        OutOfDeviceMemoryError: the run does not fit.
-    """
-    allocator = CachingAllocator(capacity_bytes)
-    blocks: dict[int, _Block] = {}
-    sizes: dict[int, int] = {}
-    for position, (storage, change) in enumerate(zip(storages, changes, strict=True)):
-        if position == first_step:
-            allocator.peak_allocated_bytes = allocator.allocated_bytes
-        sizes[storage] = sizes.get(storage, 0) + change
-        if storage in blocks:  # died, or was resized
-            allocator.release(blocks.pop(storage))
-        if sizes[storage]:
-            blocks[storage] = allocator.allocate(sizes[storage])
-    return allocator
-
-
 @dataclass(frozen=True)
 class MemoryTrace:
     """Device memory over time.
@@ -190,11 +162,11 @@ class MemoryTrace:
     first_step: int
 
     def held(self) -> list[int]:
-        """Bytes held after each change."""
+        """Return the bytes held after each change."""
         return list(accumulate(self.changes))
 
     def peak(self) -> tuple[int, int]:
-        """The most that is held at one time from the first step on, and the index of the change that made it so."""
+        """Return the most that is held at one time from the first step on, and the index of the change to it."""
         held = self.held()
         position = max(range(min(self.first_step, len(held) - 1), len(held)), key=held.__getitem__)
         return held[position], position
@@ -206,7 +178,7 @@ class MemoryTrace:
         return peaks
 
     def allocator(self, capacity_bytes: int | None = None) -> CachingAllocator:
-        """CUDA's caching allocator, by its model, at the end of the run.
+        """Return CUDA's caching allocator, by its model, at the end of the run.
 
         Its `peak_allocated_bytes` are those since the first step began. They exceed what tensors hold where the rest
         of a block was too small to be split off.
@@ -214,10 +186,23 @@ class MemoryTrace:
         Raises:
             OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
         """
-        return replay(self.storages, self.changes, capacity_bytes, self.first_step)
+        allocator = CachingAllocator(capacity_bytes)
+        blocks: dict[int, _Block] = {}
+        sizes: dict[int, int] = {}
+        for position, (storage, change) in enumerate(zip(self.storages, self.changes, strict=True)):
+            if position == self.first_step:
+                allocator.peak_allocated_bytes = allocator.allocated_bytes
+            sizes[storage] = sizes.get(storage, 0) + change
+            # The storage has died, or it was resized. Then it gives its block back before it takes another one; torch
+            # holds both for the moment of the copy between them, which is left out here.
+            if storage in blocks:
+                allocator.release(blocks.pop(storage))
+            if sizes[storage]:
+                blocks[storage] = allocator.allocate(sizes[storage])
+        return allocator
 
     def fits(self, capacity_bytes: int) -> bool:
-        """Whether the run goes through on a device with so much memory for the allocator."""
+        """Return whether the run goes through on a device with so much memory for the allocator."""
         try:
             self.allocator(capacity_bytes)
         except OutOfDeviceMemoryError:
@@ -225,7 +210,8 @@ class MemoryTrace:
         return True
 
     def smallest_capacity(self) -> int:
-        """The least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
+        """Return the least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
+        # What tensors hold at their peak bounds the answer from below, what an unlimited device reserves from above.
         failing, fitting = self.peak()[0] - 1, self.allocator().peak_reserved_bytes
         while fitting - failing > _LARGE_MULTIPLE_BYTES:
             middle = (failing + fitting) // 2

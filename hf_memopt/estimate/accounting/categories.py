@@ -21,15 +21,19 @@ from hf_memopt.estimate.accounting.allocation_log import (
     StorageRecord,
 )
 
-PARAMETER = "parameters"
-FROZEN = "frozen parameters"
-BUFFER = "buffers"
-GRADIENT = "gradients"
-OPTIMIZER_STATE = "optimizer state"
-ACTIVATION = "activations"
-TEMPORARY = "temporaries"
-INPUT = "inputs"
-TEACHER = "teacher"
+# In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, and
+# what comes and goes.
+CATEGORIES = (FROZEN, TEACHER, PARAMETER, BUFFER, INPUT, OPTIMIZER_STATE, GRADIENT, ACTIVATION, TEMPORARY) = (
+    "frozen parameters",
+    "teacher",
+    "parameters",
+    "buffers",
+    "inputs",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "temporaries",
+)
 
 
 class StepLabels:
@@ -148,7 +152,7 @@ def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord]]:
-    """Device storages that are alive after a position of the log, with their kinds, largest first."""
+    """Return the device storages that are alive after a position of the log, with their kinds, largest first."""
     live = [
         record
         for record in log.records
@@ -158,12 +162,12 @@ def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord
 
 
 def of_storages(log: AllocationLog) -> tuple[str, ...]:
-    """The kind of every storage, by number."""
+    """Return the kind of every storage, by number."""
     return tuple(_kind(record, log) for record in log.records)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
-    """Bytes of each kind, most first."""
+    """Return the bytes of each kind, most first."""
     totals: Counter[str] = Counter()
     for kind, record in live:
         totals[kind] += record.num_bytes

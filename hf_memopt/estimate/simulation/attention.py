@@ -37,12 +37,12 @@ class AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether the kernel has to keep what backward needs."""
+        """Return whether the kernel has to keep what backward needs."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
 def choose_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
-    """The kernel: "cudnn", "flash", "efficient" or "math".
+    """Return the kernel: "cudnn", "flash", "efficient" or "math".
 
     Args:
         call: what is to be computed.
@@ -107,7 +107,7 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 @contextmanager
 def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Iterator[None]:
-    """`scaled_dot_product_attention` on this device runs what torch would choose on a card of this compute capability.
+    """Have `scaled_dot_product_attention` on this device run what torch would choose on a card of this capability.
 
     A function mode would be off inside backward, where checkpointed regions run again, so the function itself is
     replaced.
@@ -138,47 +138,42 @@ def _attention(plain: Callable[..., Tensor], device_type: str, capability: tuple
         kernel = _KERNELS.get(choose_kernel(call, capability)) if query.device.type == device_type else None
         if kernel is None:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return kernel(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
 
     return attention
 
 
-def _cudnn(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
-) -> Tensor:
-    bias = None if mask is None else _additive(mask, query)
+def _cudnn(call: AttentionCall, scale: float) -> Tensor:
+    bias = None if call.mask is None else _additive(call.mask, call.query)
     return _aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
-        query, key, value, bias, _needs_grad(query, key, value), dropout_p, is_causal, False, scale=scale
+        call.query, call.key, call.value, bias, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, mask: None, dropout_p: float, is_causal: bool, scale: float
-) -> Tensor:
-    width = query.shape[-1]
+def _flash(call: AttentionCall, scale: float) -> Tensor:
+    operands = [call.query, call.key, call.value]
+    width = call.query.shape[-1]
     padding = -width % 8
     if padding:
-        query, key, value = (F.pad(each, (0, padding)) for each in (query, key, value))
-    attended = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    return attended[..., :width] if padding else attended  # type: ignore[no-any-return]
+        operands = [F.pad(each, (0, padding)) for each in operands]
+    kernel = _aten._scaled_dot_product_flash_attention
+    attended: Tensor = kernel(*operands, call.dropout_p, call.is_causal, False, scale=scale)[0]
+    return attended[..., :width] if padding else attended
 
 
-def _memory_efficient(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
-) -> Tensor:
-    bias = None if mask is None else _bias(mask, query, key)
+def _memory_efficient(call: AttentionCall, scale: float) -> Tensor:
+    bias = None if call.mask is None else _bias(call.mask, call.query, call.key)
     return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        query, key, value, bias, _needs_grad(query, key, value), dropout_p, is_causal, scale=scale
+        call.query, call.key, call.value, bias, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
     )[0]
 
 
 # All but the math path, which is torch's own.
-_KERNELS: dict[str, Callable[..., Tensor]] = {"cudnn": _cudnn, "flash": _flash, "efficient": _memory_efficient}
-
-
-def _needs_grad(*operands: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+_KERNELS: dict[str, Callable[[AttentionCall, float], Tensor]] = {
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "efficient": _memory_efficient,
+}
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
@@ -197,7 +192,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def register_softmax() -> list[torch.library.Library]:
-    """CUDA's softmax reads float16 and writes float32 in one kernel; bfloat16, and all elsewhere, is converted first.
+    """Register CUDA's softmax, which reads float16 and writes float32 in one kernel, and converts bfloat16 first.
 
     Source: `softmax` and `log_softmax` of torch's SoftMax.cpp.
     """

@@ -47,7 +47,7 @@ _KEY = "AutocastPrivateUse1"
 
 
 def register(device_type: str) -> list[torch.library.Library]:
-    """Gives a PrivateUse1 device CUDA's policy, for as long as the returned libraries live."""
+    """Give a PrivateUse1 device CUDA's policy, for as long as the returned libraries live."""
     fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
     rules = torch.library.Library("aten", "IMPL", _KEY)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ def register(device_type: str) -> list[torch.library.Library]:
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """Weights are cast once until autocast's outermost context ends, which is when torch clears its own cache."""
+    """Cast weights once until autocast's outermost context ends, which is when torch clears its own cache."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:
@@ -86,7 +86,7 @@ _cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """What torch's cached_cast does: floating point but float64, on this device, to dtype; fp32 weights only once."""
+    """Do what torch's cached_cast does: cast floats of this device, but float64, to dtype; fp32 weights only once."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != device_type:
         return value
     if value.dtype in (dtype, torch.float64):
@@ -133,7 +133,7 @@ class _Casts:
         return self.lower(operation, args, kwargs)
 
     def by_argument(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The input stays as it is; the operation is asked for a float32 result, unless the caller named a dtype."""
+        """Leave the input as it is, and ask for a float32 result unless the caller named a dtype."""
         if args[0].dtype not in _HALVES:
             return args, kwargs
         names = [argument.name for argument in operation._schema.arguments]

@@ -23,7 +23,7 @@ class IsolatedError(RuntimeError):
 
 
 def run_isolated[Result](function: Callable[[], Result]) -> Result:
-    """`function()` in a forked process, which inherits everything that was imported and defined.
+    """Run `function()` in a forked process, which inherits everything that was imported and defined.
 
     Nothing is pickled on the way in, so `function` may be a closure; its result must be picklable.
 
@@ -35,7 +35,7 @@ def run_isolated[Result](function: Callable[[], Result]) -> Result:
 
 
 def run_all_isolated[Result](functions: Iterable[Callable[[], Result]], num_workers: int) -> Iterator[Result]:
-    """The results of many functions, `num_workers` at a time, in the order in which they end.
+    """Yield the results of many functions, `num_workers` at a time, in the order in which they end.
 
     Each function is taken from the iterable when there is room for it, so that it can depend on earlier results.
 

@@ -136,6 +136,8 @@ def simulation(
         enter(warnings.catch_warnings())
         # Deep copies of tensors look at the pointer, and copy a fake one as they should.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        # The mode that is entered last sees each operation first: `data_dependent` passes it on to the fake mode, and
+        # answers itself where that raises, since the answer depends on values.
         enter(_FakeMode(allow_non_fake_inputs=True))
         enter(data_dependent)
         yield device, data_dependent

@@ -133,7 +133,7 @@ class VirtualCopier:
         return block
 
     def release(self, buffer: Tensor) -> None:
-        """Nothing to do: memory returns with its last reference."""
+        """Do nothing: memory returns with its last reference."""
 
     def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
         self.bytes_to_device += source.nbytes

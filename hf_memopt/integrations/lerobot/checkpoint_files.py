@@ -14,7 +14,9 @@ COPY_AGAIN = "copy the checkpoint again"
 
 
 def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint folder") -> Path:
-    """A file of a checkpoint's folder. A link may lead to another file of the folder, and in the hub's cache to a blob.
+    """Return a file of a checkpoint's folder.
+
+    A link may lead to another file of the folder, and in the hub's cache to a blob.
 
     Raises:
         ValueError: there is no such file, or it is a link to somewhere else.
@@ -31,7 +33,7 @@ def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint f
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
         ValueError: it holds something else.
@@ -59,7 +61,7 @@ def check_header(file: Path) -> None:
 
 
 def no_remote_code() -> AbstractContextManager[Any]:
-    """Inside, transformers refuses a model or tokenizer with code of its own, where it would ask at a terminal.
+    """Have transformers refuse a model or tokenizer with code of its own, where it would ask at a terminal.
 
     lerobot loads both by the names that a checkpoint gives, and has no argument to say so.
     """

@@ -80,7 +80,7 @@ class SmolVLAReflowConfig(SmolVLAConfig):
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the student is its own teacher."""
+        """Return whether the student is its own teacher."""
         return self.teacher_model_path == SELF and self.couplings_path is None
 
     def _check_reflow(self) -> None:

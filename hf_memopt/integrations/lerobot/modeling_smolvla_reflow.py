@@ -126,7 +126,7 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
 
     @property
     def why_prefix_not_shared(self) -> str | None:
-        """Why the teacher computes its own prefix; None if the student's serves both."""
+        """Return why the teacher computes its own prefix; None if the student's serves both."""
         return self.pair_source.teacher.why_not_shared
 
     def update(self) -> None:

@@ -54,7 +54,7 @@ _NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
 
 
 def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a policy checkpoint.
+    """Return the local folder of a policy checkpoint.
 
     Args:
         path_or_id: a `pretrained_model` folder, a training run's output folder (its last checkpoint is taken), or a
@@ -81,7 +81,7 @@ def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> P
 
 
 def load_config(folder: Path) -> SmolVLAConfig:
-    """The checkpoint's configuration.
+    """Read the checkpoint's configuration.
 
     Raises:
         ValueError: it cannot be read, or is no SmolVLA's.
@@ -99,7 +99,7 @@ def load_config(folder: Path) -> SmolVLAConfig:
 
 
 def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
-    """The checkpoint's policy on the CPU, loaded strictly, without the hub and without touching the random generator.
+    """Load the checkpoint's policy on the CPU, strictly, without the hub and without touching the random generator.
 
     Args:
         folder: from `resolve_checkpoint`.
@@ -205,7 +205,7 @@ def check_normalizers(folder: Path, config: SmolVLAConfig) -> None:
 
 
 def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
-    """The statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
+    """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
     for feature, description in features.items():
         mode = config.normalization_mapping.get(description.type.value)

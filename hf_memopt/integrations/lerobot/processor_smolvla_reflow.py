@@ -10,6 +10,6 @@ from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAR
 def make_smolvla_reflow_pre_post_processors(
     config: SmolVLAReflowConfig, dataset_stats: dict[str, dict[str, Any]] | None = None
 ) -> tuple[Any, Any]:
-    """Pre- and postprocessor as for policy type `smolvla`."""
+    """Make pre- and postprocessor as for policy type `smolvla`."""
     processors: tuple[Any, Any] = make_smolvla_pre_post_processors(config, dataset_stats=dataset_stats)
     return processors

@@ -53,7 +53,7 @@ def check_processors(folder: Path) -> list[Path]:
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """The steps of a processor's configuration, each one of SmolVLA's.
+    """Read the steps of a processor's configuration, each one of SmolVLA's.
 
     Raises:
         ValueError: see `check_processors`.
@@ -74,7 +74,7 @@ def read_steps(file: Path) -> list[dict[str, Any]]:
 
 
 def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str, Any]) -> tuple[Any, Any]:
-    """lerobot's pre- and postprocessor, from the files of a checkpoint.
+    """Make lerobot's pre- and postprocessor, from the files of a checkpoint.
 
     Args:
         config: the policy's.

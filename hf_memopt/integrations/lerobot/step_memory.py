@@ -38,5 +38,5 @@ class PhaseMemory:
             self._figures[f"{phase}_peak_gib"] = self._counters.read().peak_allocated_bytes / GIB
 
     def figures(self) -> dict[str, float]:
-        """The newest figure of every phase in GiB: `<phase>_peak_gib`, or `<phase>_rss_gib` on the CPU."""
+        """Return the newest figure of every phase in GiB: `<phase>_peak_gib`, or `<phase>_rss_gib` on the CPU."""
         return dict(self._figures)

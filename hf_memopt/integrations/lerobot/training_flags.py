@@ -12,7 +12,7 @@ from hf_memopt.command_line import argparse_raising
 
 
 def read_training_flags() -> TrainPipelineConfig:
-    """What `sys.argv` says, validated.
+    """Read and validate what `sys.argv` says.
 
     Raises:
         ValueError: lerobot refuses it; elsewhere lerobot prints that and ends the process.

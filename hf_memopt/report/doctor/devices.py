@@ -49,7 +49,7 @@ class Device:
 
 
 def find_devices(name: str | None = None) -> list[torch.device]:
-    """The devices that a name such as `cuda`, `cuda:1` or `cpu` means; None, all accelerators, or else the CPU.
+    """Return the devices that a name (`cuda`, `cuda:1`, `cpu`) means; None, all accelerators, or else the CPU.
 
     Raises:
         ValueError: this machine has no such device.

@@ -11,7 +11,7 @@ _EXTRAS = {"lerobot": "lerobot", "matplotlib": "report"}
 
 
 def page(machine: Machine) -> str:
-    """Everything, in sections."""
+    """Return everything, in sections."""
     sections = {
         "Devices": [line for device in machine.devices for line in _device_lines(device)],
         "Host": _host_lines(machine.host),

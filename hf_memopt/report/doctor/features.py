@@ -22,7 +22,7 @@ class Feature:
 
 
 def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
-    """What this library can do with a device."""
+    """Return what this library can do with a device."""
     kind = device.kind
     offloads = _offloading(kind)
     return [
@@ -39,7 +39,7 @@ def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]
 
 
 def obstacle_to_compile(kind: str) -> str | None:
-    """Why torch.compile cannot generate code for a kind of device; None if nothing is known to be missing."""
+    """Say why torch.compile cannot generate code for a kind of device; None if nothing is known to be missing."""
     if kind == "mps":
         return "not examined on this kind of device"
     if kind != "cpu":

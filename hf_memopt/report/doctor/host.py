@@ -29,7 +29,7 @@ class HostLimits:
 
 
 def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostLimits:
-    """Memory of the host, and how much of it this process may take and lock."""
+    """Return the memory of the host, and how much of it this process may take and lock."""
     memory = psutil.virtual_memory()
     limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -43,7 +43,7 @@ def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostL
 
 
 def find_versions() -> dict[str, str | None]:
-    """Versions by name; None for what is not there."""
+    """Return versions by name; None for what is not there."""
     driver = Path("/sys/module/nvidia/version")
     return {
         "python": platform.python_version(),

@@ -1,9 +1,8 @@
 """What `hf-memopt doctor` finds out about the machine."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,10 +24,6 @@ class Machine:
     features: list[Feature]
     problems: list[str]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def examine(device: str | None = None) -> Machine:
     """Look at this machine; see `examine_device` for what it costs.
@@ -48,7 +43,7 @@ def examine(device: str | None = None) -> Machine:
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
-    """What is likely to fail or to be slow, each with its remedy."""
+    """Return what is likely to fail or to be slow, each with its remedy."""
     problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
     if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
         problems.append(

@@ -6,7 +6,8 @@ import pytest
 from planner_profiles import chain
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, ParetoFront, Trials, window_bytes, windows
-from hf_memopt.activations.planner.simulator import Action, Link, Timeline
+from hf_memopt.activations.planner.profile import Action, Link
+from hf_memopt.activations.planner.simulator import Timeline
 
 
 def test_windows_reach_as_far_as_was_allowed() -> None:

@@ -2,7 +2,7 @@
 
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.offload_table import plan_report
-from hf_memopt.activations.planner.simulator import Action
+from hf_memopt.activations.planner.profile import Action
 
 KEEP, OFFLOAD, RECOMPUTE = Action
 

@@ -10,9 +10,9 @@ from plan_reference import all_plans, front
 from planner_profiles import at_random, chain, convolutions, decoder, language_model, link_for, u_net
 
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.profile import Link, Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.planner.search import search_plans
-from hf_memopt.activations.planner.simulator import Link, Profile
 
 # What plans may be slower than the fastest there are.
 FACTOR = 1.03

@@ -22,7 +22,6 @@ def test_a_source_is_needed_as_early_as_what_is_computed_from_it() -> None:
 
 def test_uses_are_counted_for_each_backward() -> None:
     profile = Profile(CHAIN, 10.0, backward_ends_s=(5.0,))
-    assert profile.num_uses == [1, 2, 0]
     assert profile.num_uses_by_backward == [[0, 1, 0], [1, 1, 0]]
 
 

@@ -8,8 +8,8 @@ from planner_profiles import at_random, chain
 
 from hf_memopt.activations.planner.candidates import CopyWindow, Limits, Trials
 from hf_memopt.activations.planner.offload_plan import make_plan
+from hf_memopt.activations.planner.profile import Action, Link, Profile, SavedStorage
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage
 
 KEEP, OFFLOAD, RECOMPUTE = (int(action) for action in Action)
 

@@ -9,8 +9,9 @@ from planner_profiles import at_random, chain, decoder, link_for
 
 from hf_memopt.activations.planner import candidates
 from hf_memopt.activations.planner.offload_plan import make_plan
+from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.planner.search import search_plans
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, Timeline, simulate
+from hf_memopt.activations.planner.simulator import Timeline, simulate
 
 # What plans may be slower than the fastest there are.
 FACTOR = 1.03

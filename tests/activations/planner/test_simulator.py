@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_memopt.activations.planner.simulator import Action, Link, Profile, SavedStorage, Timeline, count_needs, simulate
+from hf_memopt.activations.planner.profile import Action, Link, Profile, SavedStorage, count_needs
+from hf_memopt.activations.planner.simulator import Timeline, simulate
 
 KEEP, OFFLOAD, RECOMPUTE = Action
 LINK = Link(to_host_bytes_per_s=100.0, to_device_bytes_per_s=50.0)

@@ -20,7 +20,12 @@ from hf_memopt.activations.saved_tensors.pack_hook import MovedView, OffloadCont
 
 def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
     """A context, and what its hook returns, without giving up the tensor's memory."""
-    context = OffloadContext(offloader._threshold_bytes, frozenset(), offloader._new_pass, offloader._counters)
+    context = OffloadContext(
+        offloader._threshold_bytes,
+        frozenset(),
+        lambda device: offloader._begin_pass(None, device, None),
+        offloader._counters,
+    )
     return context, context.pack(tensor)
 
 

@@ -17,7 +17,7 @@ Rollouts = Mapping[int, RolloutResult]
 
 
 def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
-    """The comparison in words and numbers; errors and spread are of normalised actions."""
+    """Return the comparison in words and numbers; errors and spread are of normalised actions."""
     header = ["steps", *(f"{name} {figure}" for figure in ("error", "spread", "ms") for name, _ in _SIDES)]
     rows = [[*header, *(["success", "reward"] if rollouts else [])]]
     for steps in evaluation.student.error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class ReflowEvaluation:
     student: ModelEvaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return what goes into JSON."""
         return dataclasses.asdict(self)
 
 
@@ -88,7 +89,7 @@ def evaluate_reflow(
     noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
     references = [
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
-        for batch, noise in _paired(batches, noises)
+        for batch, noise in zip(batches, noises, strict=True)
     ]
     sides = {
         name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
@@ -106,7 +107,7 @@ def held_out_batches(
     max_observations: int = 256,
     device: str = "cpu",
 ) -> list[dict[str, Tensor]]:
-    """Observations of a LeRobotDataset, preprocessed as the policy was trained, spread evenly over the episodes.
+    """Load observations of a LeRobotDataset, preprocessed as for the policy, spread evenly over the episodes.
 
     Args:
         policy: checkpoint whose configuration and saved preprocessor apply.
@@ -136,7 +137,7 @@ def held_out_batches(
 
 @contextmanager
 def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
-    """Around lerobot's opening of a dataset.
+    """Say in words why lerobot cannot open a dataset, if it cannot.
 
     Raises:
         ValueError: it is not there, neither locally nor on the hub.
@@ -165,7 +166,7 @@ def _evaluate_model(
     action_errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
     paths = []
     for batch, noise, reference in tqdm(
-        list(_paired(batches, noises, references)), desc=f"evaluate {name}", unit="batch"
+        list(zip(batches, noises, references, strict=True)), desc=f"evaluate {name}", unit="batch"
     ):
         observation = observe(policy, batch)
         paths.append(sample_trajectory(policy, observation, noise, reference_steps)[..., :dims])
@@ -188,28 +189,17 @@ def _evaluate_model(
 
 
 def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
-    """The states from noise to actions that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`."""
-    recorder = _Recorder()
+    """Return the states that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`, noise first."""
+    states = [noise]
+    # Stands in for lerobot's real-time-chunking processor, which sampling shows every state to.
+    recorder = SimpleNamespace(is_debug_enabled=lambda: True, track=lambda x_t, **_: states.append(x_t))
     with _sampling(policy, num_steps, recorder):
         policy.model.sample_actions(*observation.arguments(), noise=noise)
-    return torch.stack([noise, *recorder.states])
-
-
-class _Recorder:
-    """Stands in for lerobot's real-time-chunking processor, which sampling shows every state to."""
-
-    def __init__(self) -> None:
-        self.states: list[Tensor] = []
-
-    def is_debug_enabled(self) -> bool:
-        return True
-
-    def track(self, *, x_t: Tensor, **_: Any) -> None:
-        self.states.append(x_t)
+    return torch.stack(states)
 
 
 @contextmanager
-def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: _Recorder | None = None) -> Iterator[None]:
+def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
     before = policy.training, policy.config.num_steps, policy.model.rtc_processor
     policy.eval()
     policy.config.num_steps, policy.model.rtc_processor = num_steps, recorder
@@ -253,7 +243,3 @@ def _valid(error: Tensor, batch: Batch) -> Tensor:
 
 def _rms(errors: Sequence[Tensor]) -> float:
     return torch.cat(list(errors)).square().mean().sqrt().item()
-
-
-def _paired(*sequences: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    return zip(*sequences, strict=True)

@@ -87,7 +87,7 @@ def precompute_for_policy(
 
 
 def key_of(config: SmolVLAReflowConfig, dataset: LeRobotDataset) -> CouplingKey:
-    """The key of the couplings that a policy's teacher makes for a dataset."""
+    """Return the key of the couplings that a policy's teacher makes for a dataset."""
     fields = comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root))
     return CouplingKey(**{name: fields[name] for name in CouplingKey.__dataclass_fields__})
 
@@ -122,7 +122,7 @@ class Frames:
         )
 
     def load(self, indices: list[int]) -> dict[str, Tensor]:
-        """What conditions the teacher for these frames, on the policy's device."""
+        """Return what conditions the teacher for these frames, on the policy's device."""
         batch = default_collate([self._dataset[self._position[index]] for index in indices])
         for camera in self._dataset.meta.camera_keys:
             if batch[camera].dtype == torch.uint8:

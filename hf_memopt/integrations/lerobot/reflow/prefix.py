@@ -43,12 +43,12 @@ class Observation:
     state: Tensor
 
     def arguments(self) -> tuple[Any, ...]:
-        """In the order in which lerobot's model methods take them."""
+        """Return all in the order in which lerobot's model methods take them."""
         return self.images, self.image_masks, self.tokens, self.token_masks, self.state
 
 
 def observe(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
-    """A preprocessed batch as the policy's model takes it. The batch is not modified."""
+    """Prepare a preprocessed batch as the policy's model takes it. The batch is not modified."""
     if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
         batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
     images, image_masks = policy.prepare_images(batch)
@@ -57,7 +57,7 @@ def observe(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
 
 
 def demonstrated_actions(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
-    """A preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
+    """Prepare a preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
     actions = batch[ACTION]
     if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
         actions = policy._pi_aloha_encode_actions_inv(actions.clone())
@@ -98,7 +98,7 @@ class SharedPrefix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Return the bytes of all keys and values."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def take_rows(self) -> None:
@@ -257,8 +257,8 @@ class _FillLastRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor) -> Tensor:
-        # Past autograd's version counter on purpose: what `_attend` saved of these rows for backward leaves the last
-        # one out, so that writing it changes nothing that was saved.
+        # The write bypasses autograd's version counter on purpose. What `_attend` saved of these rows for backward
+        # leaves the last row out, so that writing that row changes nothing that was saved.
         rows.data[:, -1:].copy_(token)
         return rows.view_as(rows)
 

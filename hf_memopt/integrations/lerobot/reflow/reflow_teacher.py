@@ -101,7 +101,7 @@ class ReflowTeacher(VelocityTeacher):
 
     @property
     def num_steps(self) -> int:
-        """Euler steps of the loaded teacher."""
+        """Return the Euler steps of the loaded teacher."""
         assert self._policy is not None
         return int(self._policy.config.num_steps)
 

@@ -26,7 +26,7 @@ class SelfTeacher(VelocityTeacher):
 
     @property
     def num_steps(self) -> int:
-        """Euler steps for a target."""
+        """Return the Euler steps for a target."""
         return self._config.teacher_num_steps or int(self._config.num_steps)
 
     def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:

@@ -41,7 +41,7 @@ class VelocityTeacher(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Euler steps of the loaded teacher."""
+        """Return the Euler steps of the loaded teacher."""
 
     @abstractmethod
     def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:

@@ -48,14 +48,14 @@ class Observations:
     held_out: bool
 
     def describe(self) -> str:
-        """For the card."""
+        """Return words for the card."""
         number = None if self.episodes is None else len(self.episodes)
         which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
         return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
 
 
 def training_observations(folder: Path) -> Observations:
-    """The episodes that the checkpoint's training run held out (`--dataset.eval_split`), or all if it held out none.
+    """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none.
 
     Raises:
         ValueError: the checkpoint does not say what it was trained on, or that data cannot be had.
@@ -117,7 +117,7 @@ def measure(
 
 
 def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
-    """The text of the card.
+    """Return the text of the card.
 
     Args:
         policy: the student that is exported.

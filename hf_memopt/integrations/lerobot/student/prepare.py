@@ -58,10 +58,7 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     }
     student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
     check_acts(folder)
-    with new_folder(output) as draft:
-        _copy_files([folder / WEIGHTS_FILE, *files], draft)
-        student.save_pretrained(draft)
-    return output
+    return _write(output, student, [folder / WEIGHTS_FILE, *files])
 
 
 def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
@@ -87,11 +84,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
     exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
     check_acts(folder)
     check_normalizers(folder, config)
-    with new_folder(output) as draft:
-        _copy_files([folder / WEIGHTS_FILE, *files], draft)
-        exported.save_pretrained(draft)
-        (draft / "README.md").write_text(card)
-    return output
+    return _write(output, exported, [folder / WEIGHTS_FILE, *files], card)
 
 
 def check_acts(folder: Path) -> None:
@@ -144,7 +137,7 @@ def check_new(output: Path) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
     check_new(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
@@ -165,6 +158,11 @@ def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
 
 
-def _copy_files(files: Iterable[Path], destination: Path) -> None:
-    for file in files:
-        shutil.copyfile(file, destination / file.name)
+def _write(output: Path, config: SmolVLAConfig, files: Iterable[Path], card: str | None = None) -> Path:
+    with new_folder(output) as draft:
+        for file in files:
+            shutil.copyfile(file, draft / file.name)
+        config.save_pretrained(draft)
+        if card is not None:
+            (draft / "README.md").write_text(card)
+    return output
