@@ -149,7 +149,7 @@ def train(run: Run) -> tuple[History, RunCost]:
             timer.begin()
             loss = update(run, batches)
             timer.end()
-            bar.update()
+            loop.advance(run, bar)
             log_and_evaluate(run, loss, training)
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)
             if loop.save_and_stop(run, checkpoints, due=due):

@@ -96,14 +96,12 @@ class Run(loop.Run):
         gan: what an update needs.
         average: of the VAE's weights, where there is one.
         source: of the images.
-        memory: logs what each update takes.
         place: in the data, after the last whole step.
     """
 
     gan: Gan
     average: WeightAverage | None
     source: data.Source
-    memory: MemoryLogger
     progress: Progress = field(default_factory=Progress)
     place: tuple[int, int] = (0, 0)
 
@@ -202,7 +200,7 @@ def train(run: Run) -> RunCost:
             timer.end()
             # Only now is the step whole: an error within it leaves the position before it for the checkpoint.
             run.place = run.batches.position
-            bar.update()
+            loop.advance(run, bar)
             run.memory.log(progress.num_updates)
             at_end = progress.num_updates == training.max_steps
             if at_end or loop.is_due(progress.num_updates, training.log_every):

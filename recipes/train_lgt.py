@@ -159,7 +159,7 @@ def train(run: Run, held_out: data.Latents) -> RunCost:
     with bar, checkpoints.stopping_on_signal():
         while progress.epoch < config.training.num_epochs:
             counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
-            bar.update()
+            loop.advance(run, bar)
             epoch_ended = progress.num_windows == len(sizes)
             if epoch_ended:
                 end_epoch(run, held_out)

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.cost import RunCost, announce
@@ -96,7 +97,9 @@ def prepare(accelerator: Accelerator, options: Options, samples: data.Data) -> R
     scheduler = loop.make_schedule(optimizer, training, training.epochs * len(batches), accelerator.num_processes)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     processor, tests = samples.processor.to(accelerator.device), dict(zip(samples.tests, tests, strict=True))
-    return Run(accelerator, options, model, optimizer, scheduler, batches, processor=processor, tests=tests)
+    memory = MemoryLogger(accelerator, output_dir=training.output_dir)
+    prepared = accelerator, options, model, optimizer, scheduler, batches
+    return Run(*prepared, memory=memory, processor=processor, tests=tests)
 
 
 def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
@@ -125,7 +128,8 @@ def train(run: Run) -> RunCost:
             timer.begin()
             run.epoch_loss += update(run, next(batches))
             timer.end()
-            bar.update()
+            loop.advance(run, bar)
+            run.memory.log(progress.num_updates)
             if progress.num_updates % len(run.batches) == 0:
                 end_epoch(run, training)
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)

@@ -10,7 +10,6 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.memory import MemoryTracker
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
@@ -68,7 +67,7 @@ class CausalLM(RecipeWorkload):
         optimizer = make_optimizer(model, training, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        run = Run(accelerator, options, model, optimizer, schedule, memory=MemoryTracker("cpu"))
+        run = Run(accelerator, options, model, optimizer, schedule)
         return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
 
     def step(self, state: tuple[Run, Iterator[Batch]]) -> Tensor:

@@ -19,11 +19,9 @@ class Run(loop.Run):
     """With what an update and an evaluation need besides.
 
     Attributes:
-        memory: a MemoryLogger, or a MemoryTracker where a step is only simulated.
         held_out: batches to evaluate on.
     """
 
-    memory: Any
     held_out: Any = None
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import get_scheduler
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.checkpoint.folder_lock import lock_of
+from hf_memopt.memory import MemoryTracker
+from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
@@ -106,6 +109,7 @@ class Run:
         batches: of an epoch; None where a step is only simulated.
         offloader: of what forward passes save; None in mode "off".
         progress: so far.
+        memory: a MemoryLogger; a MemoryTracker where a step is only simulated.
     """
 
     accelerator: Accelerator
@@ -115,6 +119,7 @@ class Run:
     scheduler: Any = None
     batches: Any = None
     progress: Any = field(default_factory=Progress)
+    memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))
 
     def __post_init__(self) -> None:
         self.offloader = make_offloader(self.options.offload, self.accelerator.device)
@@ -140,7 +145,14 @@ def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
     """Log the figures of an update or epoch, send them to the trackers and keep them in the progress of a run."""
     run.progress.history.append({unit: number, **figures})
     run.accelerator.log(figures, step=number)
-    logger.info(f"{unit} {number:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+    shown = [f"{name} {value:.4g}" for name, value in figures.items()]
+    logger.info("  ".join([f"{unit} {number:6}", *shown, short_figure(run.memory.tracker)]))
+
+
+def advance(run: Run, bar: Any) -> None:
+    """Show one more update in a progress bar, and the most memory so far."""
+    bar.set_postfix_str(short_figure(run.memory.tracker), refresh=False)
+    bar.update()
 
 
 def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **settings: Any) -> Checkpoints:

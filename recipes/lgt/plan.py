@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
-from hf_memopt.memory import MemoryTracker
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
 from hf_memopt.recipes.lgt.config import Config, read_config
 from hf_memopt.recipes.lgt.data import Batch, make_batch
@@ -85,7 +84,7 @@ class LatentTransferWorkload(RecipeWorkload):
             model = build_model(options)
         average = AveragedModel(model) if options.training.ema_decay is not None else None
         model, optimizer = accelerator.prepare(model, build_optimizer(options, model))
-        run = Run(accelerator, options, model, optimizer, average=average, memory=MemoryTracker("cpu"))
+        run = Run(accelerator, options, model, optimizer, average=average)
         count = self.num_simulated(options, options.training.accumulation_steps)
         return run, [make_batch(options, accelerator.device) for _ in range(count)]
 

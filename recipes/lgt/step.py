@@ -5,7 +5,6 @@ that it also runs on tensors without data.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,13 +125,11 @@ class Run(loop.Run):
         batches: of row numbers.
         bank: whose rows these are; None where a step is only simulated.
         average: of the weights, where there is one.
-        memory: logs what each update takes.
         objective: the loss.
         memory_bytes: the most that was held up to the end of each epoch, since the run was started or resumed.
     """
 
     average: AveragedModel | None
-    memory: Any
     bank: LatentBank | None = None
     progress: Progress = field(default_factory=Progress)
     memory_bytes: list[int] = field(default_factory=list)

@@ -64,14 +64,16 @@ def update(run: Run, batch: Batch) -> Tensor:
         # Gradients are exchanged between processes once, in the last part's backward.
         with nullcontext() if number == len(parts) else run.accelerator.no_sync(run.model):
             # The offloader's context is around the forward pass; backward brings back what it moved.
-            with run.saving():
+            with run.memory.phase("forward"), run.saving():
                 output, part = run.processor.postprocess(run.model(part["x"]), part)
                 loss = LOSSES[training.train_loss](output, part["y"]) / len(batch["y"])
-            run.accelerator.backward(loss)
+            with run.memory.phase("backward"):
+                run.accelerator.backward(loss)
         losses.append(loss.detach())
-    run.optimizer.step()
-    run.scheduler.step()
-    run.optimizer.zero_grad()
+    with run.memory.phase("optimizer"):
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
     run.progress.num_updates += 1
     return torch.stack(losses).sum()
 

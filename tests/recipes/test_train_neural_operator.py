@@ -70,6 +70,12 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_memory_is_logged_for_the_report(plain: Path) -> None:
+    (entry,) = [json.loads(line) for line in (plain / "memory.jsonl").read_text().splitlines()]
+    assert entry["step"] == 10  # of twelve updates
+    assert entry["memory/host_rss_gib"] > 0
+
+
 def test_results_say_how_well_each_resolution_is_predicted(plain: Path) -> None:
     results = json.loads((plain / "results.json").read_text())
     first, last = [entry for entry in results["history"] if "l2_16" in entry]

@@ -1,13 +1,19 @@
 """What the loops share: a run's folder, and what is left of it for others."""
 
+import io
+import logging
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
+from tqdm import tqdm
 
 from hf_memopt.disk.locks import WriterLock
-from hf_memopt.recipes.common.loop import is_due, writing_to
+from hf_memopt.memory import MemoryLogger
+from hf_memopt.recipes.common.loop import Progress, advance, is_due, record, writing_to
 
 
 def test_a_second_process_is_told_first(tmp_path: Path) -> None:
@@ -29,3 +35,16 @@ def test_a_finished_runs_folder_is_free_again(tmp_path: Path) -> None:
 def test_an_interval_of_zero_is_never_due() -> None:
     assert [number for number in range(1, 7) if is_due(number, 3)] == [3, 6]
     assert not is_due(6, 0)
+
+
+def test_log_and_progress_bar_say_what_memory_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    run = SimpleNamespace(accelerator=accelerator, progress=Progress(), memory=MemoryLogger(accelerator))
+    caplog.set_level(logging.INFO, logger="hf_memopt")
+    with tqdm(total=2, file=io.StringIO()) as bar:
+        advance(run, bar)
+        assert bar.n == 1
+        assert re.fullmatch(r"host: \d+\.\dGB", bar.postfix)
+    record(run, "update", 3, {"loss": 0.5})
+    assert run.progress.history == [{"update": 3, "loss": 0.5}]
+    assert re.fullmatch(r"update +3  loss 0\.5  host: \d+\.\dGB", caplog.messages[-1])
