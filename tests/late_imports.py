@@ -6,19 +6,13 @@ from typing import Any
 
 
 class LateModule:
-    """Stands for a module, imports it when an attribute is read or set, and passes both on to it."""
+    """Imports a module when one of its names is read. Name the module by a string to patch what is in it."""
 
     def __init__(self, name: str) -> None:
-        vars(self)["_name"] = name
+        self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
         # pytest asks each global of a test file for these, to see whether it is a fixture.
         if attribute.startswith("__") or attribute == "_mock_name":
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
-
-    def __setattr__(self, attribute: str, value: object) -> None:
-        setattr(importlib.import_module(self._name), attribute, value)
-
-    def __delattr__(self, attribute: str) -> None:
-        delattr(importlib.import_module(self._name), attribute)

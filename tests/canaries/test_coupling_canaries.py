@@ -93,7 +93,7 @@ def test_a_policy_in_training_is_told_its_dataset(
                 seen.update(kwargs)
                 return torch.nn.Linear(1, 1)
 
-        monkeypatch.setattr(factory, "get_policy_class", lambda _: Policy)
+        monkeypatch.setattr("lerobot.policies.factory.get_policy_class", lambda _: Policy)
         config = policy_files.load_config(toy_student)
         config.device, config.pretrained_path = "cpu", str(toy_student)
         meta = lerobot_datasets.LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset)

@@ -151,7 +151,7 @@ def test_a_registered_step_runs_code_of_a_repository(
     toy_student: Path, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the allowed steps are SmolVLA's and not all that are registered."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     named = str(write_remote_code(tmp_path / "repository", trace))
     step = {"registry_name": "action_tokenizer_processor", "config": {"action_tokenizer_name": named}}
     folder = with_step(toy_student, tmp_path / "student", step)
@@ -168,7 +168,7 @@ def test_a_registered_step_runs_code_of_a_repository(
 def test_a_tokenizer_with_code_of_its_own_is_refused_even_if_a_user_would_say_yes(
     toy_student: Path, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     named = str(write_remote_code(tmp_path / "repository", trace))
     folder = Path(shutil.copytree(toy_student, tmp_path / "student"))

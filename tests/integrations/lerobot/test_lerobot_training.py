@@ -126,7 +126,7 @@ def exact_resume(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
             yield first
             yield from batches
 
-        monkeypatch.setattr(lerobot_script, "cycle", cycle_then_restore)
+        monkeypatch.setattr("lerobot.scripts.lerobot_train.cycle", cycle_then_restore)
 
     return restore_from
 
