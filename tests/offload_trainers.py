@@ -4,11 +4,14 @@ import functools
 from typing import Any
 
 import torch
+import transformers
+from late_imports import LateModule
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.callbacks import ActivationOffloadCallback, attach
+
+callbacks = LateModule("hf_memopt.callbacks")
+trainer_toys = LateModule("trainer_toys")
 
 SHAPE = {
     "hidden_size": 32,
@@ -30,12 +33,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# 6 steps of 2 micro-batches, an evaluation after every second; quiet.
+STEPS: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+    "logging_steps": 2,
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
 HOWS = ["attach", "callback"]
 
 
 def decoder() -> nn.Module:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
 
 
 @functools.cache
@@ -51,14 +70,14 @@ def everything(copier: Any = None, **options: Any) -> ActivationOffloader:
     )
 
 
-def switch_on(how: str, trainer: Trainer, offloader: ActivationOffloader) -> None:
+def switch_on(how: str, trainer: Any, offloader: ActivationOffloader) -> None:
     if how == "attach":
-        attach(trainer, offloader=offloader)
+        callbacks.attach(trainer, offloader=offloader)
     elif how == "callback":
-        trainer.add_callback(ActivationOffloadCallback(offloader))
+        trainer.add_callback(callbacks.ActivationOffloadCallback(offloader))
 
 
-def weights(trainer: Trainer) -> list[Tensor]:
+def weights(trainer: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
@@ -70,18 +89,8 @@ def packed(offloader: ActivationOffloader) -> int:
     return offloader.stats.bytes_moved + offloader.stats.bytes_kept
 
 
-class GenerateAtEvaluation(TrainerCallback):
-    def __init__(self) -> None:
-        self.generated: list[list[int]] = []
-
-    def on_evaluate(self, *event: Any, model: Any, **kwargs: Any) -> None:
-        prompt = examples()[0]["input_ids"][None, :4]
-        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
-        self.generated.append(output[0].tolist())
-
-
 def run(make: Any, how: str, offloader: ActivationOffloader, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
-    generating = GenerateAtEvaluation()
+    generating = trainer_toys.GenerateAtEvaluation()
     trainer = make(callbacks=[generating], **options)
     switch_on(how, trainer, offloader)
     trainer.train()

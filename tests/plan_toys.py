@@ -4,20 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from late_imports import LateModule
 from lgt_toys import TINY
 from safetensors.torch import save_file
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.recipes.causal_lm import plan as causal_lm_plan
-from hf_memopt.recipes.common.auto_plan import RecipeWorkload
-from hf_memopt.recipes.fluxflow import plan as fluxflow_plan
 from hf_memopt.recipes.lgt import plan as lgt_plan
 from hf_memopt.recipes.lgt.config import read_config
-from hf_memopt.recipes.neural_operator import plan as neural_operator_plan
-from hf_memopt.recipes.reflow import plan as reflow_smolvla_plan
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
+
+configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.plan")
+auto_plan = LateModule("hf_memopt.recipes.common.auto_plan")
+fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
+neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.plan")
+reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.plan")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+configs = LateModule("lerobot.configs")
+configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")
+
 
 ROOT = Path(__file__).parent.parent
 CAUSAL_LM = (
@@ -38,19 +41,19 @@ FLUXFLOW = (
 NEURAL_OPERATOR = ("--modes=6", "--hidden_channels=8", "--batch_size=8")
 
 
-def causal_lm(folder: Path, *flags: str, **options: Any) -> RecipeWorkload:
+def causal_lm(folder: Path, *flags: str, **options: Any) -> Any:
     return causal_lm_plan.workload(_flags_file(folder, CAUSAL_LM + flags), **options)
 
 
-def fluxflow(folder: Path, *flags: str, **options: Any) -> RecipeWorkload:
+def fluxflow(folder: Path, *flags: str, **options: Any) -> Any:
     return fluxflow_plan.workload(_flags_file(folder, FLUXFLOW + flags), **options)
 
 
-def lgt(folder: Path, *flags: str, **options: Any) -> RecipeWorkload:
+def lgt(folder: Path, *flags: str, **options: Any) -> Any:
     return lgt_plan.LatentTransferWorkload(lgt_config(*flags), **options)
 
 
-def neural_operator(folder: Path, *flags: str, **options: Any) -> RecipeWorkload:
+def neural_operator(folder: Path, *flags: str, **options: Any) -> Any:
     return neural_operator_plan.workload(_flags_file(folder, NEURAL_OPERATOR + flags), **options)
 
 
@@ -58,27 +61,30 @@ def lgt_config(*flags: str) -> Any:
     return read_config("", [*(f"--{name}={value}" for name, value in TINY.items()), *flags])
 
 
-def smolvla(folder: Path, vlm: Path, options: dict[str, Any] | None = None, **fields: Any) -> RecipeWorkload:
+def smolvla(folder: Path, vlm: Path, options: dict[str, Any] | None = None, **fields: Any) -> Any:
     return reflow_smolvla_plan.workload(write_student(folder, vlm, **fields), **(options or {}))
 
 
 def write_student(folder: Path, vlm: Path, **fields: Any) -> Path:
     """The configurations of a teacher and its student, without weights; returns the student's folder."""
-    image = PolicyFeature(FeatureType.VISUAL, (3, IMAGE_SIZE, IMAGE_SIZE))
+    image = configs.PolicyFeature(configs.FeatureType.VISUAL, (3, smolvla_toy.IMAGE_SIZE, smolvla_toy.IMAGE_SIZE))
     shape = {
-        **POLICY_SETTINGS,
+        **smolvla_toy.POLICY_SETTINGS,
         "device": "cpu",
         "vlm_model_name": str(vlm),
-        "input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (2,)), CAMERA: image},
-        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        "input_features": {
+            "observation.state": configs.PolicyFeature(configs.FeatureType.STATE, (2,)),
+            smolvla_toy.CAMERA: image,
+        },
+        "output_features": {"action": configs.PolicyFeature(configs.FeatureType.ACTION, (2,))},
     }
     teacher, student = folder / "teacher", folder / "student"
     teacher.mkdir(parents=True)
     student.mkdir()
-    SmolVLAConfig(**shape).save_pretrained(teacher)
+    configuration_smolvla.SmolVLAConfig(**shape).save_pretrained(teacher)
     save_file({"nothing": torch.zeros(1)}, teacher / "model.safetensors")  # never read
     reflow = {"use_reflow": True, "teacher_model_path": str(teacher), **fields}
-    SmolVLAReflowConfig(**{**shape, **reflow}).save_pretrained(student)
+    configuration_smolvla_reflow.SmolVLAReflowConfig(**{**shape, **reflow}).save_pretrained(student)
     return student
 
 

@@ -238,7 +238,8 @@ def loss_in_chunks(chunk_size: int) -> None:
 
 
 PACKAGES = (hf_memopt, activations, checkpoint, estimate, memory, teacher, training, tuning)
-PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
+# Where each public name is. Looked up when it is used: `attach` imports Trainer.
+PUBLIC = {name: package for package in PACKAGES for name in package.__all__}
 SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}
 # How each public name that takes numbers is called with a bad one.
 CALLS: dict[str, Callable[..., object]] = {
@@ -267,7 +268,7 @@ RESULTS = {
 
 
 def numeric_parameters(name: str) -> dict[str, str]:
-    public = PUBLIC[name]
+    public = getattr(PUBLIC[name], name)
     is_plain_error = inspect.isclass(public) and "__init__" not in vars(public)
     parameters = inspect.signature(public).parameters.values() if callable(public) and not is_plain_error else ()
     texts = {each.name: inspect.formatannotation(each.annotation) for each in parameters}

@@ -1,5 +1,6 @@
 """The shape of the code: one direction, names that occur once, folders and files that a reader can take in."""
 
+import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ HARD = (
     "estimate/simulation/device.py",
     "integrations/lerobot/reflow/prefix.py",
 )
+# What takes seconds to import, which collecting the suite must not cost. Tests name these by `late_imports.LateModule`.
+SLOW_TO_IMPORT = {"lerobot", "trl", "datasets", "diffusers", "torchao", "neuralop", "peft", "matplotlib"}
 INSTALLED = str(Path(hf_memopt.__file__).parent)
 Hook = Callable[[Any], Any]
 LIBRARY = {name: file for name, file in modules().items() if ".recipes" not in name}
@@ -72,6 +75,18 @@ def test_folders_and_files_are_small() -> None:
     long = [file for file in files if len(file.read_text().splitlines()) > LONGEST_FILE]
     long += [file for file in (ROOT / "tests").rglob("*.py") if len(file.read_text().splitlines()) > LONGEST_TEST_FILE]
     assert [str(file.relative_to(ROOT)) for file in long] == []
+
+
+def test_collecting_imports_nothing_slow() -> None:
+    """Recipes' tests are left out: most import a recipe, which imports what it trains."""
+    folder, found = ROOT / "tests", []
+    for file in (*folder.rglob("test_*.py"), *folder.rglob("conftest.py")):
+        for node in ast.parse(file.read_text()).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            if "recipes" not in file.parts and any(name.split(".")[0] in SLOW_TO_IMPORT for name in names):
+                found.append(f"{file.relative_to(folder)}:{node.lineno}")
+    assert found == []
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from late_imports import LateModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
@@ -25,19 +26,13 @@ from hf_memopt import (
 )
 from hf_memopt.memory import SavedBytes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global AdamW, cached_folder, Darcy, FNO, H1Loss, LpLoss, make_model, ModelOptions, PTDataset, TFNO, Trainer
-    from neuralop import H1Loss, LpLoss, Trainer
-    from neuralop.data.datasets.pt_dataset import PTDataset
-    from neuralop.models import FNO, TFNO
-    from neuralop.training import AdamW
-
-    from hf_memopt.recipes.neural_operator.darcy import Darcy, cached_folder
-    from hf_memopt.recipes.neural_operator.model import make_model
-    from hf_memopt.recipes.neural_operator.options import ModelOptions
+darcy = LateModule("hf_memopt.recipes.neural_operator.darcy")
+neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
+neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
+neuralop = LateModule("neuralop")
+pt_dataset = LateModule("neuralop.data.datasets.pt_dataset")
+models = LateModule("neuralop.models")
+training = LateModule("neuralop.training")
 
 
 CPU = torch.device("cpu")
@@ -49,7 +44,9 @@ Saving = Callable[[nn.Module], AbstractContextManager[Any]]
 def build(kind: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     layers = 5 if kind == "uno" else 4
-    return make_model(ModelOptions(model=kind, modes=8, hidden_channels=8, num_layers=layers, **options))
+    return neural_operator_model.make_model(
+        neural_operator_options.ModelOptions(model=kind, modes=8, hidden_channels=8, num_layers=layers, **options)
+    )
 
 
 @cache
@@ -63,7 +60,7 @@ def gradients(model: nn.Module, nodes: int = 32, saving: AbstractContextManager[
     x, y = batch_of(nodes)
     model.zero_grad()
     with saving or nullcontext():
-        loss = LpLoss(d=2)(model(x), y)
+        loss = neuralop.LpLoss(d=2)(model(x), y)
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -174,7 +171,7 @@ def saved_bytes(model: nn.Module, nodes: int) -> int:
 @pytest.mark.parametrize(("nodes", "mib_per_sample"), [(64, 13.7), (128, 54.3), (256, 216.9)])
 def test_bytes_per_sample_of_a_published_size(nodes: int, mib_per_sample: float) -> None:
     """Tried out with neuralop 2.0.0 before this was written."""
-    model = FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
+    model = models.FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
     with SavedBytes(exclude=model.parameters()) as saved:
         model(torch.randn(1, 1, nodes, nodes))
     assert saved.total_bytes / 2**20 == pytest.approx(mib_per_sample, rel=0.02)
@@ -270,7 +267,7 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
     offloader().wrap(model)
     model.save_checkpoint(tmp_path, "model")
     torch.manual_seed(1)
-    loaded = {"fno": FNO, "tfno": TFNO}[kind].from_checkpoint(tmp_path, "model")
+    loaded = {"fno": models.FNO, "tfno": models.TFNO}[kind].from_checkpoint(tmp_path, "model")
     assert equal(gradients(loaded), plain_gradients(kind, 32))
 
 
@@ -278,24 +275,24 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> "PTDataset":
-    tests = [Darcy("test", resolution, 4) for resolution in (16, 32)]
-    folder = cached_folder(tmp_path_factory.mktemp("darcy"), Darcy("train", 16, 16), tests, CPU)
-    return PTDataset(folder, "darcy", 16, [4, 4], 8, [4, 4], 16, [16, 32])
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tests = [darcy.Darcy("test", resolution, 4) for resolution in (16, 32)]
+    folder = darcy.cached_folder(tmp_path_factory.mktemp("darcy"), darcy.Darcy("train", 16, 16), tests, CPU)
+    return pt_dataset.PTDataset(folder, "darcy", 16, [4, 4], 8, [4, 4], 16, [16, 32])
 
 
 def small_fno() -> nn.Module:
     torch.manual_seed(0)
-    return FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=8, projection_channel_ratio=2)
+    return models.FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=8, projection_channel_ratio=2)
 
 
-def train_in_a_loop(samples: "PTDataset", model: nn.Module) -> list[Tensor]:
+def train_in_a_loop(samples: Any, model: nn.Module) -> list[Tensor]:
     """Steps 1, 2 and 4 of neuralop's guide to CPU offloading, with the two lines that the documentation changes."""
     train_loader = DataLoader(samples.train_db, 8)
     data_processor = samples.data_processor.to(CPU)
     data_processor.train()
-    optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
-    l2loss = LpLoss(d=2, p=2)
+    optimizer = training.AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
+    l2loss = neuralop.LpLoss(d=2, p=2)
     for _batch_idx, sample in enumerate(train_loader):
         input_data, target_data = map(data_processor.preprocess(sample).get, ("x", "y"))
         output = model(input_data)
@@ -306,7 +303,7 @@ def train_in_a_loop(samples: "PTDataset", model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_the_guides_four_steps_with_our_wrapper(samples: "PTDataset") -> None:
+def test_the_guides_four_steps_with_our_wrapper(samples: Any) -> None:
     model, start = small_fno(), [parameter.detach().clone() for parameter in small_fno().parameters()]
     moved = AdversarialCopier("late")
     model.forward = wrap_forward_with_offload(model.forward, mode="all", offload_threshold_mb=0, copier=moved)
@@ -316,9 +313,9 @@ def test_the_guides_four_steps_with_our_wrapper(samples: "PTDataset") -> None:
     assert min(moved.bytes_to_host, moved.bytes_to_device) > 0
 
 
-def train_by_trainer(samples: "PTDataset", model: nn.Module) -> tuple[list[Tensor], dict[str, float]]:
-    optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
-    trainer = Trainer(model=model, n_epochs=2, device="cpu", data_processor=samples.data_processor)
+def train_by_trainer(samples: Any, model: nn.Module) -> tuple[list[Tensor], dict[str, float]]:
+    optimizer = training.AdamW(model.parameters(), lr=8e-3, weight_decay=1e-4)
+    trainer = neuralop.Trainer(model=model, n_epochs=2, device="cpu", data_processor=samples.data_processor)
     tests = {nodes: DataLoader(test, 4) for nodes, test in samples.test_dbs.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
@@ -327,13 +324,13 @@ def train_by_trainer(samples: "PTDataset", model: nn.Module) -> tuple[list[Tenso
             tests,
             optimizer,
             torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2),
-            training_loss=H1Loss(d=2),
-            eval_losses={"l2": LpLoss(d=2)},
+            training_loss=neuralop.H1Loss(d=2),
+            eval_losses={"l2": neuralop.LpLoss(d=2)},
         )
     return [parameter.detach().clone() for parameter in model.parameters()], found
 
 
-def test_neuralops_trainer_needs_nothing_but_a_wrapped_model(samples: "PTDataset") -> None:
+def test_neuralops_trainer_needs_nothing_but_a_wrapped_model(samples: Any) -> None:
     plain, errors = train_by_trainer(samples, small_fno())
     model, used = small_fno(), offloader(copier=AdversarialCopier("random"))
     handle = used.wrap(model)

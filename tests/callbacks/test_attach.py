@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
+from late_imports import LateModule
 from offload_trainers import HOWS, decoder, equal, everything, packed, run, switch_on
 from torch import Tensor, nn
-from transformers import Trainer
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
-from hf_memopt.callbacks import ActivationOffloadCallback, attach
+
+callbacks = LateModule("hf_memopt.callbacks")
+transformers = LateModule("transformers")
 
 
 def test_the_trainers_own_context_is_entered_and_its_model_given(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,7 @@ def test_the_trainers_own_context_is_entered_and_its_model_given(make: Any, monk
 
     monkeypatch.setattr(trainer, "autocast_smart_context_manager", own_context)
     monkeypatch.setattr(offloader, "offload_context", recording)
-    attach(trainer, offloader=offloader)
+    callbacks.attach(trainer, offloader=offloader)
     trainer.train()
     assert entered == ["own", trainer.model]
 
@@ -63,14 +65,14 @@ def test_a_model_that_model_init_makes(make: Any) -> None:
         assert offloader.stats.bytes_moved > 0
 
 
-def refuses(how: str, trainer: Trainer, offloader: ActivationOffloader, match: str) -> None:
+def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) -> None:
     """`attach` refuses at once, the callback as training begins."""
-    callback = ActivationOffloadCallback(offloader)
+    callback = callbacks.ActivationOffloadCallback(offloader)
     begin = (trainer.args, trainer.state, trainer.control)
     refusal = pytest.raises(ValueError, match=match)
     if how == "attach":
         with refusal:
-            attach(trainer, offloader=offloader)
+            callbacks.attach(trainer, offloader=offloader)
     else:
         with refusal:
             callback.on_train_begin(*begin, model=trainer.model)
@@ -116,44 +118,46 @@ def test_what_offloading_would_not_reach_is_refused(make: Any, how: str) -> None
 
 def test_offloading_twice_is_refused(make: Any) -> None:
     trainer = make()
-    attach(trainer, offloader=everything())
+    callbacks.attach(trainer, offloader=everything())
     with pytest.raises(ValueError, match="replaced already"):
-        attach(trainer, offloader=everything())
-    trainer.add_callback(ActivationOffloadCallback(everything()))
+        callbacks.attach(trainer, offloader=everything())
+    trainer.add_callback(callbacks.ActivationOffloadCallback(everything()))
     with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
         trainer.train()
 
     with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):
-        attach(make(callbacks=[ActivationOffloadCallback(everything())]), offloader=everything())
+        callbacks.attach(make(callbacks=[callbacks.ActivationOffloadCallback(everything())]), offloader=everything())
 
-    both = make(callbacks=[ActivationOffloadCallback(everything()), ActivationOffloadCallback(everything())])
+    both = make(
+        callbacks=[callbacks.ActivationOffloadCallback(everything()), callbacks.ActivationOffloadCallback(everything())]
+    )
     with pytest.raises(ValueError, match="wraps the model already"):
         both.train()
 
     model = decoder()
     everything().wrap(model)
     with pytest.raises(ValueError, match="wraps the model already"):
-        attach(make(model), offloader=everything())
+        callbacks.attach(make(model), offloader=everything())
 
 
 def test_bad_offloaders_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="offloader=3"):
-        attach(make(), offloader=3)
+        callbacks.attach(make(), offloader=3)
     with pytest.raises(ValueError, match="prefetch_ahead: give them to the ActivationOffloader"):
-        ActivationOffloadCallback(everything(), prefetch_ahead=3)
+        callbacks.ActivationOffloadCallback(everything(), prefetch_ahead=3)
 
 
 def test_remove_restores_the_trainer(make: Any) -> None:
     trainer = make()
     before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
     offloader = everything()
-    handle = attach(trainer, offloader=offloader)
+    handle = callbacks.attach(trainer, offloader=offloader)
     handle.remove()
     handle.remove()
     assert (set(vars(trainer)), trainer.callback_handler.callbacks) == before
     trainer.train()
     assert packed(offloader) == 0
-    again = attach(trainer, offloader=offloader)
+    again = callbacks.attach(trainer, offloader=offloader)
     handle.remove()
     trainer.train()
     assert packed(offloader) > 0
@@ -163,5 +167,5 @@ def test_remove_restores_the_trainer(make: Any) -> None:
 def test_attaching_nothing_changes_nothing(make: Any) -> None:
     trainer = make()
     before = set(vars(trainer))
-    attach(trainer).remove()
+    callbacks.attach(trainer).remove()
     assert set(vars(trainer)) == before

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from alone import hide_what_is_alive
+from late_imports import LateModule
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 import hf_memopt
-from hf_memopt.callbacks import MemoryLoggingCallback
+
+callbacks = LateModule("hf_memopt.callbacks")
+transformers = LateModule("transformers")
 
 
 class Regression(nn.Module):
@@ -34,32 +36,34 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
+def trainer(tmp_path: Path) -> Any:
     torch.manual_seed(0)
     data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(8)]
     settings: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "use_cpu": True, "report_to": []}
     settings |= {"save_strategy": "no", "dataloader_pin_memory": False, "remove_unused_columns": False}
-    return Trainer(Regression(), TrainingArguments(str(tmp_path), **settings), train_dataset=data)
+    return transformers.Trainer(
+        Regression(), transformers.TrainingArguments(str(tmp_path), **settings), train_dataset=data
+    )
 
 
-def test_memory_is_logged_until_removed(trainer: Trainer) -> None:
+def test_memory_is_logged_until_removed(trainer: Any) -> None:
     handle = hf_memopt.attach(trainer)
     trainer.train()
     assert all("memory/host_rss_gib" in entry for entry in trainer.state.log_history if "loss" in entry)
     handle.remove()
     assert "train" not in vars(trainer)
-    assert not any(isinstance(found, MemoryLoggingCallback) for found in trainer.callback_handler.callbacks)
+    assert not any(isinstance(found, callbacks.MemoryLoggingCallback) for found in trainer.callback_handler.callbacks)
 
 
-def test_a_callback_that_is_there_is_used_and_left_there(trainer: Trainer) -> None:
-    mine = MemoryLoggingCallback(warn_at=0.5)
+def test_a_callback_that_is_there_is_used_and_left_there(trainer: Any) -> None:
+    mine = callbacks.MemoryLoggingCallback(warn_at=0.5)
     trainer.add_callback(mine)
     hf_memopt.attach(trainer).remove()
-    found = [each for each in trainer.callback_handler.callbacks if isinstance(each, MemoryLoggingCallback)]
+    found = [each for each in trainer.callback_handler.callbacks if isinstance(each, callbacks.MemoryLoggingCallback)]
     assert found == [mine]
 
 
-def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: Trainer, tmp_path: Path) -> None:
+def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: Any, tmp_path: Path) -> None:
     hf_memopt.attach(trainer)
     trainer.model.fails = True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error:
@@ -68,7 +72,7 @@ def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: Tr
     assert (tmp_path / "out_of_memory_rank0.txt").exists()
 
 
-def test_without_memory_nothing_is_attached(trainer: Trainer) -> None:
+def test_without_memory_nothing_is_attached(trainer: Any) -> None:
     before = list(trainer.callback_handler.callbacks)
     hf_memopt.attach(trainer, memory=False)
     assert "train" not in vars(trainer)

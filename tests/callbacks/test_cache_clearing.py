@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from counted_allocator import FakeCounters
+from late_imports import LateModule
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
-from hf_memopt.callbacks import ClearCacheOnSaveCallback
+callbacks = LateModule("hf_memopt.callbacks")
+transformers = LateModule("transformers")
+
 
 GIB = 2**30
 
@@ -26,12 +28,12 @@ class Regression(nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
-def train(folder: Path, callback: ClearCacheOnSaveCallback) -> None:
+def train(folder: Path, callback: Any) -> None:
     data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(8)]
     settings: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "use_cpu": True, "report_to": []}
     settings |= {"dataloader_pin_memory": False, "remove_unused_columns": False}
-    arguments = TrainingArguments(str(folder), **settings)
-    Trainer(Regression(), arguments, train_dataset=data, callbacks=[callback]).train()
+    arguments = transformers.TrainingArguments(str(folder), **settings)
+    transformers.Trainer(Regression(), arguments, train_dataset=data, callbacks=[callback]).train()
 
 
 def test_the_cache_is_returned_after_each_checkpoint(
@@ -46,7 +48,7 @@ def test_the_cache_is_returned_after_each_checkpoint(
 
     monkeypatch.setattr(torch.accelerator, "empty_cache", empty_cache)
     with caplog.at_level(logging.INFO, "hf_memopt.callbacks.cache_clearing"):
-        train(tmp_path, ClearCacheOnSaveCallback(counters=counters))
+        train(tmp_path, callbacks.ClearCacheOnSaveCallback(counters=counters))
     lines = [record.message for record in caplog.records if record.name == "hf_memopt.callbacks.cache_clearing"]
     assert lines == [
         "step 2: returned 1.00 GiB of unused device memory",
@@ -64,7 +66,7 @@ def test_on_the_cpu_garbage_is_collected(tmp_path: Path) -> None:
         garbage.itself = garbage
         reference = weakref.ref(garbage)
         del garbage
-        train(tmp_path, ClearCacheOnSaveCallback())
+        train(tmp_path, callbacks.ClearCacheOnSaveCallback())
     finally:
         gc.enable()
     assert reference() is None

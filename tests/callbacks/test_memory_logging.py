@@ -10,52 +10,44 @@ from typing import Any
 import pytest
 import torch
 from counted_allocator import CountedAllocator, FakeCounters
+from late_imports import LateModule
 from tensorboard_runs import scalars
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, _Clock
 from hf_memopt.memory import MemoryTracker
+
+memory_logging = LateModule("hf_memopt.callbacks.memory_logging")
+trainer_toys = LateModule("trainer_toys")
+transformers = LateModule("transformers")
+
 
 GIB = 2**30
 
 
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 2)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        prediction = self.down(torch.dropout(self.up(x).relu(), 0.1, self.training))
-        return {"loss": (prediction - labels).square().mean(), "logits": prediction}
-
-
-def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
     """Four optimizer steps of two micro-batches, a log and an evaluation every second one."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(16)]
-    settings: dict[str, Any] = {
-        "max_steps": 4,
-        "logging_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "dataloader_pin_memory": False,
-        "remove_unused_columns": False,
-    } | options
-    arguments = TrainingArguments(str(folder), **settings)
-    return Trainer(Regression(), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks))
+    settings = (
+        trainer_toys.SETTINGS
+        | {
+            "max_steps": 4,
+            "logging_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        }
+        | options
+    )
+    arguments = transformers.TrainingArguments(str(folder), **settings)
+    return transformers.Trainer(
+        trainer_toys.Regression(), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks)
+    )
 
 
-def train_counted(folder: Path, **options: Any) -> tuple[Trainer, CountedAllocator, MemoryTracker]:
+def train_counted(folder: Path, **options: Any) -> tuple[Any, CountedAllocator, MemoryTracker]:
     """A training whose tensors are charged to an allocator that the callback reads."""
     with CountedAllocator(total_bytes=10 * GIB) as allocator:
-        callback = MemoryLoggingCallback(counters=allocator, **options)
+        callback = memory_logging.MemoryLoggingCallback(counters=allocator, **options)
         trainer = make_trainer(folder, callback)
         allocator.charge(trainer.model.parameters())
         trainer.train()
@@ -63,11 +55,11 @@ def train_counted(folder: Path, **options: Any) -> tuple[Trainer, CountedAllocat
     return trainer, allocator, callback.tracker
 
 
-def weights(trainer: Trainer) -> list[Tensor]:
+def weights(trainer: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-def num_hooks(trainer: Trainer) -> int:
+def num_hooks(trainer: Any) -> int:
     return len(trainer.model._forward_hooks) + len(trainer.model._forward_pre_hooks)
 
 
@@ -81,7 +73,7 @@ def test_metrics_reach_tensorboard_and_the_history(tmp_path: Path, tensorboard: 
     counters = FakeCounters(total_bytes=10 * GIB)
     counters.move(3 * GIB)
     counters.elsewhere_bytes = GIB
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback(counters=counters), report_to=["tensorboard"])
+    trainer = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback(counters=counters), report_to=["tensorboard"])
     counters.move(-GIB)
     trainer.train()
     wanted = {"peak_allocated": 3.0, "allocated": 2.0, "reserved": 3.0, "fragmentation": 1.0, "elsewhere": 1.0}
@@ -123,7 +115,7 @@ def test_a_shared_counter_gives_bounds(tmp_path: Path) -> None:
 def test_training_is_bitwise_unchanged(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path)
     plain.train()
-    watched = make_trainer(tmp_path, MemoryLoggingCallback())
+    watched = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback())
     watched.train()
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
     losses = [
@@ -134,26 +126,10 @@ def test_training_is_bitwise_unchanged(tmp_path: Path) -> None:
     assert num_hooks(watched) == 0
 
 
-class EventRecorder(TrainerCallback):
-    """Counts its events."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("on_"):
-            self.events.append(name)
-        return super().__getattribute__(name)
-
-
-class FirstRecorder(EventRecorder):
-    pass
-
-
 def test_going_first_skips_and_repeats_nobody(tmp_path: Path) -> None:
-    before, after = FirstRecorder(), EventRecorder()
-    trainer = make_trainer(tmp_path, before, MemoryLoggingCallback(), after)
-    assert type(trainer.callback_handler.callbacks[0]) is MemoryLoggingCallback
+    before, after = trainer_toys.FirstRecorder(), trainer_toys.EventRecorder()
+    trainer = make_trainer(tmp_path, before, memory_logging.MemoryLoggingCallback(), after)
+    assert type(trainer.callback_handler.callbacks[0]) is memory_logging.MemoryLoggingCallback
     trainer.train()
     assert before.events == after.events
     assert before.events.count("on_init_end") == before.events.count("on_train_begin") == 1
@@ -162,28 +138,28 @@ def test_going_first_skips_and_repeats_nobody(tmp_path: Path) -> None:
 
 def test_a_callback_added_later_goes_first_when_training_begins(tmp_path: Path, tensorboard: Path) -> None:
     trainer = make_trainer(tmp_path, report_to=["tensorboard"])
-    trainer.add_callback(MemoryLoggingCallback())
+    trainer.add_callback(memory_logging.MemoryLoggingCallback())
     trainer.train()
     assert "train/memory/host_rss_gib" in scalars(tensorboard)
 
 
 def test_outside_of_a_trainer_it_says_that_figures_get_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path)
-    MemoryLoggingCallback().on_init_end(trainer.args, trainer.state, trainer.control)
+    memory_logging.MemoryLoggingCallback().on_init_end(trainer.args, trainer.state, trainer.control)
     assert "memory figures reach no experiment tracker" in caplog.text
 
 
 def test_the_progress_bar_and_the_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     postfixes = []
 
-    class Reader(ProgressCallback):
+    class Reader(transformers.ProgressCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_step_end(*args, **kwargs)
             postfixes.append(self.training_bar.postfix)
 
     counters = FakeCounters(total_bytes=100 * GIB)
     counters.move(14_200_000_000)
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback(counters=counters), disable_tqdm=True)
+    trainer = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback(counters=counters), disable_tqdm=True)
     trainer.add_callback(Reader())
     with caplog.at_level(logging.INFO, logger="hf_memopt"):
         trainer.train()
@@ -200,7 +176,7 @@ def test_the_clock_counts_batches_and_leaves_evaluation_out(
     now = [0.0]
     monkeypatch.setattr("hf_memopt.callbacks.memory_logging.time.monotonic", lambda: now[0])
 
-    class Slow(TrainerCallback):
+    class Slow(transformers.TrainerCallback):
         """A batch takes 3 s, an evaluation 1000 s."""
 
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +187,9 @@ def test_the_clock_counts_batches_and_leaves_evaluation_out(
         def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
             now[0] += 1000
 
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback(), Slow(), eval_steps=1, per_device_eval_batch_size=4)
+    trainer = make_trainer(
+        tmp_path, memory_logging.MemoryLoggingCallback(), Slow(), eval_steps=1, per_device_eval_batch_size=4
+    )
     with caplog.at_level(logging.INFO, logger="hf_memopt"):
         trainer.train()
     lines = [record.getMessage() for record in caplog.records if "batch" in record.getMessage()]
@@ -223,11 +201,11 @@ def test_the_clock_counts_batches_and_leaves_evaluation_out(
 def test_a_resumed_run_estimates_from_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("hf_memopt.callbacks.memory_logging.time.monotonic", lambda: now[0])
-    clock = _Clock()
+    clock = memory_logging._Clock()
     clock.start(6)
     now[0] += 10
     clock.count_batch()
-    line = clock.line(TrainerState(global_step=8, max_steps=10), "GPU: 1.0GB")
+    line = clock.line(transformers.TrainerState(global_step=8, max_steps=10), "GPU: 1.0GB")
     assert line == "step 8/10 | 10.0s/batch | GPU: 1.0GB | ETA: 00:00:10"
 
 
@@ -235,11 +213,11 @@ def test_a_warning_is_given_once_with_what_to_change(tmp_path: Path, caplog: pyt
     counters = FakeCounters(total_bytes=25 * GIB)
     counters.elsewhere_bytes = 3 * GIB
     counters.move(18 * GIB)
-    below = make_trainer(tmp_path, MemoryLoggingCallback(counters=counters))
+    below = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback(counters=counters))
     below.train()
     assert "high device memory" not in caplog.text
     counters.move(GIB)
-    above = make_trainer(tmp_path, MemoryLoggingCallback(counters=counters))
+    above = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback(counters=counters))
     above.train()
     (warning,) = [record for record in caplog.records if "high device memory" in record.getMessage()]
     assert warning.levelno == logging.WARNING
@@ -247,10 +225,10 @@ def test_a_warning_is_given_once_with_what_to_change(tmp_path: Path, caplog: pyt
 
 
 def test_resuming_goes_on_with_the_same_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = make_trainer(tmp_path / "whole", MemoryLoggingCallback())
+    whole = make_trainer(tmp_path / "whole", memory_logging.MemoryLoggingCallback())
     whole.train()
-    make_trainer(tmp_path / "run", MemoryLoggingCallback(), save_strategy="steps", save_steps=2).train()
-    resumed = make_trainer(tmp_path / "run", MemoryLoggingCallback())
+    make_trainer(tmp_path / "run", memory_logging.MemoryLoggingCallback(), save_strategy="steps", save_steps=2).train()
+    resumed = make_trainer(tmp_path / "run", memory_logging.MemoryLoggingCallback())
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hf_memopt"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
@@ -259,18 +237,9 @@ def test_resuming_goes_on_with_the_same_training(tmp_path: Path, caplog: pytest.
     assert [entry["step"] for entry in resumed.state.log_history if "memory/host_rss_gib" in entry] == [2, 4]
 
 
-class FailsOnce(TrainerCallback):
-    def __init__(self, error: Exception) -> None:
-        self._errors = [error]
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._errors and state.global_step == 1:
-            raise self._errors.pop()
-
-
 def test_training_again_after_an_exception(tmp_path: Path) -> None:
-    callback = MemoryLoggingCallback()
-    trainer = make_trainer(tmp_path, callback, FailsOnce(KeyError("planted")))
+    callback = memory_logging.MemoryLoggingCallback()
+    trainer = make_trainer(tmp_path, callback, trainer_toys.FailsOnce(KeyError("planted")))
     with pytest.raises(KeyError, match="planted"):
         trainer.train()
     assert num_hooks(trainer) == 2
@@ -283,7 +252,9 @@ def test_training_again_after_an_exception(tmp_path: Path) -> None:
 def test_a_retry_with_smaller_batches(tmp_path: Path) -> None:
     # train() begins twice then, without an end in between.
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback(), FailsOnce(error), auto_find_batch_size=True)
+    trainer = make_trainer(
+        tmp_path, memory_logging.MemoryLoggingCallback(), trainer_toys.FailsOnce(error), auto_find_batch_size=True
+    )
     trainer.train()
     assert trainer._train_batch_size == 1
     assert num_hooks(trainer) == 0
@@ -291,10 +262,10 @@ def test_a_retry_with_smaller_batches(tmp_path: Path) -> None:
 
 
 def test_copies_of_the_model_are_not_watched(tmp_path: Path) -> None:
-    callback = MemoryLoggingCallback()
+    callback = memory_logging.MemoryLoggingCallback()
     copies: list[nn.Module] = []
 
-    class Copier(TrainerCallback):
+    class Copier(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
             copies.append(copy.deepcopy(model))
             copies.append(pickle.loads(pickle.dumps(model)))
@@ -308,19 +279,21 @@ def test_copies_of_the_model_are_not_watched(tmp_path: Path) -> None:
 
 
 def test_evaluation_alone_needs_no_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback())
+    trainer = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback())
     assert "eval_loss" in trainer.evaluate()
 
 
 def test_a_model_to_be_compiled_is_left_alone(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.args.torch_compile = True
-    MemoryLoggingCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    memory_logging.MemoryLoggingCallback().on_train_begin(
+        trainer.args, trainer.state, trainer.control, model=trainer.model
+    )
     assert num_hooks(trainer) == 0
 
 
 def test_resetting_refuses_to_disturb_trainers_own_figures(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryLoggingCallback(reset_peaks=True), skip_memory_metrics=False)
+    trainer = make_trainer(tmp_path, memory_logging.MemoryLoggingCallback(reset_peaks=True), skip_memory_metrics=False)
     with pytest.raises(ValueError, match=r"reset_peaks=True .* skip_memory_metrics=False"):
         trainer.train()
 
@@ -328,4 +301,4 @@ def test_resetting_refuses_to_disturb_trainers_own_figures(tmp_path: Path) -> No
 @pytest.mark.parametrize("warn_at", [0, -0.1, 1.5])
 def test_a_share_outside_of_its_range_is_refused(warn_at: float) -> None:
     with pytest.raises(ValueError, match=f"warn_at={warn_at} must be"):
-        MemoryLoggingCallback(warn_at=warn_at)
+        memory_logging.MemoryLoggingCallback(warn_at=warn_at)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from late_imports import LateModule
 from offload_trainers import (
     HOWS,
     SETTINGS,
@@ -19,12 +20,13 @@ from offload_trainers import (
     weights,
 )
 from torch import Tensor, nn
-from transformers import Trainer
 
 from hf_memopt import SyncCopier
 from hf_memopt.activations import OffloadStats
-from hf_memopt.callbacks import ActivationOffloadCallback, attach
-from hf_memopt.callbacks.offloading import summary
+
+callbacks = LateModule("hf_memopt.callbacks")
+offloading = LateModule("hf_memopt.callbacks.offloading")
+transformers = LateModule("transformers")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_generation_and_evaluation_are_the_plain_ones_and_pack_nothing(make: Any
 def test_evaluation_enters_no_context(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = everything()
     trainer = make()
-    attach(trainer, offloader=offloader)
+    callbacks.attach(trainer, offloader=offloader)
     monkeypatch.setattr(offloader, "offload_context", lambda model: pytest.fail("entered"))
     trainer.evaluate()
 
@@ -109,7 +111,7 @@ class FailOnce:
         raise self.error()
 
 
-def fail_once(trainer: Trainer, error: Callable[[], Exception], place: str, call: int) -> None:
+def fail_once(trainer: Any, error: Callable[[], Exception], place: str, call: int) -> None:
     trainer.model.model.layers[1].register_forward_hook(FailOnce(error, place, call))
 
 
@@ -137,7 +139,7 @@ def test_training_goes_on_exactly_after_an_exception(make: Any, place: str) -> N
 
 
 def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
-    callback = ActivationOffloadCallback(everything())
+    callback = callbacks.ActivationOffloadCallback(everything())
     trainer = make(callbacks=[callback])
     fail_once(trainer, lambda: KeyError("injected"), "forward", call=1)
     with pytest.raises(KeyError):
@@ -192,9 +194,9 @@ def test_the_end_of_training_says_what_was_moved(make: Any, caplog: pytest.LogCa
 
 def test_a_mode_by_name_and_a_cpu_on_which_nothing_moves(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(max_steps=1)
-    attach(trainer, offloader="all")
+    callbacks.attach(trainer, offloader="all")
     trainer.train()
-    make(max_steps=1, callbacks=[ActivationOffloadCallback("all", prefetch_ahead=1)]).train()
+    make(max_steps=1, callbacks=[callbacks.ActivationOffloadCallback("all", prefetch_ahead=1)]).train()
     assert caplog.text.count("activation offloading moved nothing") == 2
 
 
@@ -206,7 +208,7 @@ def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     measured = {"measured_peak_gib": 1.5, "measured_step_ms": None}
     nothing = dict.fromkeys((*plan, *measured))
     plainly = "3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
-    assert summary(OffloadStats(**counters, **moved, **nothing)) == plainly
-    assert summary(OffloadStats(**counters, **moved, **plan, **measured)) == (
+    assert offloading.summary(OffloadStats(**counters, **moved, **nothing)) == plainly
+    assert offloading.summary(OffloadStats(**counters, **moved, **plan, **measured)) == (
         f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured; step 100.00 ms predicted"
     )

@@ -8,10 +8,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from late_imports import LateModule
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_memopt.callbacks.stop_on_non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
+stop_on_non_finite = LateModule("hf_memopt.callbacks.stop_on_non_finite")
+trainer_toys = LateModule("trainer_toys")
+transformers = LateModule("transformers")
 
 
 class Poison(torch.autograd.Function):
@@ -45,36 +47,14 @@ class Regression(nn.Module):
         return {"loss": (prediction - labels).square().mean(), "logits": prediction}
 
 
-class Snapshots(TrainerCallback):
-    """The parameters after each step."""
-
-    def __init__(self) -> None:
-        self.after: list[list[Tensor]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
-        self.after.append(copies(model))
-
-
-def copies(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def make_trainer(folder: Path, bad: dict[int, float] | None, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+def make_trainer(folder: Path, bad: dict[int, float] | None, *callbacks: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(24)]
-    settings: dict[str, Any] = {
-        "max_steps": 6,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "dataloader_pin_memory": False,
-        "remove_unused_columns": False,
-    } | options
-    arguments = TrainingArguments(str(folder), **settings)
-    return Trainer(Regression(bad), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks))
+    settings = trainer_toys.SETTINGS | {"max_steps": 6, "disable_tqdm": True} | options
+    arguments = transformers.TrainingArguments(str(folder), **settings)
+    return transformers.Trainer(
+        Regression(bad), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks)
+    )
 
 
 def num_hooks(model: nn.Module) -> int:
@@ -88,18 +68,20 @@ def test_a_bad_step_is_named_and_changes_nothing(
     tmp_path: Path, value: float, max_grad_norm: float, micro_batch: int
 ) -> None:
     """Also where clipping has made all gradients NaN before the callback sees them."""
-    snapshots = Snapshots()
+    snapshots = trainer_toys.Snapshots()
     bad = {6 + micro_batch - 1: value}  # in the fourth step
-    callbacks = snapshots, StopOnNonFiniteCallback()
+    callbacks = snapshots, stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, bad, *callbacks, max_grad_norm=max_grad_norm)
-    with pytest.raises(NonFiniteGradientError, match=rf"step 4\..*\n  rank 0, micro-batch {micro_batch}: ") as caught:
+    with pytest.raises(
+        stop_on_non_finite.NonFiniteGradientError, match=rf"step 4\..*\n  rank 0, micro-batch {micro_batch}: "
+    ) as caught:
         trainer.train()
     assert caught.value.step == 4
     ((number, names),) = caught.value.findings[0]
     assert number == micro_batch
     assert sorted(names) == ["first.bias", "first.weight"]  # not `last`, which backward reaches before the poison
     assert len(snapshots.after) == 3
-    assert all(torch.equal(a, b) for a, b in zip(copies(trainer.model), snapshots.after[-1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trainer_toys.copies(trainer.model), snapshots.after[-1], strict=True))
     assert num_hooks(trainer.model) == 0
 
 
@@ -111,9 +93,9 @@ def test_without_it_the_parameters_are_lost(tmp_path: Path) -> None:
 
 def test_training_is_bitwise_what_it_is_without(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
-    plain, watched = Snapshots(), Snapshots()
+    plain, watched = trainer_toys.Snapshots(), trainer_toys.Snapshots()
     make_trainer(tmp_path, None, plain, **options).train()
-    trainer = make_trainer(tmp_path, None, watched, StopOnNonFiniteCallback(), **options)
+    trainer = make_trainer(tmp_path, None, watched, stop_on_non_finite.StopOnNonFiniteCallback(), **options)
     trainer.train()
     assert len(plain.after) == 6
     for a, b in zip(plain.after, watched.after, strict=True):
@@ -124,10 +106,10 @@ def test_training_is_bitwise_what_it_is_without(tmp_path: Path) -> None:
 def test_resumes_and_starts_over(tmp_path: Path) -> None:
     """The step is counted from the start of training, and a second beginning leaves one set of hooks."""
     make_trainer(tmp_path, None, max_steps=2, save_strategy="steps", save_steps=2).train()
-    callback = StopOnNonFiniteCallback()
+    callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, {3: float("nan")}, callback)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    with pytest.raises(NonFiniteGradientError, match="step 4") as caught:
+    with pytest.raises(stop_on_non_finite.NonFiniteGradientError, match="step 4") as caught:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     ((number, names),) = caught.value.findings[0]
     assert (number, len(names)) == (2, 2)
@@ -135,10 +117,12 @@ def test_resumes_and_starts_over(tmp_path: Path) -> None:
 
 def test_a_sum_that_overflows_is_found(tmp_path: Path) -> None:
     """Two finite micro-batches whose sum is not."""
-    trainer = make_trainer(tmp_path, None, StopOnNonFiniteCallback(), max_steps=1)
+    trainer = make_trainer(tmp_path, None, stop_on_non_finite.StopOnNonFiniteCallback(), max_steps=1)
     for parameter in trainer.model.parameters():
         parameter.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
-    with pytest.raises(NonFiniteGradientError, match="their sum over micro-batches and ranks overflowed") as caught:
+    with pytest.raises(
+        stop_on_non_finite.NonFiniteGradientError, match="their sum over micro-batches and ranks overflowed"
+    ) as caught:
         trainer.train()
     assert caught.value.findings == [[]]
 
@@ -151,7 +135,7 @@ def test_one_wait_for_the_device_per_step(tmp_path: Path, monkeypatch: pytest.Mo
         waits.append(tensor)
         return item(tensor)
 
-    callback = StopOnNonFiniteCallback()
+    callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, None, callback)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     callback.on_step_begin(trainer.args, trainer.state, trainer.control)
@@ -165,9 +149,7 @@ def test_one_wait_for_the_device_per_step(tmp_path: Path, monkeypatch: pytest.Mo
     callback.remove()
 
 
-def scaled_step(
-    callback: StopOnNonFiniteCallback, trainer: Trainer, optimizer: AcceleratedOptimizer, scaler: Any
-) -> None:
+def scaled_step(callback: Any, trainer: Any, optimizer: AcceleratedOptimizer, scaler: Any) -> None:
     """What Trainer does in a step in fp16, with a scaler that works on the CPU."""
     callback.on_step_begin(trainer.args, trainer.state, trainer.control)
     loss = trainer.model(torch.ones(2, 4), torch.ones(2, 1))["loss"]
@@ -181,7 +163,7 @@ def scaled_step(
 
 
 def test_a_loss_scaler_may_skip_steps_until_its_scale_is_used_up(tmp_path: Path) -> None:
-    callback = StopOnNonFiniteCallback()
+    callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, {1: float("inf"), 2: float("nan"), 3: float("nan"), 4: float("nan")})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     Accelerator(cpu=True)  # the optimizer's wrapper asks for its state
@@ -189,25 +171,27 @@ def test_a_loss_scaler_may_skip_steps_until_its_scale_is_used_up(tmp_path: Path)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     scaled_step(callback, trainer, wrapped, scaler)
     assert not wrapped.step_was_skipped
-    before = copies(trainer.model)
+    before = trainer_toys.copies(trainer.model)
     for scale in (4.0, 2.0, 1.0):  # after the step
         scaled_step(callback, trainer, wrapped, scaler)
         assert wrapped.step_was_skipped
         assert scaler.get_scale() == scale
-    with pytest.raises(NonFiniteGradientError):
+    with pytest.raises(stop_on_non_finite.NonFiniteGradientError):
         scaled_step(callback, trainer, wrapped, scaler)
-    assert all(torch.equal(a, b) for a, b in zip(copies(trainer.model), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trainer_toys.copies(trainer.model), before, strict=True))
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, None)
     trainer.args.deepspeed = {"zero_optimization": {"stage": 2}}
     with pytest.raises(ValueError, match="deepspeed: its engine updates"):
-        StopOnNonFiniteCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+        stop_on_non_finite.StopOnNonFiniteCallback().on_train_begin(
+            trainer.args, trainer.state, trainer.control, model=trainer.model
+        )
 
 
 def test_sparse_and_complex_gradients() -> None:
-    callback = StopOnNonFiniteCallback()
+    callback = stop_on_non_finite.StopOnNonFiniteCallback()
     embedding = nn.Embedding(8, 4, sparse=True)
     embedding.register_parameter("spectrum", nn.Parameter(torch.ones(4, dtype=torch.complex64)))
     arguments: Any = type("Arguments", (), {"deepspeed": None, "device": torch.device("cpu")})
@@ -219,6 +203,6 @@ def test_sparse_and_complex_gradients() -> None:
         callback.on_pre_optimizer_step(arguments, state, None, model=embedding, optimizer=None)
         callback.on_step_begin(arguments, state, None)
         (embedding(torch.tensor([3])) * embedding.spectrum * float("inf")).abs().sum().backward()
-        with pytest.raises(NonFiniteGradientError) as caught:
+        with pytest.raises(stop_on_non_finite.NonFiniteGradientError) as caught:
             callback.on_pre_optimizer_step(arguments, state, None, model=embedding, optimizer=None)
     assert sorted(caught.value.findings[0][0][1]) == ["spectrum", "weight"]

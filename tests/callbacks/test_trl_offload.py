@@ -7,24 +7,18 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from late_imports import LateModule
+from offload_trainers import SHAPE, STEPS, equal, everything, weights
 from torch import Tensor
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.callbacks import ActivationOffloadCallback, attach
+
+callbacks = LateModule("hf_memopt.callbacks")
+
 
 WORDS = ["<pad>", "<eos>", "the", "robot", "moves", "left", "right", "past", "obstacle", "and", "stops", "."]
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": len(WORDS),
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+MODEL = SHAPE | {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "attention_dropout": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +49,10 @@ def make(tmp_path: Path, tokenizer: Any, texts: Any) -> Callable[..., Any]:
 
     def make(peft_config: dict[str, Any] | None = None, **options: Any) -> Any:
         torch.manual_seed(0)
-        settings = {
-            "max_steps": 6,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-2,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_strategy": "no",
-            "bf16": False,
-            "gradient_checkpointing": False,
-        }
-        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "output_dir": str(tmp_path / "out")}
+        settings = STEPS | {"bf16": False, "gradient_checkpointing": False, "output_dir": str(tmp_path / "out")}
         return SFTTrainer(
-            model=Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-            args=SFTConfig(**{**settings, **quiet, **options}),
+            model=Qwen3ForCausalLM(Qwen3Config(**MODEL)),
+            args=SFTConfig(**(settings | options)),
             train_dataset=texts,
             eval_dataset=texts.select(range(4)),
             processing_class=tokenizer,
@@ -81,15 +64,7 @@ def make(tmp_path: Path, tokenizer: Any, texts: Any) -> Callable[..., Any]:
 
 def trained(trainer: Any) -> list[Tensor]:
     trainer.train()
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def everything(copier: Any = None) -> ActivationOffloader:
-    return ActivationOffloader(mode="all", offload_threshold_mb=0, copier=copier or SyncCopier())
+    return weights(trainer)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -104,12 +79,12 @@ def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str) ->
     for copier in (SyncCopier(), AdversarialCopier("late")):
         offloader = everything(copier)
         trainer = make(**SETTINGS[settings])
-        attach(trainer, offloader=offloader)
+        callbacks.attach(trainer, offloader=offloader)
         assert equal(trained(trainer), want)
         assert offloader.stats.bytes_moved > 0
         assert offloader.stats.host_bytes_live == 0
     trainer = make(**SETTINGS[settings])
-    callback = ActivationOffloadCallback(everything())
+    callback = callbacks.ActivationOffloadCallback(everything())
     trainer.add_callback(callback)
     assert equal(trained(trainer), want)
     assert callback.offloader.stats.bytes_moved > 0
@@ -121,7 +96,7 @@ def test_the_adapters_of_a_frozen_model_learn_and_its_weights_never_move(make: A
     offloader = everything()
     storages = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
     moved = record_moved(offloader)
-    attach(trainer, offloader=offloader)
+    callbacks.attach(trainer, offloader=offloader)
     after = trained(trainer)
     assert moved
     assert not moved & storages
@@ -147,7 +122,7 @@ def test_trls_own_offloading_is_refused(make: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: None)  # wants a GPU
     trainer = make(activation_offloading=True)
     with pytest.raises(ValueError, match=r"activation_offloading=True.*switch it off"):
-        attach(trainer, offloader=everything())
-    callback = ActivationOffloadCallback(everything())
+        callbacks.attach(trainer, offloader=everything())
+    callback = callbacks.ActivationOffloadCallback(everything())
     with pytest.raises(ValueError, match=r"activation_offloading=True.*switch it off"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)

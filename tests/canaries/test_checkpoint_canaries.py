@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memopt.activations.checkpointing.save_policies import HEAVY_OPS
+
+modeling_layers = LateModule("transformers.modeling_layers")
+
 
 pytestmark = pytest.mark.canary
 
@@ -170,7 +173,7 @@ def test_a_forward_attribute_is_what_a_module_runs() -> None:
 
 
 def test_transformers_checkpoints_layers_by_attribute_and_without_cache() -> None:
-    class Layer(GradientCheckpointingLayer):
+    class Layer(modeling_layers.GradientCheckpointingLayer):
         def forward(self, x: Tensor, **kwargs: Any) -> dict[str, Any]:
             return kwargs
 

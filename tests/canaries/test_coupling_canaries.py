@@ -7,26 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from reliance import INTEGRATION, relied_on_by
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global ArrowWriter, concat_tables, datasets, factory, FreezeAfterEpisodeEnd, InMemoryTable, lerobot_eval
-    global lerobot_train, LeRobotDatasetMetadata, load_config, make_dataset, pyarrow, toy
-    import datasets
-    import pyarrow
-    from datasets.arrow_writer import ArrowWriter
-    from datasets.table import InMemoryTable, concat_tables
-    from lerobot.datasets import LeRobotDatasetMetadata
-    from lerobot.datasets.factory import make_dataset
-    from lerobot.envs.utils import FreezeAfterEpisodeEnd
-    from lerobot.policies import factory
-    from lerobot.scripts import lerobot_eval, lerobot_train
-
-    from hf_memopt.integrations.lerobot.policy_files import load_config
-    from hf_memopt.recipes.reflow import smolvla_toy as toy
+datasets = LateModule("datasets")
+arrow_writer = LateModule("datasets.arrow_writer")
+datasets_table = LateModule("datasets.table")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+lerobot_datasets = LateModule("lerobot.datasets")
+datasets_factory = LateModule("lerobot.datasets.factory")
+utils = LateModule("lerobot.envs.utils")
+factory = LateModule("lerobot.policies.factory")
+lerobot_eval = LateModule("lerobot.scripts.lerobot_eval")
+lerobot_train = LateModule("lerobot.scripts.lerobot_train")
+pyarrow = LateModule("pyarrow")
 
 
 pytestmark = pytest.mark.canary
@@ -47,7 +42,7 @@ def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> 
 def test_datasets_writes_shards_and_reads_a_folder_that_save_to_disk_could_have_written(tmp_path: Path) -> None:
     with relied_on_by(STORE):
         features = datasets.Features({"x": datasets.Sequence(datasets.Value("float32"), length=2)})
-        with ArrowWriter(features=features, path=str(tmp_path / "shard.arrow")) as writer:
+        with arrow_writer.ArrowWriter(features=features, path=str(tmp_path / "shard.arrow")) as writer:
             writer.write_batch({"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).numpy()})
             writer.finalize()
         rows = datasets.Dataset.from_file(str(tmp_path / "shard.arrow"))
@@ -70,7 +65,7 @@ def test_a_table_over_a_mapped_file_copies_nothing_and_outlives_the_files_name(t
     with relied_on_by(STORE):
         file, features = tmp_path / "shard.arrow", datasets.Features({"x": datasets.Value("int64")})
         for values in ([2, 3], [0, 1]):
-            with ArrowWriter(features=features, path=str(tmp_path / "draft")) as writer:
+            with arrow_writer.ArrowWriter(features=features, path=str(tmp_path / "draft")) as writer:
                 writer.write_batch({"x": values * 100_000})
                 writer.finalize()
             (tmp_path / "draft").rename(tmp_path / str(values[0]))
@@ -78,8 +73,8 @@ def test_a_table_over_a_mapped_file_copies_nothing_and_outlives_the_files_name(t
         before = pyarrow.total_allocated_bytes()
         with pyarrow.memory_map(str(file)) as mapped:
             content = mapped.read_buffer()
-        table = InMemoryTable.from_buffer(content)
-        rows = datasets.Dataset(concat_tables([table, table]), fingerprint="given")
+        table = datasets_table.InMemoryTable.from_buffer(content)
+        rows = datasets.Dataset(datasets_table.concat_tables([table, table]), fingerprint="given")
         assert pyarrow.total_allocated_bytes() - before < 100_000
         assert rows._fingerprint == "given"  # else all data is hashed once more
         (tmp_path / "2").replace(file)
@@ -98,10 +93,10 @@ def test_a_policy_in_training_is_told_its_dataset(
                 seen.update(kwargs)
                 return torch.nn.Linear(1, 1)
 
-        monkeypatch.setattr(factory, "get_policy_class", lambda _: Policy)
-        config = load_config(toy_student)
+        monkeypatch.setattr("lerobot.policies.factory.get_policy_class", lambda _: Policy)
+        config = policy_files.load_config(toy_student)
         config.device, config.pretrained_path = "cpu", str(toy_student)
-        meta = LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset)
+        meta = lerobot_datasets.LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset)
         factory.make_policy(cfg=config, ds_meta=meta)
         assert seen["dataset_meta"].root == toy_dataset
         assert seen["dataset_stats"] is meta.stats
@@ -112,7 +107,7 @@ def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
         source = inspect.getsource(lerobot_train.train)
         convert = source.index(".to(dtype=torch.float32) / 255.0")
         assert convert < source.index("batch = preprocessor(batch)", convert)
-        assert "return_uint8=True" in inspect.getsource(make_dataset)
+        assert "return_uint8=True" in inspect.getsource(datasets_factory.make_dataset)
 
 
 def test_rollouts_freeze_finished_environments_and_report_success() -> None:
@@ -126,6 +121,6 @@ def test_rollouts_freeze_finished_environments_and_report_success() -> None:
             "postprocessor",
             "n_episodes",
         ]
-        assert {"step", "reset"} <= vars(FreezeAfterEpisodeEnd).keys()
+        assert {"step", "reset"} <= vars(utils.FreezeAfterEpisodeEnd).keys()
         source = inspect.getsource(lerobot_eval.eval_policy)
         assert all(f'"{name}"' in source for name in ("aggregated", "pc_success", "avg_sum_reward"))

@@ -12,37 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from reliance import CHECKPOINT_FILES, CHECKPOINTS, INTEGRATION, MODELING, PREFIX, PROCESSORS, RECIPE, relied_on_by
 from safetensors.torch import load_file
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global Accelerator, AverageMeter, get_policy_class, GradientAccumulationPlugin, lerobot_train
-    global lerobot_train_module, LeRobotDatasetMetadata, load_plugin, make_policy
-    global make_smolvla_pre_post_processors, MetricsTracker, new_process, no_remote_code, ParsingError, PLUGIN
-    global PreTrainedConfig, resolve_trust_remote_code, run, SmolVLAPolicy, SmolVLAReflowPolicy, STEPS
-    global train_flags, update_policy, weights
-    from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
-    from draccus.utils import ParsingError
-    from lerobot.configs import PreTrainedConfig
-    from lerobot.configs.parser import load_plugin
-    from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
-    from lerobot.policies import make_policy
-    from lerobot.policies.factory import get_policy_class
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from lerobot.policies.smolvla.processor_smolvla import make_smolvla_pre_post_processors
-    from lerobot.scripts import lerobot_train as lerobot_train_module
-    from lerobot.scripts.lerobot_train import update_policy
-    from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-    from lerobot_runs import PLUGIN, lerobot_train, new_process, run, train_flags, weights
-    from transformers.dynamic_module_utils import resolve_trust_remote_code
-
-    from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.processors import STEPS
+accelerate = LateModule("accelerate")
+utils = LateModule("accelerate.utils")
+draccus_utils = LateModule("draccus.utils")
+checkpoint_files = LateModule("hf_memopt.integrations.lerobot.checkpoint_files")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+processors = LateModule("hf_memopt.integrations.lerobot.processors")
+configs = LateModule("lerobot.configs")
+parser = LateModule("lerobot.configs.parser")
+dataset_metadata = LateModule("lerobot.datasets.dataset_metadata")
+policies = LateModule("lerobot.policies")
+factory = LateModule("lerobot.policies.factory")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+processor_smolvla = LateModule("lerobot.policies.smolvla.processor_smolvla")
+lerobot_train_module = LateModule("lerobot.scripts.lerobot_train")
+logging_utils = LateModule("lerobot.utils.logging_utils")
+lerobot_runs = LateModule("lerobot_runs")
+dynamic_module_utils = LateModule("transformers.dynamic_module_utils")
 
 
 pytestmark = pytest.mark.canary
@@ -50,17 +40,17 @@ pytestmark = pytest.mark.canary
 
 def test_from_pretrained_takes_a_config_and_strict() -> None:
     with relied_on_by(CHECKPOINTS):
-        parameters = inspect.signature(SmolVLAPolicy.from_pretrained).parameters
+        parameters = inspect.signature(modeling_smolvla.SmolVLAPolicy.from_pretrained).parameters
         assert {"config", "strict"} <= parameters.keys()
         assert not parameters["strict"].default
 
 
 def test_steps_of_a_smolvla(toy_teacher: Path) -> None:
     with relied_on_by(PROCESSORS):
-        config = PreTrainedConfig.from_pretrained(toy_teacher)
-        made = make_smolvla_pre_post_processors(config)
+        config = configs.PreTrainedConfig.from_pretrained(toy_teacher)
+        made = processor_smolvla.make_smolvla_pre_post_processors(config)
         steps = {step["registry_name"] for pipeline in made for step in pipeline.get_config()["steps"]}
-        assert steps == set(STEPS)
+        assert steps == set(processors.STEPS)
 
 
 def test_processors_are_made_from_where_the_policy_says_once_it_is_there() -> None:
@@ -73,9 +63,9 @@ def test_transformers_asks_nobody_without_time_to_answer(monkeypatch: pytest.Mon
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with relied_on_by(CHECKPOINT_FILES):
         asked = {"model_name": "x", "has_local_code": False, "has_remote_code": True}
-        assert resolve_trust_remote_code(None, **asked)
-        with no_remote_code(), pytest.raises(ValueError, match="trust_remote_code=True"):
-            resolve_trust_remote_code(None, **asked)
+        assert dynamic_module_utils.resolve_trust_remote_code(None, **asked)
+        with checkpoint_files.no_remote_code(), pytest.raises(ValueError, match="trust_remote_code=True"):
+            dynamic_module_utils.resolve_trust_remote_code(None, **asked)
 
 
 class Recorder:
@@ -104,10 +94,12 @@ def test_order_of_a_training_step() -> None:
     optimizer.param_groups = [{"lr": 0.1}]  # type: ignore[attr-defined]
     accelerator.num_processes = 1  # type: ignore[attr-defined]
     policy.update = lambda: calls.append("policy.update")  # type: ignore[attr-defined]
-    meters = {name: AverageMeter(name) for name in ("loss", "grad_norm", "lr", "update_s")}
-    tracker = MetricsTracker(1, 10, 1, meters, accelerator=accelerator)
+    meters = {name: logging_utils.AverageMeter(name) for name in ("loss", "grad_norm", "lr", "update_s")}
+    tracker = logging_utils.MetricsTracker(1, 10, 1, meters, accelerator=accelerator)
     with relied_on_by(f"{RECIPE} and {MODELING}"):
-        tracker, _ = update_policy(tracker, policy, {}, optimizer, 1.0, accelerator, lr_scheduler=scheduler)
+        tracker, _ = lerobot_train_module.update_policy(
+            tracker, policy, {}, optimizer, 1.0, accelerator, lr_scheduler=scheduler
+        )
         watched = ("forward", "backward", "clip_grad_norm_", "step", "zero_grad", "update")
         assert [call for call in calls if call.split(".")[1] in watched] == [
             "policy.forward",
@@ -123,9 +115,9 @@ def test_order_of_a_training_step() -> None:
 
 
 def test_accelerators_windows() -> None:
-    with new_process(()), relied_on_by(RECIPE):
-        plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    with lerobot_runs.new_process(()), relied_on_by(RECIPE):
+        plugin = utils.GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         weight = torch.nn.Parameter(torch.ones(1))
         optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
         seen = []
@@ -149,19 +141,19 @@ def test_make_policy_passes_the_datasets_statistics(
         given.update(kwargs)
         return torch.nn.Identity()
 
-    monkeypatch.setattr(SmolVLAReflowPolicy, "from_pretrained", from_pretrained)
-    config = PreTrainedConfig.from_pretrained(toy_student)
+    monkeypatch.setattr(modeling_smolvla_reflow.SmolVLAReflowPolicy, "from_pretrained", from_pretrained)
+    config = configs.PreTrainedConfig.from_pretrained(toy_student)
     config.pretrained_path = toy_student
-    metadata = LeRobotDatasetMetadata("local/toy", root=toy_dataset)
+    metadata = dataset_metadata.LeRobotDatasetMetadata("local/toy", root=toy_dataset)
     with relied_on_by(MODELING):
-        make_policy(config, ds_meta=metadata)
+        policies.make_policy(config, ds_meta=metadata)
         assert given["dataset_stats"] == metadata.stats
         assert {"mean", "std", "min", "max"} <= metadata.stats["action"].keys()
 
 
 def test_policy_is_found_by_its_configs_name() -> None:
     with relied_on_by(f"{INTEGRATION} (file and class names)"):
-        assert get_policy_class("smolvla_reflow") is SmolVLAReflowPolicy
+        assert factory.get_policy_class("smolvla_reflow") is modeling_smolvla_reflow.SmolVLAReflowPolicy
 
 
 def test_plugin_loading_imports_every_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +164,7 @@ def test_plugin_loading_imports_every_module(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     with relied_on_by(f"{INTEGRATION} (each of its modules must import on its own)"):
-        load_plugin("canary_plugin")
+        parser.load_plugin("canary_plugin")
         assert {"canary_plugin.configuration_x", "canary_plugin.other"} <= sys.modules.keys()
 
 
@@ -188,8 +180,8 @@ def test_layout_of_saved_statistics(toy_teacher: Path) -> None:
 def test_bad_configuration_carries_its_reason(toy_student: Path, tmp_path: Path) -> None:
     config = json.loads((toy_student / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "share_prefix": "perhaps"}))
-    with pytest.raises(ParsingError) as caught:
-        PreTrainedConfig.from_pretrained(tmp_path)
+    with pytest.raises(draccus_utils.ParsingError) as caught:
+        configs.PreTrainedConfig.from_pretrained(tmp_path)
     with relied_on_by(CHECKPOINTS):
         assert "share_prefix='perhaps' is unknown" in str(caught.value.__cause__)
 
@@ -198,14 +190,16 @@ def test_fine_tuning_replaces_the_normalisers_statistics(
     toy_teacher: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason for comparing the teacher's statistics with the dataset's."""
-    load_stats = LeRobotDatasetMetadata.__init__
+    load_stats = dataset_metadata.LeRobotDatasetMetadata.__init__
 
-    def shifted(self: LeRobotDatasetMetadata, *arguments: Any, **kwargs: Any) -> None:
+    def shifted(self: dataset_metadata.LeRobotDatasetMetadata, *arguments: Any, **kwargs: Any) -> None:
         load_stats(self, *arguments, **kwargs)
         self.stats["action"]["mean"] = self.stats["action"]["mean"] + 5
 
-    monkeypatch.setattr(LeRobotDatasetMetadata, "__init__", shifted)
-    run(lerobot_train, *train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=1))
+    monkeypatch.setattr(dataset_metadata.LeRobotDatasetMetadata, "__init__", shifted)
+    lerobot_runs.run(
+        lerobot_runs.lerobot_train, *lerobot_runs.train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=1)
+    )
     name = "policy_preprocessor_step_5_normalizer_processor.safetensors"
     saved = load_file(tmp_path / "run" / "checkpoints" / "last" / "pretrained_model" / name)
     with relied_on_by(f"{CHECKPOINTS} (check_same_statistics)"):
@@ -214,15 +208,20 @@ def test_fine_tuning_replaces_the_normalisers_statistics(
 
 def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:
     """It restores the random generators before its data loader draws from them."""
-    run(lerobot_train, PLUGIN, *train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=3), "--save_freq=2")
-    uninterrupted = weights(tmp_path / "run")
+    lerobot_runs.run(
+        lerobot_runs.lerobot_train,
+        lerobot_runs.PLUGIN,
+        *lerobot_runs.train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=3),
+        "--save_freq=2",
+    )
+    uninterrupted = lerobot_runs.weights(tmp_path / "run")
     config = tmp_path / "run" / "checkpoints" / "000002" / "pretrained_model" / "train_config.json"
-    run(lerobot_train, f"--config_path={config}", "--resume=true")
+    lerobot_runs.run(lerobot_runs.lerobot_train, f"--config_path={config}", "--resume=true")
     name = "model.action_out_proj.weight"
     with relied_on_by(
         "tests/integrations/lerobot/test_lerobot_training.py (exact_resume, which can go once this is exact)"
     ):
-        assert not torch.equal(weights(tmp_path / "run")[name], uninterrupted[name])
+        assert not torch.equal(lerobot_runs.weights(tmp_path / "run")[name], uninterrupted[name])
 
 
 def test_a_canary_names_who_relies_on_it() -> None:

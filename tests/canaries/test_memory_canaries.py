@@ -4,9 +4,12 @@ import inspect
 
 import pytest
 import torch
+from late_imports import LateModule
 from reliance import relied_on_by
-from transformers import Trainer
-from transformers.trainer_callback import CallbackHandler
+
+transformers = LateModule("transformers")
+trainer_callback = LateModule("transformers.trainer_callback")
+
 
 pytestmark = pytest.mark.canary
 
@@ -24,13 +27,13 @@ def test_public_memory_stats_are_made_from_the_nested_ones() -> None:
 
 def test_history_is_copied_before_callbacks_log() -> None:
     with relied_on_by(CALLBACK):
-        source = inspect.getsource(Trainer.log)
+        source = inspect.getsource(transformers.Trainer.log)
         assert source.index("self.state.log_history.append(output)") < source.index("self.callback_handler.on_log")
 
 
 def test_callbacks_are_called_in_order_from_the_live_list() -> None:
     with relied_on_by(CALLBACK):
-        assert "for callback in self.callbacks:" in inspect.getsource(CallbackHandler.call_event)
+        assert "for callback in self.callbacks:" in inspect.getsource(trainer_callback.CallbackHandler.call_event)
 
 
 def test_backward_runs_under_its_name() -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.masking_utils
-import transformers.utils.import_utils as transformers_utils
 from accelerate.state import PartialState
+from late_imports import LateModule
 from reliance import relied_on_by
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
+
+masking_utils = LateModule("transformers.masking_utils")
+transformers_utils = LateModule("transformers.utils.import_utils")
 
 AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/attention.py"
@@ -77,7 +79,7 @@ def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise(
     """The first half says that the patch is still needed, the second that it reaches its user."""
     with relied_on_by(DEVICE), FakeTensorMode():
         assert transformers_utils.is_tracing(torch.zeros(2))
-    assert transformers.masking_utils.is_tracing is transformers_utils.is_tracing
+    assert masking_utils.is_tracing is transformers_utils.is_tracing
 
 
 def test_accelerate_asks_for_the_default_device() -> None:

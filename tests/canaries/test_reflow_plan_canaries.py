@@ -6,12 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from lerobot.policies.smolvla import smolvlm_with_expert
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot.scripts.lerobot_train import update_policy
+from late_imports import LateModule
 from reliance import relied_on_by
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+smolvlm_with_expert = LateModule("lerobot.policies.smolvla.smolvlm_with_expert")
+lerobot_train = LateModule("lerobot.scripts.lerobot_train")
+
 
 AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
@@ -50,9 +53,11 @@ def test_fake_tensors_have_no_addresses_and_stay_on_their_device() -> None:
 
 def test_lerobot_updates_and_loads_through_the_names_that_are_simulated() -> None:
     with relied_on_by(PLAN):
-        names = list(inspect.signature(update_policy).parameters)
+        names = list(inspect.signature(lerobot_train.update_policy).parameters)
         assert names[:6] == ["train_metrics", "policy", "batch", "optimizer", "grad_clip_norm", "accelerator"]
-        assert {"config", "strict"} <= inspect.signature(SmolVLAPolicy.from_pretrained).parameters.keys()
+        assert {"config", "strict"} <= inspect.signature(
+            modeling_smolvla.SmolVLAPolicy.from_pretrained
+        ).parameters.keys()
         source = inspect.getsource(smolvlm_with_expert.SmolVLMWithExpertModel.__init__)
         assert "AutoModelForImageTextToText.from_pretrained" in source
         assert "torch_dtype" in source

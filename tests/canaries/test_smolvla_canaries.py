@@ -9,30 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from reliance import MODELING, PREFIX, RECIPE, TEACHER, relied_on_by
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global apply_rope, DynamicCache, DynamicLayer, euler_integrate, SmolVLAPolicy, SmolVLMWithExpertModel, train
-    global update_policy, VLAFlowMatching
-    from lerobot.policies.common.flow_matching import euler_integrate
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
-    from lerobot.policies.smolvla.smolvlm_with_expert import SmolVLMWithExpertModel, apply_rope
-    from lerobot.scripts.lerobot_train import train, update_policy
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+flow_matching = LateModule("lerobot.policies.common.flow_matching")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+smolvlm_with_expert = LateModule("lerobot.policies.smolvla.smolvlm_with_expert")
+lerobot_train = LateModule("lerobot.scripts.lerobot_train")
+cache_utils = LateModule("transformers.cache_utils")
 
 
 pytestmark = pytest.mark.canary
 
 
 @pytest.fixture(scope="module")
-def policy(toy_teacher: Path) -> SmolVLAPolicy:
-    return SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
+def policy(toy_teacher: Path) -> modeling_smolvla.SmolVLAPolicy:
+    return modeling_smolvla.SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
 
 
-def prefix_of(policy: SmolVLAPolicy, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def prefix_of(policy: modeling_smolvla.SmolVLAPolicy, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
     batch = state.shape[0]
     images = [torch.zeros(batch, 3, 32, 32)]
     tokens = torch.arange(1, 7).expand(batch, -1)
@@ -45,28 +40,44 @@ def prefix_of(policy: SmolVLAPolicy, state: torch.Tensor) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(
     ("function", "names", "module"),
     [
-        (lambda: SmolVLAPolicy.forward, "self batch noise time reduction", MODELING),
-        (lambda: SmolVLAPolicy.__init__, "self config", MODELING),
-        (lambda: SmolVLAPolicy.prepare_images, "self batch", MODELING),
-        (lambda: SmolVLAPolicy.prepare_state, "self batch", MODELING),
-        (lambda: VLAFlowMatching.embed_prefix, "self images img_masks lang_tokens lang_masks state", PREFIX),
-        (lambda: VLAFlowMatching.denoise_step, "self prefix_pad_masks past_key_values x_t timestep", PREFIX),
-        (lambda: VLAFlowMatching.sample_actions, "self images img_masks lang_tokens lang_masks state noise", TEACHER),
+        (lambda: modeling_smolvla.SmolVLAPolicy.forward, "self batch noise time reduction", MODELING),
+        (lambda: modeling_smolvla.SmolVLAPolicy.__init__, "self config", MODELING),
+        (lambda: modeling_smolvla.SmolVLAPolicy.prepare_images, "self batch", MODELING),
+        (lambda: modeling_smolvla.SmolVLAPolicy.prepare_state, "self batch", MODELING),
         (
-            lambda: VLAFlowMatching.forward,
+            lambda: modeling_smolvla.VLAFlowMatching.embed_prefix,
+            "self images img_masks lang_tokens lang_masks state",
+            PREFIX,
+        ),
+        (
+            lambda: modeling_smolvla.VLAFlowMatching.denoise_step,
+            "self prefix_pad_masks past_key_values x_t timestep",
+            PREFIX,
+        ),
+        (
+            lambda: modeling_smolvla.VLAFlowMatching.sample_actions,
+            "self images img_masks lang_tokens lang_masks state noise",
+            TEACHER,
+        ),
+        (
+            lambda: modeling_smolvla.VLAFlowMatching.forward,
             "self images img_masks lang_tokens lang_masks state actions noise time",
             MODELING,
         ),
-        (lambda: VLAFlowMatching.sample_noise, "self shape device", MODELING),
+        (lambda: modeling_smolvla.VLAFlowMatching.sample_noise, "self shape device", MODELING),
         (
-            lambda: SmolVLMWithExpertModel.forward,
+            lambda: smolvlm_with_expert.SmolVLMWithExpertModel.forward,
             "self attention_mask position_ids past_key_values inputs_embeds use_cache",
             PREFIX,
         ),
-        (lambda: euler_integrate, "denoise_fn noise num_steps", PREFIX),
-        (lambda: apply_rope, "x positions", PREFIX),
-        (lambda: update_policy, "train_metrics policy batch optimizer grad_clip_norm accelerator", RECIPE),
-        (lambda: train, "cfg accelerator", RECIPE),
+        (lambda: flow_matching.euler_integrate, "denoise_fn noise num_steps", PREFIX),
+        (lambda: smolvlm_with_expert.apply_rope, "x positions", PREFIX),
+        (
+            lambda: lerobot_train.update_policy,
+            "train_metrics policy batch optimizer grad_clip_norm accelerator",
+            RECIPE,
+        ),
+        (lambda: lerobot_train.train, "cfg accelerator", RECIPE),
     ],
 )
 def test_leading_parameters(function: Callable[[], Any], names: str, module: str) -> None:
@@ -75,7 +86,7 @@ def test_leading_parameters(function: Callable[[], Any], names: str, module: str
         assert parameters[: len(names.split())] == names.split()
 
 
-def test_state_token_is_the_last_of_the_prefix(policy: SmolVLAPolicy) -> None:
+def test_state_token_is_the_last_of_the_prefix(policy: modeling_smolvla.SmolVLAPolicy) -> None:
     first, second = (prefix_of(policy, torch.full((1, 4), value)) for value in (0.0, 1.0))
     with relied_on_by(PREFIX):
         assert torch.equal(first[0][:, :-1], second[0][:, :-1])
@@ -84,7 +95,7 @@ def test_state_token_is_the_last_of_the_prefix(policy: SmolVLAPolicy) -> None:
         assert first[2].int().tolist() == [[0] * (first[0].shape[1] - 1) + [1]]
 
 
-def test_prefix_pass_fills_a_cache_of_dynamic_layers(policy: SmolVLAPolicy) -> None:
+def test_prefix_pass_fills_a_cache_of_dynamic_layers(policy: modeling_smolvla.SmolVLAPolicy) -> None:
     embeddings, masks, _ = prefix_of(policy, torch.zeros(2, 4))
     length = embeddings.shape[1]
     with relied_on_by(PREFIX), torch.no_grad():
@@ -98,11 +109,11 @@ def test_prefix_pass_fills_a_cache_of_dynamic_layers(policy: SmolVLAPolicy) -> N
         text_model = policy.model.vlm_with_expert.get_vlm_model().text_model
         assert len(cache.layers) == len(text_model.layers) == policy.config.num_vlm_layers
         for layer in cache.layers:
-            assert type(layer) is DynamicLayer
+            assert type(layer) is cache_utils.DynamicLayer
             assert layer.keys.shape == layer.values.shape == (2, 2, length, 16)
 
 
-def test_vlm_layers_have_the_parts_that_the_state_token_passes(policy: SmolVLAPolicy) -> None:
+def test_vlm_layers_have_the_parts_that_the_state_token_passes(policy: modeling_smolvla.SmolVLAPolicy) -> None:
     with relied_on_by(PREFIX):
         for layer in policy.model.vlm_with_expert.get_vlm_model().text_model.layers:
             assert {name for name, _ in layer.named_children()} == {
@@ -120,11 +131,11 @@ def test_vlm_layers_have_the_parts_that_the_state_token_passes(policy: SmolVLAPo
 def test_dynamic_layer_can_be_filled_by_hand() -> None:
     with relied_on_by(PREFIX):
         keys = torch.randn(1, 2, 3, 4)
-        layer = DynamicLayer()
+        layer = cache_utils.DynamicLayer()
         assert {"keys", "values", "is_initialized"} <= vars(layer).keys()
         layer.keys, layer.values = keys, keys
         layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-        cache = DynamicCache()
+        cache = cache_utils.DynamicCache()
         cache.layers = [layer]
         longer, _ = cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 0)
         assert longer.shape[2] == 4
@@ -140,15 +151,15 @@ def test_euler_goes_from_noise_at_one_to_actions_at_zero() -> None:
         return torch.full_like(x_t, 2)
 
     with relied_on_by(PREFIX):
-        assert euler_integrate(velocity, torch.ones(2, 1), 4).tolist() == [[-1], [-1]]
+        assert flow_matching.euler_integrate(velocity, torch.ones(2, 1), 4).tolist() == [[-1], [-1]]
         assert times == [[1, 1], [0.75, 0.75], [0.5, 0.5], [0.25, 0.25]]
 
 
 def test_rope_treats_each_token_alone() -> None:
     tokens, positions = torch.randn(2, 5, 3, 8), torch.arange(5).expand(2, -1)
     with relied_on_by(PREFIX):
-        alone = apply_rope(tokens[:, -1:], positions[:, -1:])
-        torch.testing.assert_close(apply_rope(tokens, positions)[:, -1:], alone)
+        alone = smolvlm_with_expert.apply_rope(tokens[:, -1:], positions[:, -1:])
+        torch.testing.assert_close(smolvlm_with_expert.apply_rope(tokens, positions)[:, -1:], alone)
 
 
 def test_writing_through_data_leaves_the_version_alone() -> None:

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from late_imports import LateModule
 from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+peft = LateModule("peft")
+tuners_utils = LateModule("peft.tuners.tuners_utils")
+other = LateModule("peft.utils.other")
+
 
 pytestmark = pytest.mark.canary
 
@@ -57,10 +60,10 @@ def test_embeddings_are_one_operator_with_the_table_first() -> None:
 
 def test_peft_names_the_layers_of_adapters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    student = get_peft_model(model, LoraConfig(target_modules=["0"], modules_to_save=["1"], r=2))
+    student = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], modules_to_save=["1"], r=2))
     with relied_on_by("hf_memopt/teacher/strategies/shared_base.py"):
-        assert ModulesToSaveWrapper.adapter_layer_names == ("modules_to_save",)
-        layers = [module for module in student.modules() if isinstance(module, BaseTunerLayer)]
+        assert other.ModulesToSaveWrapper.adapter_layer_names == ("modules_to_save",)
+        layers = [module for module in student.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
         assert layers
         assert all("lora_A" in layer.adapter_layer_names and layer.merged is False for layer in layers)
 

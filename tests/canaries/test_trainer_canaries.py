@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from late_imports import LateModule
 from reliance import relied_on_by
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
+
+trainer_toys = LateModule("trainer_toys")
+transformers = LateModule("transformers")
+trainer_callback = LateModule("transformers.trainer_callback")
+
 
 ATTACH = "callbacks/attach.py"
 CALLBACK = "callbacks/offloading.py"
@@ -30,24 +34,13 @@ class Regression(nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
-class Events(TrainerCallback):
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-        self.models: list[nn.Module] = []
-
-    def on_train_begin(self, *event: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.events.append("begin")
-        self.models.append(model)
-
-    def on_train_end(self, *event: Any, **kwargs: Any) -> None:
-        self.events.append("end")
-
-
-def trainer(folder: Path, events: list[str], **options: Any) -> Trainer:
+def trainer(folder: Path, events: list[str], **options: Any) -> Any:
     rows = [{"x": torch.ones(4) * i, "labels": torch.ones(1)} for i in range(8)]
     settings = {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no", "output_dir": str(folder)}
-    arguments = TrainingArguments(use_cpu=True, report_to=[], disable_tqdm=True, **{**settings, **options})
-    return Trainer(Regression(events), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[Events(events)])
+    arguments = transformers.TrainingArguments(use_cpu=True, report_to=[], disable_tqdm=True, **{**settings, **options})
+    return transformers.Trainer(
+        Regression(events), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[trainer_toys.Events(events)]
+    )
 
 
 def test_forward_and_loss_run_in_the_context_of_the_instance_and_backward_does_not(tmp_path: Path) -> None:
@@ -92,13 +85,13 @@ def test_callbacks_are_given_the_model_that_trains(tmp_path: Path) -> None:
         watched = trainer(tmp_path, [])
         watched.model_init = Regression
         watched.train()
-        (callback,) = (c for c in watched.callback_handler.callbacks if isinstance(c, Events))
+        (callback,) = (c for c in watched.callback_handler.callbacks if isinstance(c, trainer_toys.Events))
         assert callback.models == [watched.model]
 
 
 def test_callbacks_without_exportable_state_are_not_saved(tmp_path: Path) -> None:
     with relied_on_by(CALLBACK):
-        assert not issubclass(TrainerCallback, ExportableState)
+        assert not issubclass(transformers.TrainerCallback, trainer_callback.ExportableState)
         watched = trainer(tmp_path, [], save_strategy="steps", save_steps=1)
         watched.train()
         assert "Events" not in watched.state.stateful_callbacks
@@ -111,5 +104,5 @@ def test_the_options_that_are_refused_have_their_names() -> None:
         assert SFTConfig.__dataclass_fields__["activation_offloading"].default is False
         plugin = inspect.signature(FullyShardedDataParallelPlugin).parameters
         assert {"activation_checkpointing", "activation_checkpointing_offload"} <= plugin.keys()
-        assert "gradient_checkpointing_kwargs" in TrainingArguments.__dataclass_fields__
-        assert isinstance(TrainingArguments.n_gpu, property)
+        assert "gradient_checkpointing_kwargs" in transformers.TrainingArguments.__dataclass_fields__
+        assert isinstance(transformers.TrainingArguments.n_gpu, property)

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+from late_imports import LateModule
 
 from hf_memopt.cli import main
+
+transformers = LateModule("transformers")
+
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--seq-len", "32", "--batch-size", "2", "--precision", "bf16"]
@@ -17,7 +20,7 @@ SMALL = ["--seq-len", "32", "--batch-size", "2", "--precision", "bf16"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=512).save_pretrained(folder)
+    transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=512).save_pretrained(folder)
     return str(folder)
 
 

@@ -1,21 +1,16 @@
 """Plans name each batch once, and refuse what cannot be a plan."""
 
 import pytest
+from late_imports import LateModule
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global CouplingPlan, CouplingSource, load, make_plan, precompute, Teacher
-    from coupling_toys import Teacher, load, make_plan
-
-    from hf_memopt.couplings.coupling_plan import CouplingPlan
-    from hf_memopt.couplings.source import CouplingSource
-    from hf_memopt.couplings.writer import precompute
+coupling_toys = LateModule("coupling_toys")
+coupling_plan = LateModule("hf_memopt.couplings.coupling_plan")
+source = LateModule("hf_memopt.couplings.source")
+writer = LateModule("hf_memopt.couplings.writer")
 
 
 def test_batches_hold_each_sample_once_for_each_draw() -> None:
-    plan = make_plan(num_draws=2, batch_size=4)
+    plan = coupling_toys.make_plan(num_draws=2, batch_size=4)
     batches = [plan.batch(number) for number in range(plan.num_batches)]
     for draw in (0, 1):
         assert sorted(i for indices, which in batches if which == draw for i in indices) == sorted(plan.indices)
@@ -23,7 +18,7 @@ def test_batches_hold_each_sample_once_for_each_draw() -> None:
 
 
 def test_unusable_plans_are_refused() -> None:
-    plan = make_plan()
+    plan = coupling_toys.make_plan()
     for changes, message in (
         ({"num_draws": 0}, "num_draws=0 must be"),
         ({"batch_size": 0}, "batch_size=0 must be"),
@@ -31,10 +26,10 @@ def test_unusable_plans_are_refused() -> None:
         ({"indices": []}, "at least one sample"),
     ):
         with pytest.raises(ValueError, match=message):
-            CouplingPlan(**{**vars(plan), **changes})
+            coupling_plan.CouplingPlan(**{**vars(plan), **changes})
     with pytest.raises(ValueError, match="shard_size=0 must be"):
-        precompute(Teacher(), load, plan, "never", shard_size=0)
+        writer.precompute(coupling_toys.Teacher(), coupling_toys.load, plan, "never", shard_size=0)
     with pytest.raises(ValueError, match="too few for 9 ranks"):
-        CouplingSource.online(Teacher(), load, plan, world_size=9)
+        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, plan, world_size=9)
     with pytest.raises(ValueError, match="rank=2 must be"):
-        CouplingSource.online(Teacher(), load, plan, rank=2, world_size=2)
+        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, plan, rank=2, world_size=2)

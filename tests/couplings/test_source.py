@@ -5,18 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global assert_same, CouplingCache, CouplingSource, datasets, load, load_augmented, make_plan, noise_seed
-    global NUM_SAMPLES, precompute, Teacher, write
-    import datasets
-    from coupling_toys import NUM_SAMPLES, Teacher, assert_same, load, load_augmented, make_plan, write
-
-    from hf_memopt.couplings.key import noise_seed
-    from hf_memopt.couplings.source import CouplingCache, CouplingSource, precompute
+coupling_toys = LateModule("coupling_toys")
+datasets = LateModule("datasets")
+key = LateModule("hf_memopt.couplings.key")
+couplings_source = LateModule("hf_memopt.couplings.source")
 
 
 # ------------------------------------------------------------------------------------------------ the same couplings
@@ -24,46 +18,60 @@ def heavy_imports() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_cached_is_online_bit_for_bit_on_every_rank(folder: Path, world_size: int) -> None:
-    plan, state = make_plan(), torch.get_rng_state()
+    plan, state = coupling_toys.make_plan(), torch.get_rng_state()
     for rank in range(world_size):
-        online = CouplingSource.online(Teacher(), load, plan, rank=rank, world_size=world_size)
-        cached = CouplingSource.cached(folder, load, expected=plan.key, rank=rank, world_size=world_size)
-        assert_same(online, cached, num_epochs=3)
+        online = couplings_source.CouplingSource.online(
+            coupling_toys.Teacher(), coupling_toys.load, plan, rank=rank, world_size=world_size
+        )
+        cached = couplings_source.CouplingSource.cached(
+            folder, coupling_toys.load, expected=plan.key, rank=rank, world_size=world_size
+        )
+        coupling_toys.assert_same(online, cached, num_epochs=3)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_epoch_takes_each_sample_once_and_epochs_differ() -> None:
-    source = CouplingSource.online(Teacher(), load, make_plan(num_draws=2))
+    source = couplings_source.CouplingSource.online(
+        coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan(num_draws=2)
+    )
     seen = []
     for epoch in range(3):
         source.set_epoch(epoch)
         seen.append({index: c.noise[row] for c in source for row, index in enumerate(c.indices)})
-    assert all(sorted(epoch) == sorted(make_plan().indices) for epoch in seen)
+    assert all(sorted(epoch) == sorted(coupling_toys.make_plan().indices) for epoch in seen)
     assert list(seen[0]) != list(seen[1])
-    index = make_plan().indices[0]
+    index = coupling_toys.make_plan().indices[0]
     assert torch.equal(seen[0][index], seen[2][index])  # two draws, so the third epoch repeats the first's
     assert not torch.equal(seen[0][index], seen[1][index])
 
 
 def test_ranks_take_different_samples_and_as_many() -> None:
-    plan = make_plan(batch_size=2)
-    ranks = [CouplingSource.online(Teacher(), load, plan, rank=rank, world_size=3) for rank in range(3)]
+    plan = coupling_toys.make_plan(batch_size=2)
+    ranks = [
+        couplings_source.CouplingSource.online(
+            coupling_toys.Teacher(), coupling_toys.load, plan, rank=rank, world_size=3
+        )
+        for rank in range(3)
+    ]
     assert [len(list(rank)) for rank in ranks] == [len(rank) for rank in ranks] == [4, 4, 4]
     taken = [index for rank in ranks for coupling in rank for index in coupling.indices]
-    assert len(set(taken)) == len(taken) == NUM_SAMPLES
+    assert len(set(taken)) == len(taken) == coupling_toys.NUM_SAMPLES
 
 
 def test_the_folder_is_a_dataset_of_the_datasets_library(folder: Path) -> None:
     rows = datasets.load_from_disk(str(folder))
-    assert rows.num_rows == 2 * NUM_SAMPLES
-    assert rows[0]["noise_seed"] == noise_seed(7, rows[0]["index"], 0)
+    assert rows.num_rows == 2 * coupling_toys.NUM_SAMPLES
+    assert rows[0]["noise_seed"] == key.noise_seed(7, rows[0]["index"], 0)
     assert len(rows[0]["target"]) == 6
     assert len(rows.cache_files) == 6
 
 
 def test_training_on_cached_couplings_is_training_online(folder: Path) -> None:
     weights = []
-    for source in (CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(folder, load)):
+    for source in (
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.cached(folder, coupling_toys.load),
+    ):
         torch.manual_seed(1)
         student = torch.nn.Linear(6, 6)
         optimizer = torch.optim.Adam(student.parameters())
@@ -92,11 +100,11 @@ def test_training_on_cached_couplings_is_training_online(folder: Path) -> None:
     ],
 )
 def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: Any) -> None:
-    stale = make_plan(**{field: value})
+    stale = coupling_toys.make_plan(**{field: value})
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is .* there and .* here\. "):
-        CouplingSource.cached(folder, load, expected=stale.key)
+        couplings_source.CouplingSource.cached(folder, coupling_toys.load, expected=stale.key)
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is"):
-        precompute(Teacher(), load, stale, folder, shard_size=8)
+        couplings_source.precompute(coupling_toys.Teacher(), coupling_toys.load, stale, folder, shard_size=8)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,9 @@ def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: An
 )
 def test_a_folder_is_completed_with_its_own_plan_only(folder: Path, changes: dict[str, int], field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is"):
-        precompute(Teacher(), load, make_plan(**changes), folder, shard_size=8)
+        couplings_source.precompute(
+            coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan(**changes), folder, shard_size=8
+        )
 
 
 def test_every_truncation_and_every_flipped_byte_is_found(own: Path) -> None:
@@ -116,31 +126,35 @@ def test_every_truncation_and_every_flipped_byte_is_found(own: Path) -> None:
     for damaged in (whole[:-1], whole[:100], b"", bytes(flipped), whole + b"\0"):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"data-00003-of-00006\.arrow is truncated or damaged"):
-            CouplingSource.cached(own, load)
+            couplings_source.CouplingSource.cached(own, coupling_toys.load)
     file.write_bytes(whole)
-    CouplingSource.cached(own, load)
+    couplings_source.CouplingSource.cached(own, coupling_toys.load)
 
 
 def test_an_unfinished_cache_is_refused_and_repaired_by_the_same_command(own: Path) -> None:
     (own / "data-00002-of-00006.arrow").unlink()
     with pytest.raises(ValueError, match=r"data-00002-of-00006\.arrow is missing"):
-        CouplingSource.cached(own, load)
+        couplings_source.CouplingSource.cached(own, coupling_toys.load)
     before = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert all(file.stat().st_mtime_ns == stamp for file, stamp in before.items())
-    assert_same(CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(own, load), 2)
+    coupling_toys.assert_same(
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.cached(own, coupling_toys.load),
+        2,
+    )
 
 
 def test_folders_without_couplings_are_refused(tmp_path: Path, own: Path) -> None:
     with pytest.raises(ValueError, match="holds no couplings"):
-        CouplingCache(tmp_path)
+        couplings_source.CouplingCache(tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match=r"holds other files \(thesis.tex"):
-        write(tmp_path / "other")
+        coupling_toys.write(tmp_path / "other")
     (own / "couplings.json").write_text("{")
     with pytest.raises(ValueError, match=r"couplings.json is damaged"):
-        CouplingCache(own)
+        couplings_source.CouplingCache(own)
 
 
 # ------------------------------------------------------------------------------------------------ augmentation
@@ -148,20 +162,28 @@ def test_folders_without_couplings_are_refused(tmp_path: Path, own: Path) -> Non
 
 def test_random_augmentation_is_refused_before_anything_is_solved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="augmented at random"):
-        precompute(Teacher(), load_augmented, make_plan(), tmp_path / "cache")
+        couplings_source.precompute(
+            coupling_toys.Teacher(), coupling_toys.load_augmented, coupling_toys.make_plan(), tmp_path / "cache"
+        )
     assert not list((tmp_path / "cache").glob("*.arrow"))
 
 
 def test_stored_observations_make_augmented_couplings_right(tmp_path: Path) -> None:
-    precompute(Teacher(), load_augmented, make_plan(), tmp_path / "cache", store_observations=True)
-    source = CouplingSource.cached(tmp_path / "cache")
+    couplings_source.precompute(
+        coupling_toys.Teacher(),
+        coupling_toys.load_augmented,
+        coupling_toys.make_plan(),
+        tmp_path / "cache",
+        store_observations=True,
+    )
+    source = couplings_source.CouplingSource.cached(tmp_path / "cache")
     for coupling in source:
-        assert not torch.equal(coupling.observation["state"], load(coupling.indices)["state"])
-        assert torch.equal(coupling.target, Teacher()(coupling.observation, coupling.noise))
+        assert not torch.equal(coupling.observation["state"], coupling_toys.load(coupling.indices)["state"])
+        assert torch.equal(coupling.target, coupling_toys.Teacher()(coupling.observation, coupling.noise))
 
 
 def test_augmentation_and_other_data_are_noticed_while_training(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"observation of sample \d+ is not the one .*: random augmentation"):
-        next(iter(CouplingSource.cached(folder, load_augmented)))
+        next(iter(couplings_source.CouplingSource.cached(folder, coupling_toys.load_augmented)))
     with pytest.raises(ValueError, match="holds no observations"):
-        CouplingSource.cached(folder)
+        couplings_source.CouplingSource.cached(folder)

@@ -11,15 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global assert_same, CouplingCache, CouplingPlan, CouplingSource, load, make_plan, precompute, Teacher, write
-    from coupling_toys import Teacher, assert_same, load, make_plan, write
-
-    from hf_memopt.couplings.source import CouplingCache, CouplingPlan, CouplingSource, precompute
+coupling_toys = LateModule("coupling_toys")
+couplings_source = LateModule("hf_memopt.couplings.source")
 
 
 SHARD = "data-00002-of-00006"
@@ -29,23 +24,27 @@ AGAIN = r"run the same `precompute` command again$"
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Caches of as many shards of the same shape: of another teacher, other noise, another order. Read only."""
-    path, plan = tmp_path_factory.mktemp("others"), make_plan()
+    path, plan = tmp_path_factory.mktemp("others"), coupling_toys.make_plan()
     for name, other in (
-        ("teacher", make_plan(weights="0" * 64)),
-        ("noise", make_plan(seed=8)),
-        ("order", CouplingPlan(**{**vars(plan), "indices": plan.indices[::-1]})),
+        ("teacher", coupling_toys.make_plan(weights="0" * 64)),
+        ("noise", coupling_toys.make_plan(seed=8)),
+        ("order", couplings_source.CouplingPlan(**{**vars(plan), "indices": plan.indices[::-1]})),
     ):
-        precompute(Teacher(), load, other, path / name, shard_size=8)
+        couplings_source.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
     return path
 
 
 def assert_is_the_teachers(folder: Path) -> None:
-    assert_same(CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(folder, load), 2)
+    coupling_toys.assert_same(
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.cached(folder, coupling_toys.load),
+        2,
+    )
 
 
 def refuse(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        CouplingCache(folder)
+        couplings_source.CouplingCache(folder)
     assert "\n" not in str(raised.value)
 
 
@@ -57,7 +56,7 @@ def test_a_shard_of_another_cache_is_refused_by_name_and_replaced(own: Path, oth
     for suffix in (".arrow", ".json"):
         shutil.copyfile(others / other / f"{SHARD}{suffix}", own / f"{SHARD}{suffix}")
     refuse(own, rf"{SHARD}\.arrow is not of the couplings that couplings\.json describes: .* another plan's; {AGAIN}")
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
 
@@ -65,23 +64,27 @@ def test_a_shard_in_another_ones_place_is_refused_by_name_and_replaced(own: Path
     for suffix in (".arrow", ".json"):
         shutil.copyfile(own / f"data-00001-of-00006{suffix}", own / f"{SHARD}{suffix}")
     refuse(own, rf"{SHARD}\.arrow is not shard 2: its \.json says 1; {AGAIN}")
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
 
 def test_the_shards_that_were_checked_are_those_that_are_read(own: Path, others: Path) -> None:
     state = own / "state.json"
     state.write_text(state.read_text().replace('"data-', f'"{others / "teacher"}/data-'))
-    source = CouplingSource.cached(own, load)
+    source = couplings_source.CouplingSource.cached(own, coupling_toys.load)
     for file in own.glob("*.arrow"):
         shutil.copyfile(others / "noise" / file.name, own / "draft")
         (own / "draft").replace(file)
-    assert_same(CouplingSource.online(Teacher(), load, make_plan()), source, 2)
+    coupling_toys.assert_same(
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        source,
+        2,
+    )
 
 
 @pytest.mark.parametrize("change", ["overwritten", "emptied"])
 def test_a_file_that_is_changed_while_it_is_in_use_is_refused(own: Path, others: Path, change: str) -> None:
-    source, file = CouplingSource.cached(own, load), own / f"{SHARD}.arrow"
+    source, file = couplings_source.CouplingSource.cached(own, coupling_toys.load), own / f"{SHARD}.arrow"
     file.write_bytes((others / "noise" / file.name).read_bytes() if change == "overwritten" else b"")
     with pytest.raises(ValueError, match=rf"{file} was changed while it was in use; start again, which checks all"):
         list(source)
@@ -90,7 +93,7 @@ def test_a_file_that_is_changed_while_it_is_in_use_is_refused(own: Path, others:
 
 def test_halves_that_were_written_apart_are_put_together_by_copying(tmp_path: Path) -> None:
     for rank in (0, 1):
-        write(tmp_path / str(rank), rank=rank, world_size=2)
+        coupling_toys.write(tmp_path / str(rank), rank=rank, world_size=2)
         shutil.copytree(tmp_path / str(rank), tmp_path / "cache", dirs_exist_ok=True)
     assert_is_the_teachers(tmp_path / "cache")
 
@@ -101,28 +104,28 @@ def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(own: Path) -
         _rewrite(note, lambda noted: [noted.pop(key) for key in ("couplings", "shard")])
     refuse(own, rf"couplings\.json is damaged, or of an older version of hf_memopt; {AGAIN}")
     with pytest.raises(ValueError, match=r"holds other files \(data-.*\); delete them, or name a new folder"):
-        write(own)
+        coupling_toys.write(own)
 
 
 def test_a_description_is_written_again_for_its_own_shards_only(own: Path, others: Path) -> None:
     (own / "couplings.json").unlink()
     refuse(own, rf"{own} holds no couplings: there is no couplings\.json in it; {AGAIN}")
     stamps = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")} == stamps
     assert_is_the_teachers(own)
 
     shutil.copyfile(others / "noise" / f"{SHARD}.json", own / f"{SHARD}.json")
     (own / "couplings.json").write_text("{}")
     with pytest.raises(ValueError, match=rf"holds other files \({SHARD}\.arrow, …\); delete them, or name a new"):
-        write(own)
+        coupling_toys.write(own)
 
 
 def test_a_dataset_that_somebody_saved_is_not_taken_for_a_cache(own: Path) -> None:
     for file in (*own.glob("data-*.json"), own / "couplings.json"):
         file.unlink()
     with pytest.raises(ValueError, match=r"holds other files \(data-00000-of-00006\.arrow"):
-        write(own)
+        coupling_toys.write(own)
 
 
 # ------------------------------------------------------------------------------------------------ damaged
@@ -168,9 +171,9 @@ def test_a_damaged_file_is_named_and_mended_by_the_same_command(
 ) -> None:
     damage(own / file)
     with pytest.raises(ValueError, match=f"{Path(file).stem}.*run the same") as raised:
-        CouplingCache(own)
+        couplings_source.CouplingCache(own)
     assert "\n" not in str(raised.value)
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
 
@@ -183,9 +186,9 @@ def test_what_precompute_cannot_replace_is_to_be_deleted(
     message = rf"{own / file} cannot be read \(.*\): mend that or delete it, and {AGAIN}"
     refuse(own, message)
     with pytest.raises(ValueError, match=message):
-        write(own)
+        coupling_toys.write(own)
     (own / file).rmdir() if (own / file).is_dir() else (own / file).unlink()
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
 
@@ -202,7 +205,7 @@ def test_a_file_that_may_not_be_read_is_named(own: Path, monkeypatch: pytest.Mon
 def test_a_note_that_says_something_else_never_gives_other_couplings(own: Path, key: str, value: Any) -> None:
     _rewrite(own / f"{SHARD}.json", lambda note: note.pop(key) if value == "missing" else note.update({key: value}))
     refuse(own, rf"{SHARD}\.arrow is")
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
 
@@ -211,18 +214,18 @@ def test_what_only_the_datasets_library_reads_is_mended_too(own: Path, file: str
     whole = (own / file).read_bytes()
     (own / file).write_text("{}")
     assert_is_the_teachers(own)
-    assert write(own) == []
+    assert coupling_toys.write(own) == []
     assert (own / file).read_bytes() == whole
     _folder_instead(own / file)
     with pytest.raises(ValueError, match=rf"{own / file} is a folder: delete it, and {AGAIN}"):
-        write(own)
+        coupling_toys.write(own)
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=rf"output='{output}' cannot be created \(.*\); name another folder"):
-            write(output)
+            coupling_toys.write(output)
         refuse(output, "holds no couplings")
 
 
@@ -235,12 +238,17 @@ def test_a_second_writer_of_a_shard_is_told_who_writes_it(tmp_path: Path) -> Non
             with pytest.raises(
                 ValueError, match=rf"cache/data-.*\.arrow: process {os.getpid()} on .* give each process"
             ):
-                write(tmp_path / "cache")
-            other.append(write(tmp_path / "cache", rank=5, world_size=6))
-        return load(indices)
+                coupling_toys.write(tmp_path / "cache")
+            other.append(coupling_toys.write(tmp_path / "cache", rank=5, world_size=6))
+        return coupling_toys.load(indices)
 
     other: list[list[int]] = []
-    assert precompute(Teacher(), load_and_be_overtaken, make_plan(), tmp_path / "cache", shard_size=8) == []
+    assert (
+        couplings_source.precompute(
+            coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_plan(), tmp_path / "cache", shard_size=8
+        )
+        == []
+    )
     assert other[0] == [0, 1, 2, 3, 4]
     assert_is_the_teachers(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob(".*"))
@@ -255,5 +263,5 @@ def test_the_lock_of_a_dead_writer_does_not_stand_in_the_way(tmp_path: Path) -> 
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert lock.exists()
-    assert write(tmp_path / "cache") == []
+    assert coupling_toys.write(tmp_path / "cache") == []
     assert not lock.exists()

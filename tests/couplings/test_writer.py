@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_imports import LateModule
 from patience import HANG_S
 from two_processes import torchrun
 
 from hf_memopt import cli
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global assert_same, CouplingCache, CouplingSource, dataset_flags, load, make_plan, precompute_slowly, Teacher
-    global write
-    from coupling_toys import Teacher, assert_same, load, make_plan, precompute_slowly, write
-
-    from hf_memopt.couplings.source import CouplingCache, CouplingSource
-    from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags
+coupling_toys = LateModule("coupling_toys")
+source = LateModule("hf_memopt.couplings.source")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
 def complete_shards(folder: Path) -> set[str]:
@@ -52,7 +46,7 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         before = complete_shards(current)
         contents = {name: (current / name).read_bytes() for name in before}
         started = context.Event()
-        process = context.Process(target=precompute_slowly, args=(current, kill, started))
+        process = context.Process(target=coupling_toys.precompute_slowly, args=(current, kill, started))
         process.start()
         assert started.wait(HANG_S)
         if kill % 2:  # while the second shard is written, at the earliest
@@ -68,10 +62,14 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         # Of all that was begun, only one shard's draft can be lost.
         assert len(list(current.glob(".data-*.arrow-*"))) <= 1
         if (current / "state.json").exists():
-            CouplingCache(current)
+            source.CouplingCache(current)
             current = folder / str(kill + 1)
-    write(current)
-    assert_same(CouplingSource.online(Teacher(), load, make_plan()), CouplingSource.cached(current, load), 2)
+    coupling_toys.write(current)
+    coupling_toys.assert_same(
+        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        source.CouplingSource.cached(current, coupling_toys.load),
+        2,
+    )
     return hits, survived
 
 
@@ -105,16 +103,19 @@ def test_an_error_leaves_complete_shards_and_no_draft(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=r"\.arrow could not be written: .*No space left.* bytes free"):
-        write(tmp_path / "cache")
+        coupling_toys.write(tmp_path / "cache")
     assert len(complete_shards(tmp_path / "cache")) >= 1
     assert not [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
-    assert write(tmp_path / "cache") == []
+    assert coupling_toys.write(tmp_path / "cache") == []
 
 
 def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path, folder: Path) -> None:
-    assert write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
-    assert write(tmp_path / "cache", rank=0, world_size=2) == [3, 5]  # restarted with another number of processes
-    assert write(tmp_path / "cache", rank=1, world_size=2) == []
+    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
+    assert coupling_toys.write(tmp_path / "cache", rank=0, world_size=2) == [
+        3,
+        5,
+    ]  # restarted with another number of processes
+    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=2) == []
     for file in folder.glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
 
@@ -125,7 +126,7 @@ def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_pat
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
     assert not set(first["samples"]) & set(second["samples"])
-    assert first["solved"] + second["solved"] == make_plan().num_batches
+    assert first["solved"] + second["solved"] == coupling_toys.make_plan().num_batches
     for file in folder.glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
 
@@ -133,10 +134,10 @@ def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_pat
 @pytest.mark.slow
 def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     flags = [f"--policy.path={toy_student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
-    flags += [*dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
+    flags += [*smolvla_toy.dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
     shards = ["--shard-size", "5"]
     torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shards, "--", *flags)
     assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
     for file in (tmp_path / "one").glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-    assert CouplingCache(tmp_path / "two").plan == CouplingCache(tmp_path / "one").plan
+    assert source.CouplingCache(tmp_path / "two").plan == source.CouplingCache(tmp_path / "one").plan

@@ -4,18 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_imports import LateModule
 from safetensors.torch import load_file
 from two_processes import torchrun
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global pin_draws, PLAIN_SGD, recipe, run, SmolVLAPolicy, train_flags, weights
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from lerobot_runs import PLAIN_SGD, pin_draws, run, train_flags, weights
-
-    from hf_memopt.recipes.reflow_smolvla import main as recipe
+reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+lerobot_runs = LateModule("lerobot_runs")
 
 
 FOLDER = Path(__file__).parent
@@ -26,12 +21,12 @@ def test_two_processes_train_as_one(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks with two micro-batches of one frame: the update of one process with a batch of four frames."""
-    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
+    flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
     output = torchrun(
         FOLDER / "one_rank.py",
         str(tmp_path),
         *flags,
-        *PLAIN_SGD,
+        *lerobot_runs.PLAIN_SGD,
         "--gradient_accumulation_steps=2",
         "--policy.teacher_offload=swap",
     )
@@ -40,13 +35,19 @@ def test_two_processes_train_as_one(
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert output.count("Start offline training") == 1
 
-    saved = weights(tmp_path / "run")
+    saved = lerobot_runs.weights(tmp_path / "run")
     assert all(torch.equal(saved[name], first[name]) for name in first)
-    SmolVLAPolicy.from_pretrained(tmp_path / "run" / "checkpoints" / "last" / "pretrained_model", strict=True)
+    modeling_smolvla.SmolVLAPolicy.from_pretrained(
+        tmp_path / "run" / "checkpoints" / "last" / "pretrained_model", strict=True
+    )
 
-    pin_draws(monkeypatch)
-    run(recipe, *train_flags(toy_student, toy_dataset, tmp_path / "one", steps=2, batch_size=4), *PLAIN_SGD)
-    before, alone = weights(toy_student), weights(tmp_path / "one")
+    lerobot_runs.pin_draws(monkeypatch)
+    lerobot_runs.run(
+        reflow_smolvla.main,
+        *lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "one", steps=2, batch_size=4),
+        *lerobot_runs.PLAIN_SGD,
+    )
+    before, alone = lerobot_runs.weights(toy_student), lerobot_runs.weights(tmp_path / "one")
     name = "model.action_out_proj.weight"
     assert (alone[name] - before[name]).abs().max() > 1e-3
     for name, expected in alone.items():

@@ -33,9 +33,9 @@ def frozen(workload: Workload) -> None:
 
 
 def lora(checkpointing: bool = False) -> Setup:
-    from peft import LoraConfig, get_peft_model
-
     def build() -> Workload:
+        from peft import LoraConfig, get_peft_model
+
         model = make_model("LlamaForCausalLM", hidden_size=32, intermediate_size=64, num_hidden_layers=3,
                            num_attention_heads=4, vocab_size=VOCABULARY)  # fmt: skip
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

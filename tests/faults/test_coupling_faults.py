@@ -1,34 +1,44 @@
 """Damage to a cache of couplings gives the teacher's couplings or an error, and what the error says to do helps."""
 
+import dataclasses
+import functools
 import random
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from coupling_toys import Teacher, load, make_plan
+from late_imports import LateModule
 from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
 
-from hf_memopt.couplings.source import Coupling, CouplingPlan, CouplingSource, precompute
+coupling_toys = LateModule("coupling_toys")
+source_module = LateModule("hf_memopt.couplings.source")
 
-PLAN = make_plan(batch_size=6)
+
 SEED = 4
 
 Attack = Callable[[Path, Path, random.Random], None]
 
 
-class OtherTeacher(Teacher):
+def other_teacher() -> Any:
     """Gives other targets."""
+    teacher = coupling_toys.Teacher()
+    teacher.layers[-1].bias.data += 1
+    return teacher
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[-1].bias.data += 1
+
+@functools.cache
+def make_plan() -> Any:
+    return coupling_toys.make_plan(batch_size=6)
 
 
-def write(folder: Path, plan: CouplingPlan = PLAN, teacher: Teacher | None = None) -> list[int]:
-    return precompute(teacher or Teacher(), load, plan, folder, shard_size=12)
+def write(folder: Path, plan: Any = None, teacher: Any = None) -> list[int]:
+    return source_module.precompute(
+        teacher or coupling_toys.Teacher(), coupling_toys.load, plan or make_plan(), folder, shard_size=12
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +46,23 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whole caches of as many shards: one to attack, and one each of another teacher, other noise, another order."""
     folder = tmp_path_factory.mktemp("caches")
     write(folder / "pristine")
-    write(folder / "teacher", make_plan(batch_size=6, weights="0" * 64), OtherTeacher())
-    write(folder / "noise", make_plan(batch_size=6, seed=8))
-    write(folder / "order", CouplingPlan(**{**vars(PLAN), "indices": PLAN.indices[::-1]}))
+    write(folder / "teacher", coupling_toys.make_plan(batch_size=6, weights="0" * 64), other_teacher())
+    write(folder / "noise", coupling_toys.make_plan(batch_size=6, seed=8))
+    write(folder / "order", dataclasses.replace(make_plan(), indices=make_plan().indices[::-1]))
     return folder
 
 
-def couplings(folder: Path) -> list[Coupling]:
+def couplings(folder: Path) -> list[Any]:
     """All of them, in the order of two epochs."""
-    source, found = CouplingSource.cached(folder, load, expected=PLAN.key), []
+    source = source_module.CouplingSource.cached(folder, coupling_toys.load, expected=make_plan().key)
+    found = []
     for epoch in range(2):
         source.set_epoch(epoch)
         found += list(source)
     return found
 
 
-def equal(first: Sequence[Coupling], second: Sequence[Coupling]) -> bool:
+def equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(
         ours.indices == theirs.indices
         and torch.equal(ours.noise, theirs.noise)
@@ -177,7 +188,7 @@ def attack(caches: Path, num_mutations: int) -> Tally:
     return tally
 
 
-def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[Coupling]) -> None:
+def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[Any]) -> None:
     """Read the folder, do what the error says, and read it again."""
     try:
         found = couplings(folder)
@@ -201,7 +212,7 @@ def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[
         tally.refused += 1
 
 
-def mended(folder: Path, complaint: str, right: list[Coupling]) -> bool:
+def mended(folder: Path, complaint: str, right: list[Any]) -> bool:
     """Whether the couplings are right after at most three rounds of doing what the errors say."""
     for _ in range(4):
         if "new folder" in complaint:

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from lerobot.policies import make_pre_post_processors
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from late_imports import LateModule
 from mutations import (
     ANY_FILE,
     JSON_FILE,
@@ -27,13 +26,17 @@ from mutations import (
 from torch import Tensor
 
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.student.prepare import export_student
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, TASK
+
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+policies = LateModule("lerobot.policies")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+
 
 COMMANDS = {
-    "export": (["export", "--no-evaluation", "--num-steps", "2", "--policy"], SmolVLAPolicy),
-    "prepare-student": (["prepare-student", "--teacher"], SmolVLAReflowPolicy),
+    "export": (["export", "--no-evaluation", "--num-steps", "2", "--policy"], lambda: modeling_smolvla.SmolVLAPolicy),
+    "prepare-student": (["prepare-student", "--teacher"], lambda: modeling_smolvla_reflow.SmolVLAReflowPolicy),
 }
 # What these leave may be another policy that works, and nothing in a checkpoint tells it from the one that was meant.
 EDITS = (flip_bit, drop_key, change_value, change_type)
@@ -49,24 +52,24 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def act(policy_class: type[SmolVLAPolicy], folder: Path) -> Tensor:
+def act(find_class: Callable[[], Any], folder: Path) -> Tensor:
     """What lerobot itself gets out of a checkpoint, `(1, chunk, action_dim)`."""
-    policy = policy_class.from_pretrained(folder, strict=True)
+    policy = find_class().from_pretrained(folder, strict=True)
     on_the_cpu = {"device_processor": {"device": "cpu"}}
-    preprocess, postprocess = make_pre_post_processors(
+    preprocess, postprocess = policies.make_pre_post_processors(
         policy.config, pretrained_path=str(folder), preprocessor_overrides=on_the_cpu
     )
     generator = torch.Generator().manual_seed(2)
     state, image = torch.randn(2, generator=generator), torch.rand(3, 32, 32, generator=generator)
     noise = torch.randn(1, policy.config.chunk_size, policy.config.max_action_dim, generator=generator)
-    batch = preprocess({"observation.state": state, CAMERA: image, "task": TASK})
+    batch = preprocess({"observation.state": state, smolvla_toy.CAMERA: image, "task": smolvla_toy.TASK})
     actions: Tensor = postprocess(policy.predict_action_chunk(batch, noise=noise))
     return actions
 
 
 def judge(tally: Tally, name: str, command: str, folder: Path, expected: Tensor | None, capsys: Any) -> None:
     """Run the command on a damaged folder. `expected` are the only right actions; None: any that are finite."""
-    flags, policy_class = COMMANDS[command]
+    flags, find_class = COMMANDS[command]
     output = folder.parent / "output"
     try:
         status = main([*flags, str(folder), "--output", str(output)])
@@ -81,7 +84,7 @@ def judge(tally: Tally, name: str, command: str, folder: Path, expected: Tensor 
             tally.unclear.append(f"{command} {name}: {message}")
         return
     try:
-        actions = act(policy_class, output)
+        actions = act(find_class, output)
         works = bool(actions.isfinite().all()) if expected is None else torch.equal(actions, expected)
         found = "acts otherwise"
     except Exception as error:
@@ -100,9 +103,9 @@ def test_no_damage_is_passed_on(count: int, toy_teacher: Path, tmp_path: Path, c
     dice, tally = random.Random(seed), Tally("damage to a policy that is exported or prepared", seed)
     folder = Path(shutil.copytree(toy_teacher, tmp_path / "policy"))
     expected = {}
-    for command, (flags, policy_class) in COMMANDS.items():
+    for command, (flags, find_class) in COMMANDS.items():
         assert main([*flags, str(folder), "--output", str(tmp_path / "output")]) == 0
-        expected[command] = act(policy_class, tmp_path / "output")
+        expected[command] = act(find_class, tmp_path / "output")
         shutil.rmtree(tmp_path / "output")
     capsys.readouterr()
     kinds = ANY_FILE + JSON_FILE
@@ -135,5 +138,5 @@ def test_export_refuses_processors_that_do_not_normalise(
     drop(next(step for step in document["steps"] if step["registry_name"] == "unnormalizer_processor"))
     file.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"policy_postprocessor.json does not normalise 'action' by its mean"):
-        export_student(str(student), tmp_path / "exported", 1, "")
+        prepare.export_student(str(student), tmp_path / "exported", 1, "")
     assert not (tmp_path / "exported").exists()

@@ -7,24 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lerobot.policies import make_pre_post_processors
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from lerobot_runs import PLUGIN, lerobot_train, run, train_flags
-from transformers import dynamic_module_utils
+from late_imports import LateModule
 
 from hf_memopt.cli import main
-from hf_memopt.integrations.lerobot.checkpoint_files import file_in
-from hf_memopt.integrations.lerobot.policy_files import load_config
-from hf_memopt.integrations.lerobot.processors import (
-    POSTPROCESSOR_FILE,
-    PREPROCESSOR_FILE,
-    check_processors,
-    load_processors,
-)
-from hf_memopt.integrations.lerobot.student.model_card import write_card
-from hf_memopt.recipes.reflow.smolvla_toy import REPO_ID, dataset_flags
-from hf_memopt.recipes.reflow_smolvla import main as recipe
 
+checkpoint_files = LateModule("hf_memopt.integrations.lerobot.checkpoint_files")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+processors = LateModule("hf_memopt.integrations.lerobot.processors")
+model_card = LateModule("hf_memopt.integrations.lerobot.student.model_card")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
+policies = LateModule("lerobot.policies")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+lerobot_runs = LateModule("lerobot_runs")
+dynamic_module_utils = LateModule("transformers.dynamic_module_utils")
+
+
+PREPROCESSOR_FILE, POSTPROCESSOR_FILE = "policy_preprocessor.json", "policy_postprocessor.json"
 Step = dict[str, Any]
 Capture = pytest.CaptureFixture[str]
 ON_THE_CPU = {"device_processor": {"device": "cpu"}}
@@ -66,9 +65,9 @@ def write_remote_code(folder: Path, trace: Path) -> Path:
 
 COMMANDS: dict[str, list[str]] = {
     "prepare-student": ["prepare-student", "--teacher", "HOSTILE", "--output", "OUTPUT"],
-    "export": ["export", "--policy", "HOSTILE", "--output", "OUTPUT", "--dataset-repo-id", REPO_ID],
+    "export": ["export", "--policy", "HOSTILE", "--output", "OUTPUT", "--dataset-repo-id", "REPO_ID"],
     "export without measuring": ["export", "--policy", "HOSTILE", "--output", "OUTPUT", "--no-evaluation"],
-    "evaluate": ["evaluate", "--policy", "HOSTILE", "--output", "OUTPUT", "--dataset-repo-id", REPO_ID],
+    "evaluate": ["evaluate", "--policy", "HOSTILE", "--output", "OUTPUT", "--dataset-repo-id", "REPO_ID"],
     "evaluate, teacher": ["evaluate", "--policy", "STUDENT", "--teacher", "HOSTILE", "--output", "OUTPUT"],
     "evaluate in an environment": [
         *("evaluate", "--policy", "HOSTILE", "--output", "OUTPUT", "--env", "tiny_environment:Reach-v0"),
@@ -81,7 +80,7 @@ COMMANDS: dict[str, list[str]] = {
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmolVLAPolicy, "__init__", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(modeling_smolvla.SmolVLAPolicy, "__init__", lambda *_, **__: pytest.fail("a model was built"))
 
 
 @pytest.fixture
@@ -98,7 +97,9 @@ def taught_by(teacher: Path, student: Path, copy: Path) -> Path:
 def test_lerobots_loader_runs_the_payload(hostile: Path, trace: Path) -> None:
     """The control: without the check, all that follows would fail."""
     with pytest.raises(Exception, match=r"."):
-        make_pre_post_processors(load_config(hostile), pretrained_path=str(hostile), preprocessor_overrides=ON_THE_CPU)
+        policies.make_pre_post_processors(
+            policy_files.load_config(hostile), pretrained_path=str(hostile), preprocessor_overrides=ON_THE_CPU
+        )
     assert trace.exists()
 
 
@@ -112,7 +113,8 @@ def test_no_command_runs_what_a_checkpoint_names(
         "STUDENT": [str(toy_student)],
         "TAUGHT": [str(taught_by(hostile, toy_student, tmp_path / "taught"))],
         "OUTPUT": [str(tmp_path / "output")],
-        "TRAINING": [f"--policy.path={hostile}", "--policy.push_to_hub=false", *dataset_flags(toy_dataset)],
+        "REPO_ID": [smolvla_toy.REPO_ID],
+        "TRAINING": [f"--policy.path={hostile}", "--policy.push_to_hub=false", *smolvla_toy.dataset_flags(toy_dataset)],
     }
     assert main([word for each in COMMANDS[command] for word in places.get(each, [each])]) == 2
     message = capsys.readouterr().err
@@ -124,10 +126,9 @@ def test_no_command_runs_what_a_checkpoint_names(
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize("hostile_teacher", [False, True])
-@pytest.mark.parametrize(("train", "flags"), [(recipe, ()), (lerobot_train, (PLUGIN,))])
+@pytest.mark.parametrize("command", ["recipe", "lerobot"])
 def test_training_does_not_run_it_either(
-    train: Callable[[], None],
-    flags: tuple[str, ...],
+    command: str,
     hostile_teacher: bool,
     hostile: Path,
     trace: Path,
@@ -136,8 +137,10 @@ def test_training_does_not_run_it_either(
     tmp_path: Path,
 ) -> None:
     start = taught_by(hostile, toy_student, tmp_path / "taught") if hostile_teacher else hostile
+    train = reflow_smolvla.main if command == "recipe" else lerobot_runs.lerobot_train
+    flags = [] if command == "recipe" else [lerobot_runs.PLUGIN]
     with pytest.raises(ValueError, match=r"hostile/policy_preprocessor.json: a step is 'os.mkdir'"):
-        run(train, *flags, *train_flags(start, toy_dataset, tmp_path / "run", steps=1))
+        lerobot_runs.run(train, *flags, *lerobot_runs.train_flags(start, toy_dataset, tmp_path / "run", steps=1))
     assert not trace.exists()
 
 
@@ -148,22 +151,24 @@ def test_a_registered_step_runs_code_of_a_repository(
     toy_student: Path, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the allowed steps are SmolVLA's and not all that are registered."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     named = str(write_remote_code(tmp_path / "repository", trace))
     step = {"registry_name": "action_tokenizer_processor", "config": {"action_tokenizer_name": named}}
     folder = with_step(toy_student, tmp_path / "student", step)
     with pytest.raises(ValueError, match="a step is 'action_tokenizer_processor'"):
-        load_processors(load_config(folder), folder, ON_THE_CPU)
+        processors.load_processors(policy_files.load_config(folder), folder, ON_THE_CPU)
     assert not trace.exists()
     with pytest.raises(ValueError, match="action_tokenizer_processor"):
-        make_pre_post_processors(load_config(folder), pretrained_path=str(folder), preprocessor_overrides=ON_THE_CPU)
+        policies.make_pre_post_processors(
+            policy_files.load_config(folder), pretrained_path=str(folder), preprocessor_overrides=ON_THE_CPU
+        )
     assert trace.exists()
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused_even_if_a_user_would_say_yes(
     toy_student: Path, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     named = str(write_remote_code(tmp_path / "repository", trace))
     folder = Path(shutil.copytree(toy_student, tmp_path / "student"))
@@ -175,10 +180,12 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_even_if_a_user_would_say_ye
 
     edit_json(folder / PREPROCESSOR_FILE, rename)
     with pytest.raises(ValueError, match=rf"the processors in {folder} cannot be made: .*tokenizer"):
-        load_processors(load_config(folder), folder, ON_THE_CPU)
+        processors.load_processors(policy_files.load_config(folder), folder, ON_THE_CPU)
     assert not trace.exists()
     with pytest.raises(ValueError, match="tokenizer"):
-        make_pre_post_processors(load_config(folder), pretrained_path=str(folder), preprocessor_overrides=ON_THE_CPU)
+        policies.make_pre_post_processors(
+            policy_files.load_config(folder), pretrained_path=str(folder), preprocessor_overrides=ON_THE_CPU
+        )
     assert trace.exists()
 
 
@@ -204,7 +211,7 @@ def test_steps_that_are_refused(defect: str, name: str, toy_student: Path, tmp_p
     step, message = STEPS[defect]
     folder = with_step(toy_student, tmp_path / "student", step, name)
     with pytest.raises(ValueError, match=message) as caught:
-        check_processors(folder)
+        processors.check_processors(folder)
     assert str(folder) in str(caught.value)
 
 
@@ -250,10 +257,10 @@ def test_links_within_the_hubs_cache(target: str, allowed: bool, tmp_path: Path)
         (folder / file).write_text("{}")
     (folder / "config.json").symlink_to(target)
     if allowed:
-        assert file_in(folder, "config.json") == folder / "config.json"
+        assert checkpoint_files.file_in(folder, "config.json") == folder / "config.json"
     else:
         with pytest.raises(ValueError, match=r"config.json is a link out of its folder, to /"):
-            file_in(folder, "config.json")
+            checkpoint_files.file_in(folder, "config.json")
 
 
 def test_blobs_that_are_a_link_themselves_are_refused(tmp_path: Path) -> None:
@@ -263,7 +270,7 @@ def test_blobs_that_are_a_link_themselves_are_refused(tmp_path: Path) -> None:
     (tmp_path / "repository" / "blobs").symlink_to(tmp_path)
     (folder / "config.json").symlink_to("../../blobs/secret")
     with pytest.raises(ValueError, match="is a link out of its folder"):
-        file_in(folder, "config.json")
+        checkpoint_files.file_in(folder, "config.json")
 
 
 # -------------------------------------------------------------------------------------------------------- model card
@@ -275,7 +282,7 @@ def test_names_are_plain_text_in_the_card(teacher: str, toy_student: Path, tmp_p
     folder = taught_by(Path("unused"), toy_student, tmp_path / "student")
     named = payload if teacher == "PAYLOAD" else teacher
     edit_json(folder / "config.json", lambda config: config.update(teacher_model_path=named))
-    lines = write_card(str(folder), 1, None).splitlines()
+    lines = model_card.write_card(str(folder), 1, None).splitlines()
     assert ("base_model: you/teacher" in lines) == (teacher == "you/teacher")
     assert any("reflow (arXiv 2209.03003) from `you/teacher` with" in line for line in lines) == (
         teacher == "you/teacher"
@@ -283,7 +290,7 @@ def test_names_are_plain_text_in_the_card(teacher: str, toy_student: Path, tmp_p
     (folder / "train_config.json").write_text(
         json.dumps({"dataset": {"repo_id": payload}, "steps": payload, "optimizer": [payload]})
     )
-    card = write_card(str(folder), 1, None).splitlines()
+    card = model_card.write_card(str(folder), 1, None).splitlines()
     added = [line for line in card if line not in lines]
     shown = "you/x??---?license: mine?---?? Title??script?alert(1)?/script? ? ?a?(javascript:b) "
     assert added == [f"| {name} | {shown} |" for name in ("steps", "dataset")]

@@ -7,20 +7,15 @@ import pytest
 import torch
 from fake_hub import TOKEN, FakeHub, serve
 from huggingface_hub import constants
+from late_imports import LateModule
 
 from hf_memopt.cli import main
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global load_config, push_to_hub, resolve_checkpoint, SmolVLAPolicy, SmolVLAReflowPolicy, weights
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from lerobot_runs import weights
-
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-    from hf_memopt.integrations.lerobot.student.prepare import push_to_hub
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+lerobot_runs = LateModule("lerobot_runs")
 
 
 TEACHER = "robots/teacher"
@@ -42,20 +37,20 @@ def hub(tmp_path: Path, toy_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 def test_teacher_from_the_hub(hub: FakeHub, toy_teacher: Path, tmp_path: Path) -> None:
     assert main(["prepare-student", "--teacher", TEACHER, "--output", str(tmp_path / "student")]) == 0
-    config = load_config(tmp_path / "student")
+    config = policy_files.load_config(tmp_path / "student")
     assert config.teacher_model_path == TEACHER  # so that the student trains on another machine, too
-    student, teacher = weights(tmp_path / "student"), weights(toy_teacher)
+    student, teacher = lerobot_runs.weights(tmp_path / "student"), lerobot_runs.weights(toy_teacher)
     assert all(torch.equal(student[name], teacher[name]) for name in teacher)
-    assert resolve_checkpoint(TEACHER).is_relative_to(tmp_path / "cache")
+    assert policy_files.resolve_checkpoint(TEACHER).is_relative_to(tmp_path / "cache")
 
 
 def test_downloaded_teacher_serves_without_the_hub(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = resolve_checkpoint(TEACHER)
+    folder = policy_files.resolve_checkpoint(TEACHER)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    assert resolve_checkpoint(TEACHER) == folder
+    assert policy_files.resolve_checkpoint(TEACHER) == folder
     assert hub.requests == []
 
 
@@ -68,15 +63,15 @@ def test_missing_repository(hub: FakeHub, tmp_path: Path, capsys: pytest.Capture
 def test_training_goes_on_with_the_files_that_were_checked(hub: FakeHub, toy_student: Path) -> None:
     files = {file.name: file.read_bytes() for file in toy_student.iterdir()}
     hub.repositories["robots/student"] = files
-    config = load_config(toy_student)
+    config = policy_files.load_config(toy_student)
     config.pretrained_path = Path("robots/student")
-    SmolVLAReflowPolicy(config, dataset_stats={})
-    assert config.pretrained_path == resolve_checkpoint("robots/student")
+    modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats={})
+    assert config.pretrained_path == policy_files.resolve_checkpoint("robots/student")
     hostile = files["policy_preprocessor.json"].replace(b'"registry_name": "device_processor"', b'"class": "os.mkdir"')
     hub.repositories["robots/hostile"] = {**files, "policy_preprocessor.json": hostile}
     config.pretrained_path = Path("robots/hostile")
     with pytest.raises(ValueError, match=r"snapshots/.*/policy_preprocessor.json: a step is 'os.mkdir'"):
-        SmolVLAReflowPolicy(config, dataset_stats={})
+        modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats={})
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -89,9 +84,9 @@ def test_export_to_the_hub(
     assert f"pushed to {hub.url}/robots/student" in capsys.readouterr().out
     assert hub.repositories["robots/student"] == {file.name: file.read_bytes() for file in output.iterdir()}
     assert hub.private == ({"robots/student"} if private else set())
-    downloaded = resolve_checkpoint("robots/student")
+    downloaded = policy_files.resolve_checkpoint("robots/student")
     assert downloaded != output
-    SmolVLAPolicy.from_pretrained(downloaded, strict=True)
+    modeling_smolvla.SmolVLAPolicy.from_pretrained(downloaded, strict=True)
 
 
 def test_push_without_permission_names_the_remedy(
@@ -99,5 +94,5 @@ def test_push_without_permission_names_the_remedy(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
     with pytest.raises(ValueError, match=r"(?s)could not be pushed to 'robots/student'.*hf auth login"):
-        push_to_hub(toy_student, "robots/student")
+        prepare.push_to_hub(toy_student, "robots/student")
     assert "robots/student" not in hub.repositories

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import launch_command, launch_command_parser
-from neuralop.models import FNO, TFNO
+from late_imports import LateModule
 from recipe_flags import NEURAL_OPERATOR as TINY
 from torch import Tensor
 
@@ -27,6 +27,9 @@ from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 from hf_memopt.recipes.train_neural_operator import main, make_accelerator, prepare
+
+models = LateModule("neuralop.models")
+
 
 CPU = torch.device("cpu")
 
@@ -83,7 +86,7 @@ def test_results_say_how_well_each_resolution_is_predicted(plain: Path) -> None:
     assert results["history"][-1]["loss"] < results["history"][0]["loss"]
     assert results["final"] == last
     assert {"l2_16", "h1_16", "l2_32", "h1_32"} <= last.keys()
-    model = FNO.from_checkpoint(plain, "model").eval()
+    model = models.FNO.from_checkpoint(plain, "model").eval()
     data = generate(Darcy("train", 16, 24), CPU)["y"]
     test = generate(Darcy("test", 32, 4), CPU)
     with torch.no_grad():
@@ -196,7 +199,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
 
 def test_a_saved_tfno_can_be_loaded(cache: str, tmp_path: Path) -> None:
     train(tmp_path, *TINY, cache, "--model=tfno", "--epochs=1", "--offload=off")
-    assert equal(dict(TFNO.from_checkpoint(tmp_path, "model").named_parameters()), weights(tmp_path))
+    assert equal(dict(models.TFNO.from_checkpoint(tmp_path, "model").named_parameters()), weights(tmp_path))
 
 
 def test_a_saved_uno_can_be_loaded(cache: str, tmp_path: Path) -> None:

@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from late_imports import LateModule
 from teacher_toys import Network
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.transfer import SyncCopier
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global Accelerator
-    from accelerate import Accelerator
+accelerate = LateModule("accelerate")
 
 
 SCHEDULES = ("early", "late", "random")
@@ -138,7 +134,7 @@ def test_train_to_and_requires_grad_do_not_reach_it(student: Student, x: Tensor)
 
 
 def test_save_state_holds_the_students_weights_only(student: Student, tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(student)
     accelerator.save_state(str(tmp_path))
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from transformers import AutoConfig
+from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.recipes.causal_lm.options import parse
-from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
+
+causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+huggingface = LateModule("hf_memopt.tuning.huggingface")
+transformers = LateModule("transformers")
+
 
 VOCABULARY, TOKENS, BATCH = 512, 64, 2
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -35,7 +38,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
 
     def write(model_type: str, **changes: Any) -> str:
         folder = tmp_path_factory.mktemp(model_type)
-        AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **changes}).save_pretrained(folder)
+        transformers.AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **changes}).save_pretrained(folder)
         return str(folder)
 
     return write
@@ -50,7 +53,7 @@ def estimate(
     model: str, checkpointing: str = "none", offload: str = "off", num_micro_batches: int = 1, **options: Any
 ) -> MemoryEstimate:
     settings = {"seq_len": TOKENS, "effective_batch": BATCH * num_micro_batches, "offload_threshold_mb": 0.001}
-    workload = HuggingFaceModel(model, **{**settings, **options})
+    workload = huggingface.HuggingFaceModel(model, **{**settings, **options})
     step = workload.step_with(checkpointing, offload, BATCH)
     return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=CARD)
 
@@ -76,7 +79,7 @@ def plain(qwen3: str) -> MemoryEstimate:
 def test_the_task_follows_from_the_configuration(
     model_type: str, changes: dict[str, Any], task: str, folder_of: FolderOf
 ) -> None:
-    assert HuggingFaceModel(folder_of(model_type, **changes), seq_len=TOKENS).kind == task
+    assert huggingface.HuggingFaceModel(folder_of(model_type, **changes), seq_len=TOKENS).kind == task
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_every_task_can_be_simulated(model_type: str, folder_of: FolderOf) -> No
 
 
 def test_a_config_file_will_do(qwen3: str) -> None:
-    assert HuggingFaceModel(f"{qwen3}/config.json", seq_len=TOKENS).kind == "causal"
+    assert huggingface.HuggingFaceModel(f"{qwen3}/config.json", seq_len=TOKENS).kind == "causal"
 
 
 # ------------------------------------------------------------------------------------------------ the levers
@@ -113,7 +116,7 @@ def test_offloading_moves_activations_to_the_host(qwen3: str, plain: MemoryEstim
 
 @pytest.mark.slow
 def test_offloading_plans_for_a_card(qwen3: str) -> None:
-    workload = HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=BATCH)
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=BATCH)
     assert workload.step_with("none", "auto", BATCH).num_steps == 4
     assert estimate(qwen3, offload="auto", precision="bf16").confidence == "medium"
 
@@ -139,7 +142,7 @@ def test_optimizers_differ_in_their_state(qwen3: str, plain: MemoryEstimate) -> 
 
 @pytest.mark.slow
 def test_accumulation_is_simulated_with_two_micro_batches(qwen3: str, plain: MemoryEstimate) -> None:
-    workload = HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8)
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8)
     assert workload.simulated({"activations": "kept"}, micro_batch=1).num_micro_batches == 2
     accumulated = estimate(qwen3, num_micro_batches=2, precision="bf16")
     assert accumulated.phases["forward"] == plain.phases["forward"] + plain.breakdown["parameters"]
@@ -165,23 +168,23 @@ def test_eager_attention_keeps_the_scores(qwen3: str) -> None:
 
 
 def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
-    workload = HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8, precision="bf16")
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8, precision="bf16")
     settings = {"activations": "checkpointed, inputs offloaded"}
     accelerate, chosen, flags = workload.write(settings, 2, tmp_path)
     assert load_config_from_file(str(accelerate)).mixed_precision == "bf16"
     assert yaml.safe_load(accelerate.read_text())["num_processes"] == 1
     assert json.loads(chosen.read_text())["gradient_accumulation_steps"] == 4
-    options = parse("", [f"@{flags}", f"--output_dir={tmp_path / 'run'}"])
+    options = causal_lm_options.parse("", [f"@{flags}", f"--output_dir={tmp_path / 'run'}"])
     assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
     assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
     assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)
 
 
 def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:
-    workload = HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4)
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4)
     names = [path.name for path in workload.write({"activations": "kept"}, 1, tmp_path)]
     assert names == ["accelerate.yaml", "settings.json"]
-    assert all(checkpointing in ("none", "selective", "full") for checkpointing, _ in ACTIVATIONS.values())
+    assert all(checkpointing in ("none", "selective", "full") for checkpointing, _ in huggingface.ACTIVATIONS.values())
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path
 )
 def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _ = HuggingFaceModel(qwen3, **{"seq_len": TOKENS, **options}).kind
+        _ = huggingface.HuggingFaceModel(qwen3, **{"seq_len": TOKENS, **options}).kind
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) 
 )
 def test_steps_are_checked(arguments: tuple[str, str, int], message: str, qwen3: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HuggingFaceModel(qwen3, seq_len=TOKENS).step_with(*arguments)
+        huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS).step_with(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -229,21 +232,21 @@ def test_what_shows_when_a_model_is_built_or_run(
 ) -> None:
     config = json.loads((Path(qwen3) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change | {"vocab_size": 2**31 - 1}))
-    step = HuggingFaceModel(str(tmp_path), seq_len=seq_len, effective_batch=8).step_with("none", "off", 8)
+    step = huggingface.HuggingFaceModel(str(tmp_path), seq_len=seq_len, effective_batch=8).step_with("none", "off", 8)
     with pytest.raises(ValueError, match=message):
         estimate_peak_memory(step.setup, step.step)
 
 
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="no class of model_type='wav2vec2' for any task of seq2seq, masked, causal"):
-        _ = HuggingFaceModel(folder_of("wav2vec2"), task="auto", seq_len=8).kind
+        _ = huggingface.HuggingFaceModel(folder_of("wav2vec2"), task="auto", seq_len=8).kind
 
 
 def test_fp16_and_bf16_take_different_kernels_on_turing(folder_of: FolderOf) -> None:
     ungrouped = folder_of("qwen3", num_attention_heads=4, num_key_value_heads=4)
 
     def saved_bytes(precision: str, card: str) -> int:
-        workload = HuggingFaceModel(ungrouped, seq_len=TOKENS, effective_batch=BATCH, precision=precision)
+        workload = huggingface.HuggingFaceModel(ungrouped, seq_len=TOKENS, effective_batch=BATCH, precision=precision)
         step = workload.step_with("none", "off", BATCH)
         return estimate_peak_memory(step.setup, step.step, gpu=card).phases["forward"]
 

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from late_imports import LateModule
 
-from hf_memopt.tuning.model_config import read_config
+model_config = LateModule("hf_memopt.tuning.model_config")
+transformers = LateModule("transformers")
+
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -16,7 +18,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 def test_unreadable_configurations_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="no configuration of a transformers model was found or read"):
-        read_config(str(tmp_path))
+        model_config.read_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,13 @@ def test_unreadable_configurations_are_refused(text: str, tmp_path: Path) -> Non
 def test_configurations_that_cannot_be_simulated_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    config = Qwen3Config(**SIZES).to_dict()
+    config = transformers.Qwen3Config(**SIZES).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=f"(?s)model='{tmp_path}'.*{message}"):
-        read_config(str(tmp_path))
+        model_config.read_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["nobody/no-such-model", "/nowhere"])
 def test_unknown_models_are_refused(model: str) -> None:
     with pytest.raises(ValueError, match=f"model='{model}'.*when offline, one that was downloaded before"):
-        read_config(model)
+        model_config.read_config(model)

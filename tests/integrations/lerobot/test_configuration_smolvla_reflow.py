@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_imports import LateModule
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global load_config
-    from hf_memopt.integrations.lerobot.policy_files import load_config
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
 
 
 @pytest.mark.parametrize(
@@ -37,10 +33,10 @@ def heavy_imports() -> None:
 )
 def test_unusable_settings_are_refused_by_name(toy_student: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(load_config(toy_student), **changes)
+        dataclasses.replace(policy_files.load_config(toy_student), **changes)
 
 
 def test_yaml_may_say_off_without_quotes(toy_student: Path) -> None:
-    assert dataclasses.replace(load_config(toy_student), share_prefix=str(False)).share_prefix == "off"
+    assert dataclasses.replace(policy_files.load_config(toy_student), share_prefix=str(False)).share_prefix == "off"
     with pytest.raises(ValueError, match="share_prefix='maybe' is unknown"):
-        dataclasses.replace(load_config(toy_student), share_prefix="maybe")
+        dataclasses.replace(policy_files.load_config(toy_student), share_prefix="maybe")

@@ -12,55 +12,55 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from late_imports import LateModule
 from patience import HANG_S
 from safetensors.torch import load_file
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global CAMERA, get_policy_class, IMAGE_SIZE, lerobot_script, lerobot_train, LeRobotDataset, load_rng_state
-    global load_training_step, logged, make_pre_post_processors, ParsingError, pin_draws, PLUGIN, PreTrainedConfig
-    global run, SmolVLAPolicy, train_flags, weights
-    from draccus.utils import ParsingError
-    from lerobot.common.train_utils import load_training_step
-    from lerobot.configs import PreTrainedConfig
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-    from lerobot.policies import make_pre_post_processors
-    from lerobot.policies.factory import get_policy_class
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from lerobot.scripts import lerobot_train as lerobot_script
-    from lerobot.utils.random_utils import load_rng_state
-    from lerobot_runs import PLUGIN, lerobot_train, logged, pin_draws, run, train_flags, weights
-
-    from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE
+utils = LateModule("draccus.utils")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+train_utils = LateModule("lerobot.common.train_utils")
+configs = LateModule("lerobot.configs")
+lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
+policies = LateModule("lerobot.policies")
+factory = LateModule("lerobot.policies.factory")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+lerobot_script = LateModule("lerobot.scripts.lerobot_train")
+random_utils = LateModule("lerobot.utils.random_utils")
+lerobot_runs = LateModule("lerobot_runs")
 
 
 TRAINED = ("lm_expert", "action_", "state_proj")
 
 
 def train(student: Path, dataset: Path, output: Path, *flags: str, steps: int = 2) -> str:
-    return run(lerobot_train, PLUGIN, *train_flags(student, dataset, output, steps=steps), *flags)
+    return lerobot_runs.run(
+        lerobot_runs.lerobot_train,
+        lerobot_runs.PLUGIN,
+        *lerobot_runs.train_flags(student, dataset, output, steps=steps),
+        *flags,
+    )
 
 
 def resume(checkpoint: Path, *flags: str) -> str:
     config = checkpoint / "pretrained_model" / "train_config.json"
-    return run(lerobot_train, PLUGIN, f"--config_path={config}", "--resume=true", *flags)
+    return lerobot_runs.run(
+        lerobot_runs.lerobot_train, lerobot_runs.PLUGIN, f"--config_path={config}", "--resume=true", *flags
+    )
 
 
 def test_trains_the_expert_and_leaves_the_frozen_model(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     log = train(toy_student, toy_dataset, tmp_path / "run", "--dataset.eval_split=0.25", "--eval_steps=1")
-    before, after = weights(toy_student), weights(tmp_path / "run")
+    before, after = lerobot_runs.weights(toy_student), lerobot_runs.weights(tmp_path / "run")
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
     assert all(any(part in name for part in TRAINED) for name in moved), moved
     assert {name.split(".")[1] for name in moved} >= {"vlm_with_expert", "state_proj", "action_out_proj"}
-    assert len(logged(log, "loss")) == 2
+    assert len(lerobot_runs.logged(log, "loss")) == 2
     assert log.count("eval_loss=") == 2
     for figure in ("prefix_rss_gib", "teacher_rss_gib", "forward_rss_gib", "teacher_own_gib"):
-        assert all(value > 0 for value in logged(log, figure)), log
-        assert logged(log, figure)
+        assert all(value > 0 for value in lerobot_runs.logged(log, figure)), log
+        assert lerobot_runs.logged(log, figure)
 
 
 def test_checkpoint_holds_the_teachers_keys_and_stock_tools_load_it(
@@ -68,11 +68,11 @@ def test_checkpoint_holds_the_teachers_keys_and_stock_tools_load_it(
 ) -> None:
     train(toy_student, toy_dataset, tmp_path / "run", steps=1)
     checkpoint = tmp_path / "run" / "checkpoints" / "last" / "pretrained_model"
-    assert weights(checkpoint).keys() == weights(toy_teacher).keys()
-    config = PreTrainedConfig.from_pretrained(checkpoint)
-    policy = get_policy_class(config.type).from_pretrained(checkpoint, strict=True)
-    stock = SmolVLAPolicy.from_pretrained(checkpoint, config=config, strict=True)
-    preprocess, postprocess = make_pre_post_processors(config, pretrained_path=str(checkpoint))
+    assert lerobot_runs.weights(checkpoint).keys() == lerobot_runs.weights(toy_teacher).keys()
+    config = configs.PreTrainedConfig.from_pretrained(checkpoint)
+    policy = factory.get_policy_class(config.type).from_pretrained(checkpoint, strict=True)
+    stock = modeling_smolvla.SmolVLAPolicy.from_pretrained(checkpoint, config=config, strict=True)
+    preprocess, postprocess = policies.make_pre_post_processors(config, pretrained_path=str(checkpoint))
     batch = preprocess(toy_frame(toy_dataset))
     noise = torch.randn(1, config.chunk_size, config.max_action_dim)
     actions = policy.predict_action_chunk(dict(batch), noise=noise)
@@ -81,7 +81,7 @@ def test_checkpoint_holds_the_teachers_keys_and_stock_tools_load_it(
 
 
 def toy_frame(dataset: Path) -> dict[str, Any]:
-    frame = LeRobotDataset("local/toy", root=dataset)[5]
+    frame = lerobot_dataset.LeRobotDataset("local/toy", root=dataset)[5]
     return {key: frame[key] for key in ("observation.state", "observation.images.top", "task")}
 
 
@@ -92,16 +92,21 @@ def test_new_process_finds_the_policy_and_resumes(toy_student: Path, toy_dataset
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "000002")
     config = tmp_path / "run" / "checkpoints" / "000001" / "pretrained_model" / "train_config.json"
     result = subprocess.run(
-        [Path(sys.executable).parent / "lerobot-train", PLUGIN, f"--config_path={config}", "--resume=true"],
+        [
+            Path(sys.executable).parent / "lerobot-train",
+            lerobot_runs.PLUGIN,
+            f"--config_path={config}",
+            "--resume=true",
+        ],
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert logged(result.stderr, "step") == [2]
-    assert logged(result.stderr, "teacher_own_gib")
-    assert weights(tmp_path / "run").keys() == weights(toy_student).keys()
+    assert lerobot_runs.logged(result.stderr, "step") == [2]
+    assert lerobot_runs.logged(result.stderr, "teacher_own_gib")
+    assert lerobot_runs.weights(tmp_path / "run").keys() == lerobot_runs.weights(toy_student).keys()
 
 
 @pytest.fixture
@@ -117,11 +122,11 @@ def exact_resume(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         def cycle_then_restore(loader: Any) -> Iterator[Any]:
             batches = cycle(loader)
             first = next(batches)
-            load_rng_state(training_state)
+            random_utils.load_rng_state(training_state)
             yield first
             yield from batches
 
-        monkeypatch.setattr(lerobot_script, "cycle", cycle_then_restore)
+        monkeypatch.setattr("lerobot.scripts.lerobot_train.cycle", cycle_then_restore)
 
     return restore_from
 
@@ -154,15 +159,18 @@ def test_resume_continues(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With draws that depend on the frame alone, a plain resume is exact: data order, schedule and optimizer go on."""
-    pin_draws(monkeypatch)
+    lerobot_runs.pin_draws(monkeypatch)
     checkpoints = tmp_path / "run" / "checkpoints"
     train(toy_student, toy_dataset, tmp_path / "run", "--save_freq=2", steps=4)
-    expected, halfway = weights(tmp_path / "run"), weights(checkpoints / "000002" / "pretrained_model")
+    expected, halfway = (
+        lerobot_runs.weights(tmp_path / "run"),
+        lerobot_runs.weights(checkpoints / "000002" / "pretrained_model"),
+    )
     shutil.rmtree(checkpoints / "000004")
     log = resume(checkpoints / "000002")
-    assert logged(log, "step") == [3, 4]
-    assert load_training_step(checkpoints / "000004" / "training_state") == 4
-    resumed = weights(tmp_path / "run")
+    assert lerobot_runs.logged(log, "step") == [3, 4]
+    assert train_utils.load_training_step(checkpoints / "000004" / "training_state") == 4
+    resumed = lerobot_runs.weights(tmp_path / "run")
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
     assert not torch.equal(resumed["model.action_out_proj.weight"], halfway["model.action_out_proj.weight"])
 
@@ -172,14 +180,14 @@ def test_use_reflow_false_is_stock_training(
 ) -> None:
     train(toy_student, toy_dataset, tmp_path / "plain", "--policy.use_reflow=false")
     train(toy_teacher, toy_dataset, tmp_path / "stock")
-    plain, stock = weights(tmp_path / "plain"), weights(tmp_path / "stock")
+    plain, stock = lerobot_runs.weights(tmp_path / "plain"), lerobot_runs.weights(tmp_path / "stock")
     assert all(torch.equal(plain[name], stock[name]) for name in stock)
 
 
 @pytest.mark.parametrize("setting", ["teacher_offload=swap", "teacher_dtype=bfloat16", "share_prefix=off"])
 def test_trains_with(setting: str, toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     log = train(toy_student, toy_dataset, tmp_path / "run", f"--policy.{setting}", steps=1)
-    assert 0 < logged(log, "loss")[0] < 1
+    assert 0 < lerobot_runs.logged(log, "loss")[0] < 1
     name, value = setting.split("=")
     saved = json.loads((tmp_path / "run/checkpoints/last/pretrained_model/config.json").read_text())
     assert saved[name] == value
@@ -203,7 +211,7 @@ def test_refuses_bad_flag(field: str, toy_student: Path, toy_dataset: Path, tmp_
 
 def refusal(student: Path, dataset: Path, output: Path, *flags: str) -> str:
     """Why training stops before it has written anything: the messages of the error and of its causes."""
-    with pytest.raises((ValueError, ParsingError)) as caught:
+    with pytest.raises((ValueError, utils.ParsingError)) as caught:
         train(student, dataset, output, *flags)
     assert not output.exists()
     error: BaseException | None = caught.value
@@ -259,13 +267,15 @@ def other_dataset(toy_dataset: Path, tmp_path: Path) -> Callable[[str], Path]:
         features: dict[str, Any] = {
             name: {"dtype": "float32", "shape": (size,), "names": list("xyz"[:size])} for name, size in sizes.items()
         }
-        shape = (IMAGE_SIZE, IMAGE_SIZE, 3)
-        features[CAMERA] = {"dtype": "image", "shape": shape, "names": ["height", "width", "channels"]}
-        dataset = LeRobotDataset.create("local/other", fps=10, features=features, root=tmp_path / "other")
+        shape = (smolvla_toy.IMAGE_SIZE, smolvla_toy.IMAGE_SIZE, 3)
+        features[smolvla_toy.CAMERA] = {"dtype": "image", "shape": shape, "names": ["height", "width", "channels"]}
+        dataset = lerobot_dataset.LeRobotDataset.create(
+            "local/other", fps=10, features=features, root=tmp_path / "other"
+        )
         image = np.zeros(shape, dtype=np.uint8)
         for step in range(3):
             vectors = {name: np.full(size, step, dtype=np.float32) for name, size in sizes.items()}
-            dataset.add_frame({**vectors, CAMERA: image, "task": "anything"})
+            dataset.add_frame({**vectors, smolvla_toy.CAMERA: image, "task": "anything"})
         dataset.save_episode()
         dataset.finalize()
         return tmp_path / "other"

@@ -9,28 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt.reflow import sample_time
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global BATCH, CAMERA, CHUNK, ConditionedExpert, FeatureType, gradients, IMAGE_SIZE, observe, POLICY_SETTINGS
-    global PolicyFeature, ReflowTeacher, SharedPrefix, SmolVLAConfig, SmolVLAPolicy, SmolVLAReflowConfig
-    global SmolVLAReflowPolicy, STATE_DIM, stock_target, target, TOLERANCE, WIDTH
-    from lerobot.configs import FeatureType, PolicyFeature
-    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from reflow_students import BATCH, CHUNK, STATE_DIM, TOLERANCE, WIDTH, gradients, stock_target, target
-
-    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, SharedPrefix, observe
-    from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
-    from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
+configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+reflow_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.reflow_teacher")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+configs = LateModule("lerobot.configs")
+configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+reflow_students = LateModule("reflow_students")
 
 
 Make = Callable[..., Any]
@@ -39,20 +32,22 @@ Make = Callable[..., Any]
 def test_two_forwards_in_flight_and_a_retained_graph(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     policy = make()
     policy(batch, noise=noise, time=time)[0].backward()
-    once = {name: grad.clone() for name, grad in gradients(policy).items()}
+    once = {name: grad.clone() for name, grad in reflow_students.gradients(policy).items()}
     policy.zero_grad()
     first, _ = policy(batch, noise=noise, time=time)
     policy(batch, noise=-noise, time=time)
     first.backward(retain_graph=True)
-    assert all(torch.equal(grad, once[name]) for name, grad in gradients(policy).items())
+    assert all(torch.equal(grad, once[name]) for name, grad in reflow_students.gradients(policy).items())
     first.backward()
-    assert all(torch.equal(grad, 2 * once[name]) for name, grad in gradients(policy).items())
+    assert all(torch.equal(grad, 2 * once[name]) for name, grad in reflow_students.gradients(policy).items())
 
 
 def test_loss_is_the_stock_loss_on_the_teachers_actions(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     policy = make(share_prefix="off")
-    actions = stock_target(policy, batch, noise)
-    losses = policy.model.forward(*observe(policy, batch).arguments(), actions, noise, time)[..., :STATE_DIM]
+    actions = reflow_students.stock_target(policy, batch, noise)
+    losses = policy.model.forward(*prefix.observe(policy, batch).arguments(), actions, noise, time)[
+        ..., : reflow_students.STATE_DIM
+    ]
     loss, info = policy(batch, noise=noise, time=time)
     torch.testing.assert_close(loss, losses.mean())
     assert info["loss"] == loss.item()
@@ -61,7 +56,7 @@ def test_loss_is_the_stock_loss_on_the_teachers_actions(make: Make, batch: Any, 
 def test_without_use_reflow_it_is_smolvla(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     policy = make()
     policy.config.use_reflow = False
-    stock = SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
+    stock = modeling_smolvla.SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
     stock.load_state_dict(policy.state_dict())
     assert torch.equal(policy(batch, noise=noise, time=time)[0], stock(batch, noise=noise, time=time)[0])
     assert policy.teacher_report() is None
@@ -73,11 +68,11 @@ def test_reduction_none_gives_one_loss_per_sample(
 ) -> None:
     policy = make(share_prefix=share_prefix)
     losses, _ = policy(batch, noise=noise, time=time, reduction="none")
-    assert losses.shape == (BATCH,)
+    assert losses.shape == (reflow_students.BATCH,)
     assert torch.equal(losses.mean(), policy(batch, noise=noise, time=time)[0])
     single = {key: value[2:3] for key, value in batch.items()}
     alone, _ = policy(single, noise=noise[2:3], time=time[2:3])
-    torch.testing.assert_close(losses[2], alone, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(losses[2], alone, rtol=reflow_students.TOLERANCE, atol=reflow_students.TOLERANCE)
 
 
 @pytest.mark.parametrize("adapt_to_pi_aloha", [True, False])
@@ -96,10 +91,12 @@ def test_the_batch_is_not_modified(
 def test_pi_aloha_conditions_both_models_on_the_converted_state(make: Make, batch: Any, noise: Tensor) -> None:
     batch["observation.state"] = batch["observation.state"].abs() * 0.01 + 0.03
     policy = make(architecture={"adapt_to_pi_aloha": True}, share_prefix="off")
-    teacher = SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
+    teacher = modeling_smolvla.SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
     copied = {key: value.clone() for key, value in batch.items()}
     want = teacher.predict_action_chunk(copied, noise=noise)
-    got = policy._pi_aloha_encode_actions(target(policy, batch, noise)[..., :STATE_DIM])
+    got = policy._pi_aloha_encode_actions(
+        reflow_students.target(policy, batch, noise)[..., : reflow_students.STATE_DIM]
+    )
     assert torch.equal(got, want)
 
 
@@ -112,8 +109,8 @@ def test_one_draw_of_noise_and_time_and_nothing_else_touches_the_generator(
     loss, _ = policy(batch)  # loads the teacher on the way
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    noise = policy.model.sample_noise((BATCH, CHUNK, WIDTH), "cpu")
-    time = sample_time(BATCH, sampling)
+    noise = policy.model.sample_noise((reflow_students.BATCH, reflow_students.CHUNK, reflow_students.WIDTH), "cpu")
+    time = sample_time(reflow_students.BATCH, sampling)
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(policy(batch, noise=noise, time=time)[0], loss)
 
@@ -123,7 +120,9 @@ def test_evaluation_without_gradients_gives_the_same_loss(make: Make, batch: Any
     loss, _ = policy(batch, noise=noise, time=time)
     policy.eval()
     with torch.no_grad():
-        torch.testing.assert_close(policy(batch, noise=noise, time=time)[0], loss.detach(), rtol=TOLERANCE, atol=0)
+        torch.testing.assert_close(
+            policy(batch, noise=noise, time=time)[0], loss.detach(), rtol=reflow_students.TOLERANCE, atol=0
+        )
 
 
 def test_checkpoints_hold_the_students_keys_and_inference_needs_no_teacher(
@@ -136,7 +135,7 @@ def test_checkpoints_hold_the_students_keys_and_inference_needs_no_teacher(
     assert set(load_file(tmp_path / "student" / "model.safetensors")) == teacher_keys
     policy.config.teacher_model_path = str(tmp_path / "gone")
     policy.save_pretrained(tmp_path / "orphan")
-    orphan = SmolVLAReflowPolicy.from_pretrained(tmp_path / "orphan")
+    orphan = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(tmp_path / "orphan")
     want = policy.predict_action_chunk(dict(batch), noise=noise)
     assert torch.equal(orphan.predict_action_chunk(dict(batch), noise=noise), want)
     with pytest.raises(ValueError, match=r"gone.*neither a checkpoint folder nor a hub id"):
@@ -145,7 +144,7 @@ def test_checkpoints_hold_the_students_keys_and_inference_needs_no_teacher(
 
 def test_training_modes_moves_and_gradients_do_not_reach_the_teacher(make: Make, batch: Any, noise: Tensor) -> None:
     policy = make(share_prefix="off")
-    before = target(policy, batch, noise)
+    before = reflow_students.target(policy, batch, noise)
     num_tensors = len(policy.state_dict())
     policy.train()
     policy(batch)[0].backward()
@@ -155,7 +154,7 @@ def test_training_modes_moves_and_gradients_do_not_reach_the_teacher(make: Make,
     policy.to(torch.float64)
     assert {p.dtype for p in teacher.parameters()} == {torch.float32}
     policy.to(torch.float32)
-    assert torch.equal(target(policy, batch, noise), before)
+    assert torch.equal(reflow_students.target(policy, batch, noise), before)
     assert len(policy.state_dict()) == num_tensors
     assert not any("teacher" in name for name, _ in itertools.chain(policy.named_modules(), policy.named_parameters()))
 

@@ -1,17 +1,18 @@
 import pytest
 from counted_allocator import FakeCounters
+from late_imports import LateModule
 
-from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
+step_memory = LateModule("hf_memopt.integrations.lerobot.step_memory")
 
 
 def test_marks_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu = PhaseMemory("cpu")
+    on_cpu = step_memory.PhaseMemory("cpu")
     on_cpu.mark("forward")
     assert 0 < on_cpu.figures()["forward_rss_gib"] < 1000
 
     counters = FakeCounters()
     monkeypatch.setattr("hf_memopt.integrations.lerobot.step_memory.counters_for", lambda device: counters)
-    memory = PhaseMemory("cuda")
+    memory = step_memory.PhaseMemory("cuda")
     counters.move(3 * 2**28)
     memory.mark("teacher")
     counters.move(-(2**28))

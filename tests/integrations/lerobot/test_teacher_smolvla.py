@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import POISON, AdversarialCopier
+from late_imports import LateModule
 from torch import Tensor
 
 from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.teacher.strategies import stream
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global FeatureType, Observation, POLICY_SETTINGS, PolicyFeature, REAL, SmolVLAConfig, SmolVLAPolicy
-    global SmolVLAReflowConfig, SmolVLAReflowPolicy, write_vlm
-    from lerobot.configs import FeatureType, PolicyFeature
-    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-
-    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.reflow.prefix import Observation
-    from hf_memopt.recipes.reflow.smolvla_toy import POLICY_SETTINGS, REAL, write_vlm
+configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+configs = LateModule("lerobot.configs")
+configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
 
 
 STATE_DIM = 6
@@ -36,25 +30,30 @@ NUM_CAMERAS = 3
 
 def settings(vlm: Path, image_size: int, **changes: Any) -> dict[str, Any]:
     cameras = {
-        f"observation.images.camera{index}": PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size))
+        f"observation.images.camera{index}": configs.PolicyFeature(
+            configs.FeatureType.VISUAL, (3, image_size, image_size)
+        )
         for index in range(NUM_CAMERAS)
     }
     return {
         "vlm_model_name": str(vlm),
         "load_vlm_weights": False,
         "device": "cpu",
-        "input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)), **cameras},
-        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (STATE_DIM,))},
+        "input_features": {
+            "observation.state": configs.PolicyFeature(configs.FeatureType.STATE, (STATE_DIM,)),
+            **cameras,
+        },
+        "output_features": {"action": configs.PolicyFeature(configs.FeatureType.ACTION, (STATE_DIM,))},
         **changes,
     }
 
 
-def observation(config: SmolVLAConfig, batch_size: int) -> tuple[Observation, Tensor]:
+def observation(config: configuration_smolvla.SmolVLAConfig, batch_size: int) -> tuple[prefix.Observation, Tensor]:
     """A random observation, as the policy's model takes it, and noise."""
     generator = torch.Generator().manual_seed(1)
     height, width = config.resize_imgs_with_padding
     masks = torch.ones(batch_size, dtype=torch.bool)
-    return Observation(
+    return prefix.Observation(
         [torch.rand(batch_size, 3, height, width, generator=generator) for _ in range(NUM_CAMERAS)],
         [masks] * NUM_CAMERAS,
         torch.randint(7, 250, (batch_size, 5), generator=generator),
@@ -65,14 +64,14 @@ def observation(config: SmolVLAConfig, batch_size: int) -> tuple[Observation, Te
 
 @pytest.fixture
 def toy(toy_vlm: Path) -> dict[str, Any]:
-    return settings(toy_vlm, 32, **POLICY_SETTINGS)
+    return settings(toy_vlm, 32, **smolvla_toy.POLICY_SETTINGS)
 
 
 def test_streaming_is_bitwise_resident_for_any_number_of_steps(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    policy = SmolVLAPolicy(SmolVLAConfig(**toy)).eval()
+    policy = modeling_smolvla.SmolVLAPolicy(configuration_smolvla.SmolVLAConfig(**toy)).eval()
     reference = copy.deepcopy(policy)
     embedding = policy.model.vlm_with_expert.get_vlm_model().text_model.embed_tokens.weight
 
@@ -103,12 +102,14 @@ def test_a_student_gets_the_same_targets_from_a_streamed_teacher(
     toy: dict[str, Any], tmp_path: Path, share_prefix: str
 ) -> None:
     torch.manual_seed(0)
-    SmolVLAPolicy(SmolVLAConfig(**toy)).save_pretrained(tmp_path / "teacher")
+    modeling_smolvla.SmolVLAPolicy(configuration_smolvla.SmolVLAConfig(**toy)).save_pretrained(tmp_path / "teacher")
     flags = {"use_reflow": True, "teacher_model_path": str(tmp_path / "teacher"), "share_prefix": share_prefix}
     targets, reports = [], []
     for mode in ("resident", "stream"):
-        config = SmolVLAReflowConfig(**toy, **flags, teacher_offload=mode)
-        student = SmolVLAReflowPolicy.from_pretrained(tmp_path / "teacher", config=config).train()
+        config = configuration_smolvla_reflow.SmolVLAReflowConfig(**toy, **flags, teacher_offload=mode)
+        student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(
+            tmp_path / "teacher", config=config
+        ).train()
         seen, noise = observation(config, batch_size=2)
         targets += [student.generate_reflow_target(*seen.arguments(), noise) for _ in range(3)]
         reports.append(student.teacher_report())
@@ -126,11 +127,15 @@ def test_at_its_published_size_a_quarter_of_a_gigabyte_is_enough(
     tmp_path: Path, share_prefix: str, most_gb: float
 ) -> None:
     """bfloat16 transformer weights and float32 projections, three cameras of 512 x 512, two steps."""
-    real = settings(write_vlm(tmp_path / "vlm", REAL), 256, num_steps=2)
-    SmolVLAPolicy(SmolVLAConfig(**real)).bfloat16().save_pretrained(tmp_path / "teacher")
+    real = settings(smolvla_toy.write_vlm(tmp_path / "vlm", smolvla_toy.REAL), 256, num_steps=2)
+    modeling_smolvla.SmolVLAPolicy(configuration_smolvla.SmolVLAConfig(**real)).bfloat16().save_pretrained(
+        tmp_path / "teacher"
+    )
     flags = {"use_reflow": True, "teacher_model_path": str(tmp_path / "teacher"), "share_prefix": share_prefix}
-    config = SmolVLAReflowConfig(**real, **flags, teacher_offload="stream", teacher_dtype="bfloat16")
-    student = SmolVLAReflowPolicy.from_pretrained(tmp_path / "teacher", config=config)
+    config = configuration_smolvla_reflow.SmolVLAReflowConfig(
+        **real, **flags, teacher_offload="stream", teacher_dtype="bfloat16"
+    )
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(tmp_path / "teacher", config=config)
     seen, noise = observation(config, batch_size=1)
     targets = [student.generate_reflow_target(*seen.arguments(), noise) for _ in range(2)]
     assert torch.equal(*targets)

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import Tensor
 
-from hf_memopt.recipes.fluxflow import model as fluxflow_model
-from hf_memopt.recipes.fluxflow.model import PerceptualLoss, make_perceptual
-from hf_memopt.recipes.fluxflow.options import LossOptions
-from hf_memopt.recipes.fluxflow.step import make_batch
+fluxflow_model = LateModule("hf_memopt.recipes.fluxflow.model")
+options = LateModule("hf_memopt.recipes.fluxflow.options")
+step = LateModule("hf_memopt.recipes.fluxflow.step")
 
 
 @pytest.fixture
@@ -18,46 +18,46 @@ def empty_hub(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def vgg() -> PerceptualLoss:
+def vgg() -> Any:
     before = torch.random.get_rng_state()
-    made = PerceptualLoss("random", seed=3)
+    made = fluxflow_model.PerceptualLoss("random", seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
     return made
 
 
 def test_imagenets_weights_are_not_downloaded(empty_hub: None) -> None:
     with pytest.raises(ValueError, match=r"lpips_weights='imagenet': there is no .*vgg16-397923af.pth"):
-        make_perceptual(LossOptions(lpips_weights="imagenet"))
+        fluxflow_model.make_perceptual(options.LossOptions(lpips_weights="imagenet"))
 
 
 def test_without_them_it_measures_load_and_says_so(empty_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(fluxflow_model, "PerceptualLoss", lambda weights, seed: asked.append(weights))
-    make_perceptual(LossOptions())
+    monkeypatch.setattr("hf_memopt.recipes.fluxflow.model.PerceptualLoss", lambda weights, seed: asked.append(weights))
+    fluxflow_model.make_perceptual(options.LossOptions())
     file = fluxflow_model.Path(torch.hub.get_dir()) / "checkpoints" / fluxflow_model.VGG_FILE
     file.parent.mkdir(parents=True)
     file.touch()
-    make_perceptual(LossOptions())
+    fluxflow_model.make_perceptual(options.LossOptions())
     assert asked == ["random", "imagenet"]
 
 
-def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: PerceptualLoss) -> None:
+def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: Any) -> None:
     assert vgg.name == "lpips_load_only"
     assert "LOAD ONLY" in vgg.description
     assert not any(p.requires_grad for p in vgg.parameters())
-    images = make_batch(2, 16, "cpu")
+    images = step.make_batch(2, 16, "cpu")
     assert vgg(images, images).abs().max() == 0
     assert vgg(images, -images).min() > 0
 
 
 @pytest.mark.parametrize(("resolution", "held_mib"), [(64, 10), (128, 38), (256, 152), (512, 610), (1024, 2439)])
-def test_lpips_holds_what_the_table_says(vgg: PerceptualLoss, resolution: int, held_mib: int) -> None:
+def test_lpips_holds_what_the_table_says(vgg: Any, resolution: int, held_mib: int) -> None:
     """Of one image, for backward; counted without memory, to 3 % and the table's rounding."""
     found = held_bytes(vgg, resolution) / 2**20
     assert found == pytest.approx(held_mib, rel=0.03, abs=0.5)
 
 
-def held_bytes(perceptual: PerceptualLoss, resolution: int) -> int:
+def held_bytes(perceptual: Any, resolution: int) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     storages: dict[int, torch.UntypedStorage] = {}

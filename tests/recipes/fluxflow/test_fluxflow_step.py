@@ -5,21 +5,23 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
-from hf_memopt.recipes.fluxflow import step as fluxflow_step
-from hf_memopt.recipes.fluxflow.losses import Weights
-from hf_memopt.recipes.fluxflow.model import Models, build_models
-from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, ModelOptions, TrainingOptions
-from hf_memopt.recipes.fluxflow.step import Gan, frozen, make_batch, make_optimizers, step
 
-TINY = ModelOptions(channels=[8, 16], discriminator_channels=8, discriminator_layers=2)
+fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.losses")
+fluxflow_model = LateModule("hf_memopt.recipes.fluxflow.model")
+options = LateModule("hf_memopt.recipes.fluxflow.options")
+fluxflow_step = LateModule("hf_memopt.recipes.fluxflow.step")
+
+
+TINY = options.ModelOptions(channels=[8, 16], discriminator_channels=8, discriminator_layers=2)
 # The order of the levers is that of memory: the first is the seed of all.
-PLAIN = LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
-LOSSES = LossOptions()
-WEIGHTS = Weights(kl=1e-3, adversarial=0.5)
+PLAIN = options.LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
+LOSSES = options.LossOptions()
+WEIGHTS = fluxflow_losses.Weights(kl=1e-3, adversarial=0.5)
 
 
 class TinyPerceptual(nn.Module):
@@ -36,17 +38,19 @@ class TinyPerceptual(nn.Module):
         return (self.features(output) - self.features(target)).square().mean((1, 2, 3), keepdim=True)
 
 
-def make_gan(levers: LeverOptions, dtype: torch.dtype = torch.float32, **more: Any) -> Gan:
+def make_gan(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     torch.manual_seed(0)
-    made = build_models(more.pop("model", TINY), replace(LOSSES, lpips_weight=0.0), levers)
-    models = Models(*(each.to(dtype) for each in (made.vae, made.discriminator, TinyPerceptual())))
-    return Gan(models, make_optimizers(models, TrainingOptions()), LOSSES, levers, **more)
+    made = fluxflow_model.build_models(more.pop("model", TINY), replace(LOSSES, lpips_weight=0.0), levers)
+    models = fluxflow_model.Models(*(each.to(dtype) for each in (made.vae, made.discriminator, TinyPerceptual())))
+    return fluxflow_step.Gan(
+        models, fluxflow_step.make_optimizers(models, options.TrainingOptions()), LOSSES, levers, **more
+    )
 
 
 Gradients = dict[str, Tensor | None]
 
 
-def gradients_of(levers: LeverOptions, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
+def gradients_of(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
     """Of the VAE's update and of the discriminator's, taken where the optimizers would."""
     gan = make_gan(levers, dtype, **more)
     found: list[Gradients] = []
@@ -57,7 +61,7 @@ def gradients_of(levers: LeverOptions, dtype: torch.dtype = torch.float32, **mor
 
     gan.synchronize = take
     torch.manual_seed(1)
-    step(gan, make_batch(3, 32, "cpu").to(dtype), WEIGHTS, with_r1=True)
+    fluxflow_step.step(gan, fluxflow_step.make_batch(3, 32, "cpu").to(dtype), WEIGHTS, with_r1=True)
     discriminator, vae = found
     assert len(vae) == len(list(gan.models.vae.parameters()))
     assert len(discriminator) == len(list(gan.models.discriminator.parameters()))
@@ -131,12 +135,12 @@ def test_decoding_once_changes_no_bit_of_the_encoders_gradient(plain: tuple[Grad
 def test_micro_batches_change_gradients_by_rounding_alone() -> None:
     """Without latents' noise, which is drawn for the whole batch or for its parts."""
 
-    def quiet(levers: LeverOptions, size: int) -> tuple[Gradients, Gradients]:
+    def quiet(levers: Any, size: int) -> tuple[Gradients, Gradients]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hf_memopt.recipes.fluxflow.losses.torch.randn_like", torch.zeros_like)
             return gradients_of(levers, torch.float64, micro_batch_size=size, model=replace(TINY, spectral_norm=False))
 
-    for levers in (PLAIN, LeverOptions()):
+    for levers in (PLAIN, options.LeverOptions()):
         for ours, theirs in zip(quiet(levers, 2), quiet(levers, 0), strict=True):
             assert relative_error(ours, theirs) < 1e-13
 
@@ -149,8 +153,10 @@ def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
         gan.losses = losses
         backward = getattr(fluxflow_step, f"backward_decoding_{decode}")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fluxflow_step, "reconstruction_loss", lambda output, *rest: (output.sum() * 0, {}))
-            backward(gan, make_batch(2, 32, "cpu"), Weights(0.0, 0.5), 1.0)
+            patch.setattr(
+                "hf_memopt.recipes.fluxflow.step.reconstruction_loss", lambda output, *rest: (output.sum() * 0, {})
+            )
+            backward(gan, fluxflow_step.make_batch(2, 32, "cpu"), fluxflow_losses.Weights(0.0, 0.5), 1.0)
         reached = {name.split(".")[0] for name, p in gan.models.vae.named_parameters() if p.grad.any()}
         assert reached == {"decoder", "post_quant_conv"}
 
@@ -159,7 +165,7 @@ def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
 @pytest.mark.parametrize("decode", ["once", "twice"])
 def test_a_frozen_discriminator_gets_no_stray_gradients(decode: str, freeze: bool, num_stray: int) -> None:
     gan = make_gan(replace(PLAIN, decode=decode, freeze_discriminator=freeze))
-    step(gan, make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+    fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
     stray = [p for p in gan.models.discriminator.parameters() if p.grad is not None]
     assert len(stray) == num_stray
     assert all(p.requires_grad for p in gan.models.discriminator.parameters())
@@ -172,7 +178,7 @@ def test_freezing_ends_with_an_error_too() -> None:
     before = [p.requires_grad for p in discriminator.parameters()]
 
     def fail() -> None:
-        with frozen(discriminator):
+        with fluxflow_step.frozen(discriminator):
             assert not any(p.requires_grad for p in discriminator.parameters())
             raise KeyError
 
@@ -184,13 +190,13 @@ def test_freezing_ends_with_an_error_too() -> None:
 def test_one_decoding_keeps_less() -> None:
     """What is alive when backward begins: two decodings, LPIPS and the discriminator, or one decoding."""
 
-    def saved(levers: LeverOptions) -> int:
+    def saved(levers: Any) -> int:
         gan = make_gan(levers)
         counter = SavedBytes(exclude=gan.models.vae.parameters())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gan, "saving", lambda model: counter)
             getattr(fluxflow_step, f"backward_decoding_{levers.decode}")(
-                gan, make_batch(2, 32, "cpu"), Weights(0.0, 0.5), 1.0
+                gan, fluxflow_step.make_batch(2, 32, "cpu"), fluxflow_losses.Weights(0.0, 0.5), 1.0
             )
         return counter.total_bytes
 
@@ -198,16 +204,16 @@ def test_one_decoding_keeps_less() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
-    gan = make_gan(LeverOptions(), stop_on_non_finite=True)
+    gan = make_gan(options.LeverOptions(), stop_on_non_finite=True)
     before = [p.detach().clone() for p in gan.models.vae.parameters()]
     gan.losses = replace(LOSSES, mse_weight=float("inf"))
     with pytest.raises(RuntimeError, match="non-finite"):
-        step(gan, make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+        fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
     assert all(map(torch.equal, before, gan.models.vae.parameters()))
 
 
-@pytest.mark.parametrize("levers", [PLAIN, LeverOptions(checkpoint_vae=True)])
-def test_bfloat16_trains_every_weight(levers: LeverOptions) -> None:
+@pytest.mark.parametrize("levers", [PLAIN, options.LeverOptions(checkpoint_vae=True)])
+def test_bfloat16_trains_every_weight(levers: Any) -> None:
     """Autocast keeps casts of weights; those made without gradients must not serve the passes with them."""
     vae, discriminator = gradients_of(levers, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     exact = gradients_of(levers)
@@ -217,19 +223,21 @@ def test_bfloat16_trains_every_weight(levers: LeverOptions) -> None:
 
 def test_a_step_needs_no_values_of_tensors() -> None:
     """On the meta device there are none: whatever waited for the device or decided by them would fail."""
-    made = make_gan(LeverOptions()).models
-    models = Models(*(each.to("meta") for each in made))
-    gan = Gan(models, make_optimizers(models, TrainingOptions()), LOSSES, LeverOptions())
-    figures = step(gan, make_batch(2, 32, "meta"), WEIGHTS, with_r1=True)
+    made = make_gan(options.LeverOptions()).models
+    models = fluxflow_model.Models(*(each.to("meta") for each in made))
+    gan = fluxflow_step.Gan(
+        models, fluxflow_step.make_optimizers(models, options.TrainingOptions()), LOSSES, options.LeverOptions()
+    )
+    figures = fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "meta"), WEIGHTS, with_r1=True)
     assert all(value.device.type == "meta" and value.shape == () for value in figures.values())
 
 
 def test_spectral_normalisation_is_never_checkpointed() -> None:
-    levers = LeverOptions(checkpoint_discriminator=True)
+    levers = options.LeverOptions(checkpoint_discriminator=True)
     with pytest.raises(ValueError, match="cannot be checkpointed: its forward writes the buffer '_u'"):
         make_gan(levers)
     free = replace(TINY, spectral_norm=False)
-    found, expected = gradients_of(levers, model=free), gradients_of(LeverOptions(), model=free)
+    found, expected = gradients_of(levers, model=free), gradients_of(options.LeverOptions(), model=free)
     assert all(map(equal, found, expected))
 
 

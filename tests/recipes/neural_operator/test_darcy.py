@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuralop.data.datasets.darcy import load_darcy_pt
+from late_imports import LateModule
 from torch import Tensor
 
 from hf_memopt.recipes.neural_operator import darcy
 from hf_memopt.recipes.neural_operator.darcy import HIGH, LOW, Darcy, cached_folder, generate, samples
+
+datasets_darcy = LateModule("neuralop.data.datasets.darcy")
+
 
 CPU = torch.device("cpu")
 TRAIN = Darcy("train", 16, 12)
@@ -207,7 +210,7 @@ def test_bad_parameters_are_refused(changes: dict[str, object], message: str) ->
 def test_neuralops_loader_reads_the_files(tmp_path: Path) -> None:
     tests = [Darcy("test", resolution, 4) for resolution in (16, 32)]
     folder = cached_folder(tmp_path, TRAIN, tests, CPU)
-    train, found, _ = load_darcy_pt(
+    train, found, _ = datasets_darcy.load_darcy_pt(
         n_train=12,
         n_tests=[4, 4],
         batch_size=12,

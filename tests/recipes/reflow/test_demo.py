@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_imports import LateModule
 
-from hf_memopt.recipes.reflow import smolvla_toy as toy
-from hf_memopt.recipes.reflow.demo import OUTPUTS, make_room
-from hf_memopt.recipes.reflow.demo_measurements import DECISIVE_FRAME, learning_curve, passes_obstacle
+demo = LateModule("hf_memopt.recipes.reflow.demo")
+demo_measurements = LateModule("hf_memopt.recipes.reflow.demo_measurements")
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
 @pytest.mark.slow
@@ -37,23 +38,23 @@ def test_one_step_of_the_student_halves_the_teachers_error(seed: int, tmp_path: 
 
 def test_a_path_around_the_obstacle_passes_and_one_through_it_does_not() -> None:
     demonstration = next(toy.demonstrations(1, seed=0))
-    around = torch.from_numpy(demonstration.positions[DECISIVE_FRAME + 1 :])
+    around = torch.from_numpy(demonstration.positions[demo_measurements.DECISIVE_FRAME + 1 :])
     start, goal = (torch.from_numpy(point) for point in (demonstration.scene.start, demonstration.scene.goal))
     through = start + torch.linspace(0.5, 1, len(around))[:, None] * (goal - start)
     leap = goal.expand_as(around)  # no waypoint is near the obstacle, but the way to them leads through it
     paths = torch.stack([around, through, leap])
-    assert passes_obstacle(paths, demonstration).tolist() == [True, False, False]
+    assert demo_measurements.passes_obstacle(paths, demonstration).tolist() == [True, False, False]
 
 
 def test_a_folder_in_use_is_refused_and_only_the_demos_own_files_are_replaced(tmp_path: Path) -> None:
-    make_room(tmp_path, overwrite=False)
+    demo.make_room(tmp_path, overwrite=False)
     (tmp_path / "mine.txt").write_text("keep")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"already holds logs, results.json.*--overwrite"):
-        make_room(tmp_path, overwrite=False)
-    make_room(tmp_path, overwrite=True)
+        demo.make_room(tmp_path, overwrite=False)
+    demo.make_room(tmp_path, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.txt"]
-    assert "logs" in OUTPUTS
+    assert "logs" in demo.OUTPUTS
 
 
 def test_learning_curve_reads_lerobots_log() -> None:
@@ -61,4 +62,4 @@ def test_learning_curve_reads_lerobots_log() -> None:
         "INFO ot_train.py:641 step:30 smpl:480 ep:40 loss:2.206 grdn:7.368 lr:7.6e-05\n"
         "INFO ot_train.py:641 step:1K smpl:16K ep:1K loss:0.312 grdn:0.9 lr:1.0e-05\n"
     )
-    assert learning_curve(log, 30) == [(30, 2.206), (60, 0.312)]
+    assert demo_measurements.learning_curve(log, 30) == [(30, 2.206), (60, 0.312)]

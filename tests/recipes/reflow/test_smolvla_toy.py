@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from transformers import AutoConfig, AutoProcessor, SmolVLMForConditionalGeneration
+from late_imports import LateModule
 
-from hf_memopt.recipes.reflow import smolvla_toy as toy
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
+transformers = LateModule("transformers")
+
 
 NUM_DEMONSTRATIONS = 200
 APPROACH_FRAMES = 5  # the frames that show only the way towards the obstacle
@@ -35,12 +37,12 @@ def deviation(demonstration: toy.Demonstration) -> np.ndarray:
 
 
 def test_the_processor_knows_its_task_and_image_tokens(toy_vlm: Path) -> None:
-    processor = AutoProcessor.from_pretrained(toy_vlm)
+    processor = transformers.AutoProcessor.from_pretrained(toy_vlm)
     tokens = processor.tokenizer(f"{toy.TASK}\n")["input_ids"]
     assert processor.tokenizer.decode(tokens) == f"{toy.TASK}\n"
     assert max(tokens) < toy.TOY["text_config"]["vocab_size"]
     assert processor.tokenizer.fake_image_token_id != processor.tokenizer.global_image_token_id
-    config = AutoConfig.from_pretrained(toy_vlm)
+    config = transformers.AutoConfig.from_pretrained(toy_vlm)
     assert config.image_token_id == processor.tokenizer.convert_tokens_to_ids("<image>")
     assert not list(toy_vlm.glob("*.safetensors"))
 
@@ -53,9 +55,9 @@ def test_the_same_vlm_is_written_twice(toy_vlm: Path, tmp_path: Path) -> None:
 
 
 def test_the_real_shape_has_the_published_number_of_parameters(tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(toy.write_vlm(tmp_path / "vlm", toy.REAL))
+    config = transformers.AutoConfig.from_pretrained(toy.write_vlm(tmp_path / "vlm", toy.REAL))
     with torch.device("meta"):
-        model = SmolVLMForConditionalGeneration(config)
+        model = transformers.SmolVLMForConditionalGeneration(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == 507_482_304
 
 
@@ -109,7 +111,7 @@ def test_the_image_shows_where_things_are(demonstrations: list[toy.Demonstration
 
 
 def test_the_dataset_holds_the_demonstrations(toy_dataset: Path) -> None:
-    dataset = LeRobotDataset(toy.REPO_ID, root=toy_dataset)
+    dataset = lerobot_dataset.LeRobotDataset(toy.REPO_ID, root=toy_dataset)
     assert (dataset.num_episodes, dataset.num_frames) == (4, 48)
     frame = next(iter(toy.demonstrations(1, seed=0)))
     for index in (0, 11):

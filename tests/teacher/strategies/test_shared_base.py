@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global peft
-    import peft
+peft = LateModule("peft")
 
 
 class Network(nn.Module):

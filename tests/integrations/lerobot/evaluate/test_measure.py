@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import Tensor
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global evaluate_reflow, held_out_batches, load_policy, observe, sample_trajectory, toy
-    from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches, sample_trajectory
-    from hf_memopt.integrations.lerobot.policy_files import load_policy
-    from hf_memopt.integrations.lerobot.reflow.prefix import observe
-    from hf_memopt.recipes.reflow import smolvla_toy as toy
+measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
 pytestmark = pytest.mark.usefixtures("quick_evaluation")
@@ -24,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_evaluation")
 
 @pytest.fixture
 def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
-    return held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [3], batch_size=8, max_observations=10)
+    return measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [3], batch_size=8, max_observations=10)
 
 
 @pytest.fixture
@@ -42,8 +38,8 @@ def test_held_out_batches_are_preprocessed_and_spread_over_the_episode(batches: 
 
 
 def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:
-    teacher = load_policy(toy_teacher)
-    found = evaluate_reflow(load_policy(toy_teacher), teacher, batches, num_steps=(1, 10))
+    teacher = policy_files.load_policy(toy_teacher)
+    found = measure.evaluate_reflow(policy_files.load_policy(toy_teacher), teacher, batches, num_steps=(1, 10))
     assert found.student.error[10] == found.teacher.error[10] == 0
     assert found.student.error == found.teacher.error
     assert found.student.error[1] > 0
@@ -55,30 +51,30 @@ def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str,
 
 
 def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:
-    policy = load_policy(toy_teacher)
+    policy = policy_files.load_policy(toy_teacher)
     velocity = torch.tensor([1.0, -2.0, 0.0, 0.0])
     policy.model.denoise_step = lambda **arguments: velocity.expand_as(arguments["x_t"])
-    found = evaluate_reflow(policy, policy, batches, num_steps=(1, 4))
+    found = measure.evaluate_reflow(policy, policy, batches, num_steps=(1, 4))
     assert found.student.error[1] < 1e-5
     assert found.student.straightness < 1e-10
     assert found.student.spread[1] == pytest.approx(found.student.spread[10], rel=1e-5)
 
 
 def test_trajectory_is_lerobots_own_sampling(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
-    policy = load_policy(toy_teacher)
-    path = sample_trajectory(policy, observe(policy, batches[0]), noise, 10)
+    policy = policy_files.load_policy(toy_teacher)
+    path = measure.sample_trajectory(policy, prefix.observe(policy, batches[0]), noise, 10)
     assert path.shape == (11, 8, 8, 4)
     assert torch.equal(path[0], noise)
     with torch.no_grad():
-        want = policy.model.sample_actions(*observe(policy, batches[0]).arguments(), noise=noise)
+        want = policy.model.sample_actions(*prefix.observe(policy, batches[0]).arguments(), noise=noise)
     assert torch.equal(path[-1], want)
 
 
 def test_nothing_is_left_changed(toy_teacher: Path, batches: list[dict[str, Any]], monkeypatch: Any) -> None:
-    student, teacher = load_policy(toy_teacher), load_policy(toy_teacher)
+    student, teacher = policy_files.load_policy(toy_teacher), policy_files.load_policy(toy_teacher)
     student.train()
     state = torch.get_rng_state()
-    evaluate_reflow(student, teacher, batches, num_steps=(1,))
+    measure.evaluate_reflow(student, teacher, batches, num_steps=(1,))
     assert torch.equal(torch.get_rng_state(), state)
     assert (student.training, teacher.training) == (True, False)
     for policy in (student, teacher):
@@ -90,6 +86,6 @@ def test_nothing_is_left_changed(toy_teacher: Path, batches: list[dict[str, Any]
 
     monkeypatch.setattr(student.model, "sample_actions", fail)
     with pytest.raises(RuntimeError, match="injected"):
-        evaluate_reflow(student, teacher, batches, num_steps=(1,))
+        measure.evaluate_reflow(student, teacher, batches, num_steps=(1,))
     assert student.training
     assert student.config.num_steps == 10

@@ -8,32 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import Tensor
 
 from hf_memopt.reflow import chunk_loss
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global Asked, ConditionedExpert, demonstrated_actions, diagnose, held_out_batches, load_config, observe
-    global Pairs, prepare_student, recipe, run, SharedPrefix, SmolVLAReflowPolicy, toy, train_flags
-    from lerobot_runs import run, train_flags
-
-    from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.policy_files import load_config
-    from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, Pairs
-    from hf_memopt.integrations.lerobot.reflow.prefix import (
-        ConditionedExpert,
-        SharedPrefix,
-        demonstrated_actions,
-        observe,
-    )
-    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
-    from hf_memopt.integrations.lerobot.student.prepare import prepare_student
-    from hf_memopt.recipes.reflow import smolvla_toy as toy
-    from hf_memopt.recipes.reflow_smolvla import main as recipe
+measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+pair_source = LateModule("hf_memopt.integrations.lerobot.reflow.pair_source")
+reflow_prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+diagnosis = LateModule("hf_memopt.integrations.lerobot.student.diagnosis")
+prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
+lerobot_runs = LateModule("lerobot_runs")
 
 
 DIMS = 2  # of the toy's actions; the model pads them to 4
@@ -42,7 +31,7 @@ DIMS = 2  # of the toy's actions; the model pads them to 4
 @pytest.fixture
 def batch(toy_teacher: Path, toy_dataset: Path) -> dict[str, Any]:
     """Six frames, some of whose chunks run into the end of the episode."""
-    (found,) = held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [2], batch_size=6, max_observations=6)
+    (found,) = measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [2], batch_size=6, max_observations=6)
     return found
 
 
@@ -56,10 +45,10 @@ def time() -> Tensor:
     return torch.linspace(0.1, 1, 6)
 
 
-def load(folder: Path, **changes: Any) -> "SmolVLAReflowPolicy":
+def load(folder: Path, **changes: Any) -> Any:
     """A student whose trained weights have moved away from its teacher's."""
-    config = dataclasses.replace(load_config(folder), device="cpu", **changes)
-    student = SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+    config = dataclasses.replace(policy_files.load_config(folder), device="cpu", **changes)
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
     generator = torch.Generator().manual_seed(0)
     for parameter in student.parameters():
         if parameter.requires_grad:
@@ -112,11 +101,11 @@ def test_the_flag_changes_the_loss(
 def test_a_path_taken_back_leads_to_where_it_came_from(toy_student: Path, batch: Any, noise: Tensor) -> None:
     """To its own noise, the nearer the smaller the steps are; Euler's error is of first order."""
     policy = load(toy_student)
-    model, observation = policy.model, observe(policy, batch)
+    model, observation = policy.model, reflow_prefix.observe(policy, batch)
     forwards, backwards = torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)
     distances = []
     with torch.no_grad():
-        expert = ConditionedExpert(model, SharedPrefix(model, observation))
+        expert = reflow_prefix.ConditionedExpert(model, reflow_prefix.SharedPrefix(model, observation))
         for steps in (10, 40):
             same, actions = expert.couple(noise, torch.zeros_like(noise), forwards, steps, 4)
             torch.testing.assert_close(actions, expert.sample(noise, steps), rtol=1e-5, atol=1e-5)
@@ -133,14 +122,14 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
 ) -> None:
     policy = load(toy_student, reflow_real_data=0.5, share_prefix=share_prefix, teacher_offload="swap")
     policy.load_teacher_model()
-    observation = observe(policy, batch)
+    observation = reflow_prefix.observe(policy, batch)
     chosen = torch.tensor([True, False, True, False, False, True])
     monkeypatch.setattr(torch, "rand", lambda *_: torch.where(chosen, 0.0, 0.9))
     source = policy.pair_source
     prefix = source.teacher.shared_prefix(policy, observation)
-    asked = Asked(policy, observation, prefix)
+    asked = pair_source.Asked(policy, observation, prefix)
     _, found, target, valid = source.complete(asked, source.draw(policy, batch, noise))
-    assert torch.equal(target[chosen], demonstrated_actions(policy, batch)[chosen])
+    assert torch.equal(target[chosen], reflow_prefix.demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions go straight to the noise that was drawn, the robot's to the noise that the actions come from.
     torch.testing.assert_close(found[chosen][..., DIMS:], noise[chosen][..., DIMS:], rtol=1e-5, atol=1e-5)
@@ -164,7 +153,7 @@ def test_steps_behind_the_end_of_an_episode_do_not_count(
     losses = []
     for valid in (~padding, None):
         for filler in (0.0, 7.0):
-            pairs = Pairs(batch, noise, torch.where(padding[..., None], filler, noise), valid)
+            pairs = pair_source.Pairs(batch, noise, torch.where(padding[..., None], filler, noise), valid)
             monkeypatch.setattr(policy.pair_source, "complete", lambda *_, pairs=pairs: pairs)
             losses.append(policy(batch, noise=noise, time=torch.ones(6))[0])
     assert losses[0] == losses[1]
@@ -182,8 +171,8 @@ def test_a_student_teaches_itself(
     policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
-        want = twin.eval().model.sample_actions(*observe(twin, batch).arguments(), noise=noise)
-        got = policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
+        want = twin.eval().model.sample_actions(*reflow_prefix.observe(twin, batch).arguments(), noise=noise)
+        got = policy.generate_reflow_target(*reflow_prefix.observe(policy, batch).arguments(), noise)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
         with policy.pair_source.teacher.visit() as model:
@@ -201,18 +190,23 @@ def test_a_student_teaches_itself(
 def test_a_student_that_teaches_itself_trains_with_demonstrations(
     toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
-    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
-    log = run(recipe, *flags, "--policy.teacher_model_path=self", "--policy.reflow_real_data=0.5")
+    flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
+    log = lerobot_runs.run(
+        reflow_smolvla.main, *flags, "--policy.teacher_model_path=self", "--policy.reflow_real_data=0.5"
+    )
     assert "shared prefix: on" in log
-    assert "Teacher Model: none" in diagnose(str(tmp_path / "run"), "cpu")
+    assert "Teacher Model: none" in diagnosis.diagnose(str(tmp_path / "run"), "cpu")
 
 
 # ------------------------------------------------------------------------------------------------ rounds, settings
 
 
 def test_the_next_round_starts_from_the_last_ones_student(toy_student: Path, tmp_path: Path) -> None:
-    assert load_config(toy_student).reflow_round == 1
-    second = load_config(prepare_student(str(toy_student), tmp_path / "second"))
+    assert policy_files.load_config(toy_student).reflow_round == 1
+    second = policy_files.load_config(prepare.prepare_student(str(toy_student), tmp_path / "second"))
     assert second.reflow_round == 2
     assert second.teacher_model_path == str(toy_student)
-    assert load_config(prepare_student(str(tmp_path / "second"), tmp_path / "third")).reflow_round == 3
+    assert (
+        policy_files.load_config(prepare.prepare_student(str(tmp_path / "second"), tmp_path / "third")).reflow_round
+        == 3
+    )

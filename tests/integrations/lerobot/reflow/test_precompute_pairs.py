@@ -12,30 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from safetensors.torch import load_file, save_file
 
 from hf_memopt.cli import main
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global Asked, CachedPairs, coupling_inputs, CouplingCache, frame_noise, held_out_batches, LeRobotDatasetMetadata
-    global load_config, logged, observe, Pairs, recipe, run, SmolVLAReflowConfig, SmolVLAReflowPolicy, solve, toy
-    global train_flags, weights
-    from lerobot.datasets import LeRobotDatasetMetadata
-    from lerobot_runs import logged, run, train_flags, weights
-
-    from hf_memopt.couplings.source import CouplingCache
-    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-    from hf_memopt.integrations.lerobot.evaluate.measure import held_out_batches
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.policy_files import load_config
-    from hf_memopt.integrations.lerobot.reflow.pair_key import coupling_inputs
-    from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, CachedPairs, Pairs, frame_noise, solve
-    from hf_memopt.integrations.lerobot.reflow.prefix import observe
-    from hf_memopt.recipes.reflow import smolvla_toy as toy
-    from hf_memopt.recipes.reflow_smolvla import main as recipe
+source = LateModule("hf_memopt.couplings.source")
+configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+pair_key = LateModule("hf_memopt.integrations.lerobot.reflow.pair_key")
+pair_source = LateModule("hf_memopt.integrations.lerobot.reflow.pair_source")
+prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
+datasets = LateModule("lerobot.datasets")
+lerobot_runs = LateModule("lerobot_runs")
 
 
 FEW_STEPS = "--policy.teacher_num_steps=3"
@@ -58,20 +51,22 @@ def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture
-def student(toy_student: Path, couplings: Path) -> SmolVLAReflowPolicy:
+def student(toy_student: Path, couplings: Path) -> modeling_smolvla_reflow.SmolVLAReflowPolicy:
     """A student that reads them."""
     return load_student(toy_student, couplings_path=str(couplings))
 
 
 @pytest.fixture
-def config(toy_student: Path, couplings: Path) -> SmolVLAReflowConfig:
+def config(toy_student: Path, couplings: Path) -> configuration_smolvla_reflow.SmolVLAReflowConfig:
     """Its configuration."""
-    return dataclasses.replace(load_config(toy_student), teacher_num_steps=3, couplings_path=str(couplings))
+    return dataclasses.replace(
+        policy_files.load_config(toy_student), teacher_num_steps=3, couplings_path=str(couplings)
+    )
 
 
-def load_student(folder: Path, **changes: Any) -> SmolVLAReflowPolicy:
-    config = dataclasses.replace(load_config(folder), device="cpu", teacher_num_steps=3, **changes)
-    return SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+def load_student(folder: Path, **changes: Any) -> modeling_smolvla_reflow.SmolVLAReflowPolicy:
+    config = dataclasses.replace(policy_files.load_config(folder), device="cpu", teacher_num_steps=3, **changes)
+    return modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
 
 
 def orphan(student: Path, tmp_path: Path) -> Path:
@@ -82,15 +77,15 @@ def orphan(student: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def check(config: SmolVLAReflowConfig, dataset: Path) -> None:
-    CachedPairs(config).check(LeRobotDatasetMetadata(toy.REPO_ID, root=dataset).stats, dataset)
+def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Path) -> None:
+    pair_source.CachedPairs(config).check(datasets.LeRobotDatasetMetadata(toy.REPO_ID, root=dataset).stats, dataset)
 
 
 # ------------------------------------------------------------------------------------------------ the same training
 
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
-    cache = CouplingCache(couplings)
+    cache = source.CouplingCache(couplings)
     assert sorted(cache.plan.indices) == list(range(24))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
@@ -106,12 +101,14 @@ def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
         ("online", toy_student, SEEDED),
         ("cached", orphan(toy_student, tmp_path), (f"--policy.couplings_path={couplings}",)),
     ):
-        short = train_flags(start, toy_dataset, tmp_path / name, steps=3, batch_size=4)
-        logs[name] = run(recipe, *short, *EPISODES, *flags)
-    assert logged(logs["online"], "loss") == logged(logs["cached"], "loss")
-    online, cached = weights(tmp_path / "online"), weights(tmp_path / "cached")
+        short = lerobot_runs.train_flags(start, toy_dataset, tmp_path / name, steps=3, batch_size=4)
+        logs[name] = lerobot_runs.run(reflow_smolvla.main, *short, *EPISODES, *flags)
+    assert lerobot_runs.logged(logs["online"], "loss") == lerobot_runs.logged(logs["cached"], "loss")
+    online, cached = lerobot_runs.weights(tmp_path / "online"), lerobot_runs.weights(tmp_path / "cached")
     assert all(torch.equal(online[name], cached[name]) for name in online)
-    assert not torch.equal(online["model.action_out_proj.weight"], weights(toy_student)["model.action_out_proj.weight"])
+    assert not torch.equal(
+        online["model.action_out_proj.weight"], lerobot_runs.weights(toy_student)["model.action_out_proj.weight"]
+    )
     assert "weights were not compared" in logs["cached"]
 
 
@@ -119,14 +116,14 @@ def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
 def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset: Path, share_prefix: str) -> None:
     """In any company, under autocast, and with padding behind its instruction."""
     policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
-    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
+    (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
     together = pairs_of(policy, batch)
     policy(batch)
     assert policy.teacher_report().device_bytes == 0  # asked before the student's forward, and not fetched again
     reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key in ("observation.language.tokens", "observation.language.attention_mask"):
         reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
-    inputs = coupling_inputs(policy.config, batch)
+    inputs = pair_key.coupling_inputs(policy.config, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reversed_pairs = pairs_of(policy, reverse)
         solved = ask(policy, inputs, together.noise)
@@ -142,7 +139,7 @@ def test_a_larger_batch_gives_the_same_couplings_up_to_rounding(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     precompute(toy_student, toy_dataset, tmp_path / "cache", "--batch-size", "16", flags=(*SEEDED, *EPISODES))
-    single, batched = CouplingCache(couplings), CouplingCache(tmp_path / "cache")
+    single, batched = source.CouplingCache(couplings), source.CouplingCache(tmp_path / "cache")
     for number in range(batched.plan.num_batches):
         indices, draw = batched.plan.batch(number)
         targets = [rows(cache, indices, draw) for cache in (single, batched)]
@@ -153,14 +150,14 @@ def test_each_frame_gets_its_own_draws(toy_student: Path, toy_dataset: Path) -> 
     config = load_student(toy_student, couplings_seed=3, couplings_per_frame=2).config
     batch = {"index": torch.tensor([4, 4, 4, 4, 4, 4, 4, 9])}
     torch.manual_seed(0)
-    noise = frame_noise(config, batch, torch.device("cpu"))
+    noise = pair_source.frame_noise(config, batch, torch.device("cpu"))
     assert len({tuple(row.flatten().tolist()) for row in noise}) == 3
 
 
 def test_copies_and_pickles_open_the_folder_anew(
-    student: SmolVLAReflowPolicy, toy_student: Path, toy_dataset: Path
+    student: modeling_smolvla_reflow.SmolVLAReflowPolicy, toy_student: Path, toy_dataset: Path
 ) -> None:
-    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=3)
+    (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=3)
     losses = []
     for twin in (student, copy.deepcopy(student), pickle.loads(pickle.dumps(student))):
         torch.manual_seed(0)
@@ -185,7 +182,7 @@ def test_copies_and_pickles_open_the_folder_anew(
     ],
 )
 def test_stale_couplings_are_refused_by_field(
-    config: SmolVLAReflowConfig, toy_dataset: Path, changes: dict[str, Any], message: str
+    config: configuration_smolvla_reflow.SmolVLAReflowConfig, toy_dataset: Path, changes: dict[str, Any], message: str
 ) -> None:
     check(config, toy_dataset)
     with pytest.raises(ValueError, match=message):
@@ -193,7 +190,7 @@ def test_stale_couplings_are_refused_by_field(
 
 
 def test_another_teacher_is_refused(
-    config: SmolVLAReflowConfig, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
+    config: configuration_smolvla_reflow.SmolVLAReflowConfig, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
     file = teacher / "model.safetensors"
@@ -204,27 +201,31 @@ def test_another_teacher_is_refused(
         check(dataclasses.replace(config, teacher_model_path=str(teacher)), toy_dataset)
 
 
-def test_other_data_is_refused(config: SmolVLAReflowConfig, toy_dataset: Path, tmp_path: Path) -> None:
+def test_other_data_is_refused(
+    config: configuration_smolvla_reflow.SmolVLAReflowConfig, toy_dataset: Path, tmp_path: Path
+) -> None:
     dataset = Path(shutil.copytree(toy_dataset, tmp_path / "dataset"))
     table = next((dataset / "data").rglob("*.parquet"))
     table.write_bytes(table.read_bytes()[:-1] + b"\0")
     with pytest.raises(ValueError, match="dataset is"):
         check(config, dataset)
-    stats = copy.deepcopy(LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset).stats)
+    stats = copy.deepcopy(datasets.LeRobotDatasetMetadata(toy.REPO_ID, root=toy_dataset).stats)
     stats["action"]["mean"][0] += 1e-3
     with pytest.raises(ValueError, match="preprocessing is"):
-        CachedPairs(config).check(stats, toy_dataset)
+        pair_source.CachedPairs(config).check(stats, toy_dataset)
 
 
 def test_training_refuses_them_before_the_first_step(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
-    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
+    flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
     with pytest.raises(ValueError, match="seed is 3 there and 4 here"):
-        run(recipe, *flags, f"--policy.couplings_path={couplings}", "--policy.couplings_seed=4")
+        lerobot_runs.run(
+            reflow_smolvla.main, *flags, f"--policy.couplings_path={couplings}", "--policy.couplings_seed=4"
+        )
 
 
-def test_noise_cannot_be_given_as_well(student: SmolVLAReflowPolicy, toy_dataset: Path) -> None:
+def test_noise_cannot_be_given_as_well(student: modeling_smolvla_reflow.SmolVLAReflowPolicy, toy_dataset: Path) -> None:
     with pytest.raises(ValueError, match="noise was given"):
         student({}, noise=torch.zeros(1))
     with pytest.raises(ValueError, match="there is no teacher to ask"):
@@ -257,9 +258,11 @@ def test_random_augmentation_is_refused_by_precompute_and_by_training(
 ) -> None:
     assert precompute(toy_student, toy_dataset, tmp_path / "cache", flags=AUGMENTED) == 2
     assert "augmented at random" in capsys.readouterr().err
-    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
+    flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
     with pytest.raises(ValueError, match=r"observation of sample \d+ is not the one .*random augmentation"):
-        run(recipe, *flags, *AUGMENTED, *EPISODES, FEW_STEPS, f"--policy.couplings_path={couplings}")
+        lerobot_runs.run(
+            reflow_smolvla.main, *flags, *AUGMENTED, *EPISODES, FEW_STEPS, f"--policy.couplings_path={couplings}"
+        )
 
 
 def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
@@ -267,7 +270,7 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     flags = (*AUGMENTED, "--dataset.episodes=[0]", FEW_STEPS)
     assert precompute(toy_student, toy_dataset, folder, "--store-observations", flags=flags) == 0
     student = load_student(toy_student, couplings_path=str(folder))
-    (batch,) = held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
+    (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
     seen, noise, target, _ = student.pair_source.draw(student, batch, None)
     assert not torch.equal(seen[toy.CAMERA], batch[toy.CAMERA])
     teacher = load_student(toy_student, couplings_seed=0)
@@ -276,21 +279,21 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert student(batch)[0].isfinite()
 
 
-def rows(cache: CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
+def rows(cache: source.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
     """Targets, whatever the student sees."""
     cache._check_observations = lambda *_: None
     return cache.of(indices, [draw] * len(indices), {}).target
 
 
-def pairs_of(policy: SmolVLAReflowPolicy, batch: Any) -> Pairs:
+def pairs_of(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> pair_source.Pairs:
     policy.load_teacher_model()
     drawn = policy.pair_source.draw(policy, batch, None)
-    return policy.pair_source.complete(Asked(policy, observe(policy, batch), None), drawn)
+    return policy.pair_source.complete(pair_source.Asked(policy, prefix.observe(policy, batch), None), drawn)
 
 
-def ask(policy: SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
-    return solve(policy, policy.pair_source.teacher, inputs, noise)
+def ask(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
+    return pair_source.solve(policy, policy.pair_source.teacher, inputs, noise)
 
 
-def _arguments(policy: SmolVLAReflowPolicy, batch: Any) -> Any:
-    return observe(policy, batch).arguments()
+def _arguments(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> Any:
+    return prefix.observe(policy, batch).arguments()

@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from late_imports import LateModule
 from torch import Tensor
 
 from hf_memopt.memory import SavedBytes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global ConditionedExpert, gradients, observe, ReflowTeacher, SharedPrefix, TOLERANCE
-    from reflow_students import TOLERANCE, gradients
-
-    from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, SharedPrefix, observe
-    from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
+reflow_prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+reflow_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.reflow_teacher")
+reflow_students = LateModule("reflow_students")
 
 
 Make = Callable[..., Any]
@@ -50,27 +45,27 @@ def test_shared_prefix_gives_the_unshared_loss_and_gradients(
         policy = make(train_state_proj, architecture, share_prefix=share_prefix, train_state_proj=train_state_proj)
         loss, _ = policy(batch, noise=noise, time=time)
         loss.backward()
-        results.append((loss.detach(), gradients(policy)))
+        results.append((loss.detach(), reflow_students.gradients(policy)))
     (want, want_grads), (got, got_grads) = results
     assert want > 1e-3
     assert set(got_grads) == set(want_grads)
     assert any("state_proj" in name for name in got_grads) == train_state_proj
-    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got, want, rtol=reflow_students.TOLERANCE, atol=reflow_students.TOLERANCE)
     for name, grad in want_grads.items():
-        assert (got_grads[name] - grad).norm() <= TOLERANCE * grad.norm().clamp_min(1e-3), name
+        assert (got_grads[name] - grad).norm() <= reflow_students.TOLERANCE * grad.norm().clamp_min(1e-3), name
 
 
 def test_shared_prefix_does_not_depend_on_copy_timing(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     results = []
     for schedule in ("early", "late", "random"):
         policy = make()
-        policy.pair_source.teacher = ReflowTeacher(policy.config, AdversarialCopier(schedule))
+        policy.pair_source.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
         for _ in range(2):
             policy.zero_grad()
             loss, _ = policy(batch, noise=noise, time=time)
             loss.backward()
             policy.update()
-        results.append([loss.detach(), *gradients(policy).values()])
+        results.append([loss.detach(), *reflow_students.gradients(policy).values()])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -88,12 +83,12 @@ def test_shared_prefix_saves_less_and_the_state_token_little_more(make: Make, ba
 
 def test_a_prefix_serves_one_graph(make: Make, batch: Any) -> None:
     policy = make()
-    prefix = SharedPrefix(policy.model, observe(policy, batch))
-    ConditionedExpert(policy.model, prefix)
+    prefix = reflow_prefix.SharedPrefix(policy.model, reflow_prefix.observe(policy, batch))
+    reflow_prefix.ConditionedExpert(policy.model, prefix)
     with torch.no_grad():
-        ConditionedExpert(policy.model, prefix)
+        reflow_prefix.ConditionedExpert(policy.model, prefix)
     with pytest.raises(RuntimeError, match="one backward pass"):
-        ConditionedExpert(policy.model, prefix)
+        reflow_prefix.ConditionedExpert(policy.model, prefix)
 
 
 @pytest.mark.parametrize("train_state_proj", [True, False])
@@ -107,7 +102,7 @@ def test_autocast_is_as_exact_with_a_shared_prefix_as_without(
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses[share_prefix], _ = policy(batch, noise=noise, time=time)
         losses[share_prefix].backward()
-        assert all(grad.isfinite().all() for grad in gradients(policy).values())
+        assert all(grad.isfinite().all() for grad in reflow_students.gradients(policy).values())
     # bf16 has 8 bits: both paths are off by its rounding, neither by more.
     assert abs(losses["on"] - exact) < 0.02 * exact
     assert abs(losses["off"] - exact) < 0.02 * exact

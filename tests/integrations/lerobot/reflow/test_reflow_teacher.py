@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier, InjectedError
+from late_imports import LateModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global ReflowTeacher, stock_target, target, TOLERANCE
-    from reflow_students import TOLERANCE, stock_target, target
-
-    from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
+reflow_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.reflow_teacher")
+reflow_students = LateModule("reflow_students")
 
 
 Make = Callable[..., Any]
@@ -57,27 +52,37 @@ def test_another_vlm_is_an_obstacle_and_on_refuses_it(make: Make) -> None:
 @pytest.mark.parametrize("mode", ["resident", "swap", "auto"])
 def test_target_is_bitwise_the_stock_teachers(make: Make, batch: Any, noise: Tensor, mode: str) -> None:
     policy = make(share_prefix="off", teacher_offload=mode)
-    want = stock_target(policy, batch, noise)
-    assert torch.equal(target(policy, batch, noise), want)
-    assert torch.equal(target(policy, batch, noise), want)
+    want = reflow_students.stock_target(policy, batch, noise)
+    assert torch.equal(reflow_students.target(policy, batch, noise), want)
+    assert torch.equal(reflow_students.target(policy, batch, noise), want)
 
 
 @pytest.mark.parametrize("mode", ["resident", "swap"])
 def test_shared_target_is_the_stock_teachers_up_to_rounding(make: Make, batch: Any, noise: Tensor, mode: str) -> None:
     policy = make(share_prefix="on", teacher_offload=mode)
-    got = target(policy, batch, noise)
-    torch.testing.assert_close(got, stock_target(policy, batch, noise), rtol=TOLERANCE, atol=TOLERANCE)
-    assert torch.equal(got, target(policy, batch, noise))
+    got = reflow_students.target(policy, batch, noise)
+    torch.testing.assert_close(
+        got,
+        reflow_students.stock_target(policy, batch, noise),
+        rtol=reflow_students.TOLERANCE,
+        atol=reflow_students.TOLERANCE,
+    )
+    assert torch.equal(got, reflow_students.target(policy, batch, noise))
 
 
 def test_modes_agree_bitwise_with_a_shared_prefix(make: Make, batch: Any, noise: Tensor) -> None:
-    targets = [target(make(share_prefix="on", teacher_offload=mode), batch, noise) for mode in ("resident", "swap")]
+    targets = [
+        reflow_students.target(make(share_prefix="on", teacher_offload=mode), batch, noise)
+        for mode in ("resident", "swap")
+    ]
     assert torch.equal(*targets)
 
 
 def test_teacher_num_steps_sets_the_solver(make: Make, batch: Any, noise: Tensor) -> None:
     policy = make(share_prefix="off", teacher_num_steps=3)
-    assert torch.equal(target(policy, batch, noise), stock_target(policy, batch, noise, num_steps=3))
+    assert torch.equal(
+        reflow_students.target(policy, batch, noise), reflow_students.stock_target(policy, batch, noise, num_steps=3)
+    )
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
@@ -85,7 +90,12 @@ def test_bf16_teacher_is_near_and_keeps_buffers_and_projections(
     make: Make, batch: Any, noise: Tensor, share_prefix: str
 ) -> None:
     policy = make(share_prefix=share_prefix, teacher_dtype="bfloat16")
-    error = (target(policy, batch, noise) - stock_target(policy, batch, noise)).square().mean().sqrt()
+    error = (
+        (reflow_students.target(policy, batch, noise) - reflow_students.stock_target(policy, batch, noise))
+        .square()
+        .mean()
+        .sqrt()
+    )
     assert 0 < error < 0.05
     model = policy.load_teacher_model().model
     assert {p.dtype for p in model.vlm_with_expert.lm_expert.parameters()} == {torch.bfloat16}
@@ -102,7 +112,9 @@ def test_right_after_a_fault_in_any_copy(
     policy = make(share_prefix=share_prefix)
     want, _ = policy(batch, noise=noise, time=time)
     for fail_at in (1, 2, 3, 5):  # allocate, copy and wait of the first visit, and a copy of the second
-        policy.pair_source.teacher = ReflowTeacher(policy.config, AdversarialCopier("late", fail_at=fail_at))
+        policy.pair_source.teacher = reflow_teacher.ReflowTeacher(
+            policy.config, AdversarialCopier("late", fail_at=fail_at)
+        )
         losses = []
         for _ in range(3):
             try:

@@ -10,43 +10,37 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from safetensors.torch import save_file
 from torch import Tensor
 
+configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+diagnosis = LateModule("hf_memopt.integrations.lerobot.student.diagnosis")
+prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+configs = LateModule("lerobot.configs")
+policies = LateModule("lerobot.policies")
+modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
+lerobot_runs = LateModule("lerobot_runs")
+
+
 WEIGHTS_FILE = "model.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
-    global CAMERA, diagnose, export_student, load_config, make_pre_post_processors, new_folder, prepare_student
-    global PreTrainedConfig, resolve_checkpoint, SmolVLAPolicy, SmolVLAReflowConfig, SmolVLAReflowPolicy, TASK
-    global weights
-    from lerobot.configs import PreTrainedConfig
-    from lerobot.policies import make_pre_post_processors
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    from lerobot_runs import weights
-
-    from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-    from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-    from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
-    from hf_memopt.integrations.lerobot.student.prepare import export_student, new_folder, prepare_student
-    from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, TASK
 
 
 Edit = Callable[[Path], None]
 
 
-def observation(policy: SmolVLAPolicy, folder: Path) -> dict[str, Any]:
-    preprocess, _ = make_pre_post_processors(policy.config, pretrained_path=str(folder))
+def observation(policy: modeling_smolvla.SmolVLAPolicy, folder: Path) -> dict[str, Any]:
+    preprocess, _ = policies.make_pre_post_processors(policy.config, pretrained_path=str(folder))
     torch.manual_seed(1)
-    frame = {"observation.state": torch.randn(2), CAMERA: torch.rand(3, 32, 32), "task": TASK}
+    frame = {"observation.state": torch.randn(2), smolvla_toy.CAMERA: torch.rand(3, 32, 32), "task": smolvla_toy.TASK}
     batch: dict[str, Any] = preprocess(frame)
     return batch
 
 
-def noise_for(policy: SmolVLAPolicy) -> Tensor:
+def noise_for(policy: modeling_smolvla.SmolVLAPolicy) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(1, policy.config.chunk_size, policy.config.max_action_dim, generator=generator)
 
@@ -58,7 +52,7 @@ def trained_student(toy_student: Path, tmp_path: Path) -> Path:
     torch.manual_seed(3)
     moved = {
         name: tensor + 0.05 * torch.randn_like(tensor) if "lm_expert" in name else tensor
-        for name, tensor in weights(folder).items()
+        for name, tensor in lerobot_runs.weights(folder).items()
     }
     save_file(moved, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     edit_config(teacher_model_path="/nowhere/teacher")(folder)
@@ -74,22 +68,22 @@ def edit_config(**changes: Any) -> Edit:
 
 
 def test_prepared_student_is_its_teacher(toy_student: Path, toy_teacher: Path) -> None:
-    config = PreTrainedConfig.from_pretrained(toy_student)
-    assert isinstance(config, SmolVLAReflowConfig)
+    config = configs.PreTrainedConfig.from_pretrained(toy_student)
+    assert isinstance(config, configuration_smolvla_reflow.SmolVLAReflowConfig)
     assert config.use_reflow
     assert config.teacher_model_path == str(toy_teacher.resolve())
     assert (config.push_to_hub, config.repo_id, config.pretrained_path) == (False, None, None)
-    student, teacher = weights(toy_student), weights(toy_teacher)
+    student, teacher = lerobot_runs.weights(toy_student), lerobot_runs.weights(toy_teacher)
     assert student.keys() == teacher.keys()
     assert all(torch.equal(student[name], teacher[name]) for name in teacher)
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
 def test_first_target_is_the_teachers_action_chunk(share_prefix: str, toy_student: Path, toy_teacher: Path) -> None:
-    config = PreTrainedConfig.from_pretrained(toy_student)
+    config = configs.PreTrainedConfig.from_pretrained(toy_student)
     config.share_prefix = share_prefix
-    student = SmolVLAReflowPolicy.from_pretrained(toy_student, config=config, strict=True)
-    teacher = SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(toy_student, config=config, strict=True)
+    teacher = modeling_smolvla.SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
     batch, noise = observation(student, toy_student), noise_for(student)
     targets = []
     teaching = student.pair_source.teacher
@@ -104,21 +98,23 @@ def test_first_target_is_the_teachers_action_chunk(share_prefix: str, toy_studen
 
 
 def test_prepare_student_takes_settings(toy_teacher: Path, tmp_path: Path) -> None:
-    folder = prepare_student(str(toy_teacher), tmp_path / "student", reflow_time_sampling="one", teacher_num_steps=3)
-    config = load_config(folder)
+    folder = prepare.prepare_student(
+        str(toy_teacher), tmp_path / "student", reflow_time_sampling="one", teacher_num_steps=3
+    )
+    config = policy_files.load_config(folder)
     assert (config.reflow_time_sampling, config.teacher_num_steps) == ("one", 3)
 
 
 def test_training_output_folder_stands_for_its_last_checkpoint(toy_teacher: Path, tmp_path: Path) -> None:
     run_folder = toy_teacher.parents[2]
-    assert resolve_checkpoint(run_folder).samefile(toy_teacher)
-    assert resolve_checkpoint(toy_teacher.parent).samefile(toy_teacher)
-    folder = prepare_student(str(run_folder), tmp_path / "student")
-    assert load_config(folder).teacher_model_path == str(toy_teacher.resolve())
+    assert policy_files.resolve_checkpoint(run_folder).samefile(toy_teacher)
+    assert policy_files.resolve_checkpoint(toy_teacher.parent).samefile(toy_teacher)
+    folder = prepare.prepare_student(str(run_folder), tmp_path / "student")
+    assert policy_files.load_config(folder).teacher_model_path == str(toy_teacher.resolve())
 
 
 def test_student_infers_without_its_teacher(trained_student: Path) -> None:
-    student = SmolVLAReflowPolicy.from_pretrained(trained_student, strict=True)
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(trained_student, strict=True)
     actions = student.predict_action_chunk(observation(student, trained_student))
     assert actions.shape == (1, 8, 2)
     assert actions.isfinite().all()
@@ -128,33 +124,33 @@ def test_student_infers_without_its_teacher(trained_student: Path) -> None:
 def test_exported_policy_is_stock_and_acts_like_the_student(
     num_steps: int, trained_student: Path, tmp_path: Path
 ) -> None:
-    folder = export_student(str(trained_student), tmp_path / "exported", num_steps, "# A card")
-    policy = SmolVLAPolicy.from_pretrained(folder, strict=True)
+    folder = prepare.export_student(str(trained_student), tmp_path / "exported", num_steps, "# A card")
+    policy = modeling_smolvla.SmolVLAPolicy.from_pretrained(folder, strict=True)
     assert (policy.config.type, policy.config.num_steps) == ("smolvla", num_steps)
     assert "teacher_model_path" not in (folder / "config.json").read_text()
     assert (folder / "README.md").read_text() == "# A card"
-    student = SmolVLAReflowPolicy.from_pretrained(trained_student, strict=True)
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(trained_student, strict=True)
     student.config.num_steps = num_steps
     batch, noise = observation(student, trained_student), noise_for(student)
     expected = student.predict_action_chunk(dict(batch), noise=noise)
     exported_batch = observation(policy, folder)
     assert torch.equal(policy.predict_action_chunk(dict(exported_batch), noise=noise), expected)
-    _, postprocess = make_pre_post_processors(policy.config, pretrained_path=str(folder))
+    _, postprocess = policies.make_pre_post_processors(policy.config, pretrained_path=str(folder))
     assert postprocess(expected).shape == (1, 8, 2)
 
 
 @pytest.mark.parametrize("num_steps", [0, -1])
 def test_export_refuses_num_steps(num_steps: int, toy_student: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"num_steps={num_steps} must be at least 1"):
-        export_student(str(toy_student), tmp_path / "exported", num_steps, "")
+        prepare.export_student(str(toy_student), tmp_path / "exported", num_steps, "")
     assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda source, output: prepare_student(source, output),
-        lambda source, output: export_student(source, output, 1, ""),
+        lambda source, output: prepare.prepare_student(source, output),
+        lambda source, output: prepare.export_student(source, output, 1, ""),
     ],
     ids=["prepare", "export"],
 )
@@ -170,7 +166,7 @@ def test_existing_output_is_left_alone(write: Callable[..., Any], toy_student: P
 
 def test_new_folder_disappears_on_an_interrupt(tmp_path: Path) -> None:
     def write_and_interrupt() -> None:
-        with new_folder(tmp_path / "deep" / "output") as draft:
+        with prepare.new_folder(tmp_path / "deep" / "output") as draft:
             (draft / "half").write_text("written")
             raise KeyboardInterrupt
 
@@ -191,7 +187,7 @@ def flip_header(folder: Path) -> None:
 
 
 def drop_tensor(folder: Path) -> None:
-    tensors = weights(folder)
+    tensors = lerobot_runs.weights(folder)
     del tensors["model.action_out_proj.weight"]
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -229,7 +225,7 @@ def set_padding(value: str) -> Edit:
 
 def set_weight(value: float) -> Edit:
     def edit(folder: Path) -> None:
-        tensors = weights(folder)
+        tensors = lerobot_runs.weights(folder)
         tensors["model.action_in_proj.bias"].fill_(value)
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -281,7 +277,7 @@ def test_prepare_student_refuses_broken_teacher(defect: str, toy_teacher: Path, 
     teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
     edit(teacher)
     with pytest.raises(ValueError, match=message) as caught:
-        prepare_student(str(teacher), tmp_path / "student")
+        prepare.prepare_student(str(teacher), tmp_path / "student")
     assert str(teacher) in str(caught.value)
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
 
@@ -289,7 +285,7 @@ def test_prepare_student_refuses_broken_teacher(defect: str, toy_teacher: Path, 
 @pytest.mark.parametrize("teacher", ["/nowhere/teacher", "nobody/nothing", "not a name!"])
 def test_prepare_student_refuses_missing_teacher(teacher: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a checkpoint folder nor a hub id that can be reached") as caught:
-        prepare_student(teacher, tmp_path / "student")
+        prepare.prepare_student(teacher, tmp_path / "student")
     assert repr(teacher) in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -298,7 +294,7 @@ def test_export_refuses_damaged_student(toy_student: Path, tmp_path: Path) -> No
     student = Path(shutil.copytree(toy_student, tmp_path / "student"))
     drop_tensor(student)
     with pytest.raises(ValueError, match=r"(?s)do not fit its config.json.*action_out_proj"):
-        export_student(str(student), tmp_path / "exported", 1, "")
+        prepare.export_student(str(student), tmp_path / "exported", 1, "")
     assert [file.name for file in tmp_path.iterdir()] == ["student"]
 
 
@@ -317,31 +313,31 @@ def test_training_refuses_a_changed_teacher_before_it_loads_anything(
 ) -> None:
     teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
     edit(teacher)
-    config = PreTrainedConfig.from_pretrained(toy_student)
+    config = configs.PreTrainedConfig.from_pretrained(toy_student)
     config.teacher_model_path = str(teacher)
-    monkeypatch.setattr(SmolVLAPolicy, "__init__", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(modeling_smolvla.SmolVLAPolicy, "__init__", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ValueError, match=message):
-        SmolVLAReflowPolicy.from_pretrained(toy_student, config=config, dataset_stats={})
+        modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(toy_student, config=config, dataset_stats={})
 
 
 def test_student_that_cannot_sample_is_refused(toy_student: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"use_cache=false: .*set --policy.use_cache=true"):
-        prepare_student(str(toy_student), tmp_path / "student", use_cache=False)
+        prepare.prepare_student(str(toy_student), tmp_path / "student", use_cache=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_reflow_without_teacher_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use_reflow=true needs teacher_model_path: pass --policy.teacher_model_path"):
-        SmolVLAReflowConfig(use_reflow=True)
+        configuration_smolvla_reflow.SmolVLAReflowConfig(use_reflow=True)
 
 
 def test_share_prefix_on_names_the_weight_that_differs(trained_student: Path, toy_teacher: Path) -> None:
-    tensors = weights(trained_student)
+    tensors = lerobot_runs.weights(trained_student)
     name = next(name for name in tensors if "text_model.layers.0.mlp" in name)
     tensors[name] = tensors[name] + 1
     save_file(tensors, trained_student / WEIGHTS_FILE, metadata={"format": "pt"})
     edit_config(teacher_model_path=str(toy_teacher), share_prefix="on")(trained_student)
-    student = SmolVLAReflowPolicy.from_pretrained(trained_student)
+    student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(trained_student)
     part = name.split("vlm.")[-1]
     with pytest.raises(ValueError, match=f"share_prefix=on cannot be had: the student's VLM differs .*{part}"):
         student.load_teacher_model()

@@ -1,0 +1,18 @@
+"""Modules that tests name at the top and import when they first use them: collecting the suite must not cost the
+seconds that lerobot, neuralop or Trainer take to import."""
+
+import importlib
+from typing import Any
+
+
+class LateModule:
+    """Imports a module when one of its names is read. Name the module by a string to patch what is in it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        # pytest asks each global of a test file for these, to see whether it is a fixture.
+        if attribute.startswith("__") or attribute == "_mock_name":
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
