@@ -11,7 +11,6 @@ from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
 
 FourOrMore = Annotated[int, Range(at_least=4, whole=True)]
 UpToOne = Annotated[float, Range(above=0, at_most=1)]
-UpToOne = Annotated[float, Range(above=0, at_most=1)]
 EightOrMore = Annotated[int, Range(at_least=8, whole=True)]
 
 

@@ -43,7 +43,7 @@ class SceneOptions:
     latent_size: Count = flag(16, f"side of the latents; images have {STRIDE} times as many pixels")
     latent_channels: Count = flag(4, "of the latents")
     width: Count = flag(64, "channels within the autoencoder")
-    num_steps: TwoOrMore = flag(800, "updates of the autoencoder, of 16 images each")
+    num_steps: TwoOrMore = flag(600, "updates of the autoencoder, of 16 images each")
     seed: Seed = flag(0, "of images and weights")
 
 
@@ -88,7 +88,7 @@ def psnr(output: Tensor, target: Tensor) -> float:
 def images_of(style: str, num: int, size: int, seed: int) -> Tensor:
     """Return landscapes in one of `STYLES`, `(num, 3, size, size)` in [-1, 1]; styles share no landscape."""
     numbers = random.Random(f"{style} {seed}")
-    images = [STYLES[style](landscape((size, size), numbers), numbers) for _ in range(num)]
+    images = [np.asarray(STYLES[style](landscape((size, size), numbers), numbers)) for _ in range(num)]
     return torch.from_numpy(np.stack(images)).movedim(-1, 1).contiguous().float().div_(127.5).sub_(1)
 
 
