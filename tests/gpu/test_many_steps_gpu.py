@@ -1,4 +1,4 @@
-"""Many optimizer steps of SmolVLA's distillation: the same weights, to the bit, wherever teacher and activations are."""
+"""Many steps of SmolVLA's distillation: the same weights, to the bit, wherever teacher and activations are."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
