@@ -7,7 +7,7 @@ from typing import Any, Literal
 from hf_memopt.estimate.accounting import allocation_log, caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, StorageRecord, tensors_in
 from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.accounting.library_workspaces import LibraryWorkspaces
+from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -87,13 +87,14 @@ def simulate(
     # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu))
-    workspaces = LibraryWorkspaces(clock.card.compute_capability)
+    kernels = KernelMemory(clock.card.compute_capability)
 
     def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
         clock.charge(function, args, kwargs, result, phase)
         if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
-            for library, num_bytes in workspaces.taken_by(function, args):
-                log.enter_block(num_bytes, categories.WORKSPACE, library)
+            for block in kernels.taken_by(function, args):
+                kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
+                log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
 
     log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)

@@ -169,8 +169,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.kind = kind
                 record.owner = record.owner if owner is None else owner
 
-    def enter_block(self, num_bytes: int, kind: str, owner: str) -> None:
-        """Note device memory that no tensor holds and nobody gives back."""
+    def enter_block(self, num_bytes: int, kind: str, owner: str, *, stays: bool) -> None:
+        """Note device memory that no tensor holds, and unless it stays, that it is given back at once."""
         record = StorageRecord(
             num_bytes=self._rounded(num_bytes),
             requested_bytes=num_bytes,
@@ -185,6 +185,9 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.records.append(record)
         self._write(len(self.records) - 1, record.num_bytes)
+        if not stays:
+            record.died = len(self.changes)
+            self._write(len(self.records) - 1, -record.num_bytes)
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage, if it is known."""

@@ -1,12 +1,16 @@
-"""Workspaces that cuBLAS and cuBLASLt take from torch's allocator, and keep.
+"""Memory that kernels take from torch's allocator beside their results.
 
-Source: CublasHandlePool.cpp and Blas.cpp of torch 2.11. Each thread that computes has a handle of its own: the one that
-runs forward and the optimizer, and autograd's, which runs backward and what is recomputed there. A handle takes its
-workspace when its first product runs, cuBLASLt's when the first one that adds a bias does.
+cuBLAS and cuBLASLt take workspaces, and keep them. Source: CublasHandlePool.cpp and Blas.cpp of torch 2.11. Each thread
+that computes has a handle of its own: the one that runs forward and the optimizer, and autograd's, which runs backward
+and what is recomputed there. A handle takes its workspace when its first product runs, cuBLASLt's when the first one
+that adds a bias does.
+
+Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
+SoftMax.cu.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +37,22 @@ _WITH_BIAS = {_aten.addmm, _aten._addmm_activation}
 _LT_WORKSPACE_BYTES = MIB
 
 
-class LibraryWorkspaces:
-    """Says when which library takes a workspace.
+class Block(NamedTuple):
+    """Memory that a kernel takes.
+
+    Attributes:
+        owner: the library or operation.
+        num_bytes: asked for.
+        stays: for ever, or until the operation ends.
+    """
+
+    owner: str
+    num_bytes: int
+    stays: bool
+
+
+class KernelMemory:
+    """Says which memory operations take beside their results.
 
     Args:
         compute_capability: of the card.
@@ -44,8 +62,10 @@ class LibraryWorkspaces:
         self._cublas_bytes = cublas_workspace_bytes(compute_capability)
         self._taken: set[tuple[str, bool]] = set()
 
-    def taken_by(self, function: Any, args: Any) -> Iterator[tuple[str, int]]:
-        """Yield the libraries that take a workspace for an operation on the device, each with its bytes."""
+    def taken_by(self, function: Any, args: Any) -> Iterator[Block]:
+        """Yield what an operation on the device takes, after its results are allocated."""
+        if function.overloadpacket is _aten._softmax_backward_data:
+            yield Block("softmax's backward", args[0].nbytes, stays=False)
         if function.overloadpacket not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}
@@ -55,7 +75,7 @@ class LibraryWorkspaces:
             handle = library, in_backward()
             if handle not in self._taken:
                 self._taken.add(handle)
-                yield library, num_bytes
+                yield Block(library, num_bytes, stays=True)
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:

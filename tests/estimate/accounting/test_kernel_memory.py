@@ -1,4 +1,4 @@
-"""When cuBLAS and cuBLASLt take a workspace of which size."""
+"""When which kernel takes how much memory beside its result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,3 +86,20 @@ def test_a_step_without_products_takes_none() -> None:
 
     found: MemoryEstimate = estimate_peak_memory(setup, step)
     assert "library workspaces" not in found.breakdown
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_backward_of_softmax_makes_a_product_for_itself(dtype: torch.dtype) -> None:
+    num_bytes = 64 * MIB
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = nn.LayerNorm(1024, dtype=dtype), torch.zeros(num_bytes // 4096, 1024, dtype=dtype)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), softmax)
+
+    def softmax(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(model(x), -1, dtype=torch.float32).sum()
+
+    at_peak = estimate_peak_memory(setup, step)
+    assert at_peak.phase == "backward"
+    assert ("softmax's backward", num_bytes) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
