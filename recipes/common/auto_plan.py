@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
-from hf_memopt.estimate.gpus import CARDS, Card
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
@@ -211,9 +211,7 @@ def card_of(device: torch.device) -> Card:
     if device.type == "cpu":
         raise ValueError("plan='auto' needs an accelerator; name a card or a size, such as --plan 8GiB")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    squeezed = name.lower().replace(" ", "")
-    known = [card for card in CARDS.values() if all(part in squeezed for part in card.name.split("-"))]
-    card = max(known, key=lambda each: len(each.name), default=CARDS["rtx4070"])
+    card = card_named(name) or DEFAULT_CARD
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else card.compute_capability
     memory_bytes = torch.accelerator.get_memory_info(device)[1]
     return replace(card, name=name, memory_bytes=memory_bytes, compute_capability=capability)
