@@ -85,6 +85,12 @@ quality: $(READY) ## what continuous integration checks before the tests
 	@ln -sfn $(CURDIR)/callbacks $(CURDIR)/recipes build/types/hf_memopt/
 	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
+docs: $(READY) ## the site, with the API from the docstrings, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
+
+docs-serve: $(READY) ## the site on this machine, rebuilt at each change
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
+
 bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
 	$(PY) -m benchmarks.campaign --minutes 28
 
@@ -102,4 +108,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench rehearse clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality docs docs-serve bench rehearse clean
