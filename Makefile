@@ -5,11 +5,12 @@ UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.uv/bin/uv)
 PY := .venv/bin/python
 READY := .venv/.ready
 EXTRAS ?= dev
+PYTHON_VERSION ?= 3.12
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
 
-setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
+setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PYTHON_VERSION=3.13
 
 # Run from / because a pyenv shim in this folder would look for the version that .python-version names. Renamed only
 # when complete, so that an interrupted set-up starts again.
@@ -24,9 +25,9 @@ setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
 
 # A complete environment is brought up to date; one that an interrupt left incomplete is made anew.
 $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
-	@echo "setup: Python 3.12 and the pinned packages into .venv (several GB; minutes the first time)"
+	@echo "setup: Python $(PYTHON_VERSION) and the pinned packages into .venv (several GB; minutes the first time)"
 	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
-	"$(UV)" venv --allow-existing --python 3.12 .venv
+	"$(UV)" venv --allow-existing --python $(PYTHON_VERSION) .venv
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
 	  --compile-bytecode --editable ".[$(EXTRAS)]"
 	@touch $(READY)
@@ -85,6 +86,24 @@ quality: $(READY) ## what continuous integration checks before the tests
 	@ln -sfn $(CURDIR)/callbacks $(CURDIR)/recipes build/types/hf_memopt/
 	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
+# Without lerobot, whose pins decide everybody's versions. Warnings of new versions are shown, not errors.
+NEWEST_TOOLS := pytest pytest-xdist hypothesis expecttest peft trl tensorboard torchao
+canaries: | $(UV) ## what we rely on in torch, transformers and others, tried with their newest versions in .newest/canaries
+	"$(UV)" venv --clear --python $(PYTHON_VERSION) .newest/canaries
+	"$(UV)" pip install --python .newest/canaries/bin/python --editable ".[neuralop,fluxflow,report,completion]" $(NEWEST_TOOLS)
+	.newest/canaries/bin/python -m pytest -m canary -W default tests/canaries --ignore-glob="*lerobot*" \
+	  --ignore-glob="*smolvla*" --ignore-glob="*coupling*" --ignore-glob="*reflow_plan*"
+
+wheel: $(READY) ## source archive and wheel in dist
+	rm -rf dist
+	$(PY) -m build
+
+docs: $(READY) ## the site, with the API from the docstrings, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
+
+docs-serve: $(READY) ## the site on this machine, rebuilt at each change
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
+
 bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
 	$(PY) -m benchmarks.campaign --minutes 28
 
@@ -102,4 +121,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench rehearse clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean
