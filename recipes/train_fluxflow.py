@@ -122,6 +122,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     training = options.training
     set_seed(training.seed)  # the same weights on all processes
     models = build_models(options.model, options.losses, options.levers, training.seed)
+    data.check_sizes(options, stride(models.vae))
     if models.perceptual is not None:
         models.perceptual.to(accelerator.device)
     # Losses differentiate parts of the VAE one by one, which DDP does not see; `synchronize` exchanges gradients.

@@ -27,7 +27,7 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    image_folder: str | None = flag(None, "folder of images; without it and --dataset shapes are drawn")
+    image_folder: str | None = flag(None, "folder of images; without it and --dataset landscapes are drawn")
     dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
     dataset_config: str | None = flag(None, "configuration of the dataset")
     split: str = flag("train", "split of the dataset")

@@ -70,7 +70,7 @@ def last_settings(workload: RecipeWorkload) -> dict[str, Any]:
     [
         # It parses the whole standard library.
         pytest.param(causal_lm_plan, "causal_lm_demo.yaml", 8, marks=pytest.mark.slow),
-        (fluxflow_plan, "fluxflow_demo.yaml", 8),
+        (fluxflow_plan, "fluxflow_demo.yaml", 4),
         (lgt_plan, "lgt.json", 64),
         (lgt_plan, "lgt_demo.json", 16),
         (neural_operator_plan, "neural_operator_demo.yaml", 32),
