@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
-from hf_memopt.estimate.gpus import CARDS, Card
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.memory.device_counters import counters_for
-from hf_memopt.recipes.common.flags import as_words
+from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
@@ -96,7 +96,7 @@ class RecipeWorkload(ABC):
     def command(self, written: list[Path]) -> str:
         """Return what runs the recipe with the files that `write` wrote."""
         options, config = written
-        return f"accelerate launch --config_file {config} -m {self.MODULE} @{options}"
+        return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
     def num_steps(self, options: Any) -> int:
         """Return how many updates are simulated, until one finds memory as all later ones do."""
@@ -108,7 +108,7 @@ class RecipeWorkload(ABC):
 
     def write_options(self, options: Any, folder: Path) -> Path:
         """Write the options' file and return its path."""
-        return write_args(folder / f"{self.MODULE.rpartition('train_')[2]}.args", options)
+        return write_options(folder / f"{self.MODULE.rpartition('train_')[2]}.yaml", options)
 
     def given_batch(self, options: Any) -> int:
         """Return the samples per update that the options ask for."""
@@ -211,9 +211,7 @@ def card_of(device: torch.device) -> Card:
     if device.type == "cpu":
         raise ValueError("plan='auto' needs an accelerator; name a card or a size, such as --plan 8GiB")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    squeezed = name.lower().replace(" ", "")
-    known = [card for card in CARDS.values() if all(part in squeezed for part in card.name.split("-"))]
-    card = max(known, key=lambda each: len(each.name), default=CARDS["rtx4070"])
+    card = card_named(name) or DEFAULT_CARD
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else card.compute_capability
     memory_bytes = torch.accelerator.get_memory_info(device)[1]
     return replace(card, name=name, memory_bytes=memory_bytes, compute_capability=capability)
@@ -226,16 +224,3 @@ def with_changes(options: Any, changes: Changes) -> Any:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     return options._replace(**{name: replace(getattr(options, name), **values) for name, values in sections.items()})
-
-
-def write_args(path: Path, options: Any) -> Path:
-    """Write the flags that differ from their defaults, one per line, for `@FILE`."""
-    lines: list[str] = []
-    for section in options:
-        default = type(section)()
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if value != getattr(default, field.name):
-                lines += as_words(field.name, value)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import as_words, flag, read_sections
+from hf_memopt.recipes.common.flags import as_words, flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive, Seed, Share, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
 
@@ -131,7 +131,7 @@ def read_config(description: str, arguments: Sequence[str] | None = None) -> Con
     Raises:
         ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
     """
-    config = read_sections(Config, description, arguments)
+    config = read_options(Config, description, arguments, by_section=True)
     loss, num_styles = config.loss, config.model.num_styles
     if loss.patch_size % 2 == 0:
         raise ValueError(f"loss.patch_size={loss.patch_size} must be odd, so that every position has a patch around it")

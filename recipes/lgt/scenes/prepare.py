@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hf_memopt.command_line import check_output_folder, one_line_errors
-from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.landscapes import STRIDE, in_ink, landscape, painted
 from hf_memopt.recipes.common.numeric import Count, Seed, TwoOrMore
 from hf_memopt.recipes.lgt.scenes.autoencoder import Autoencoder, fit
@@ -55,7 +55,7 @@ class Options(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train as the command line says, and write; return the peak signal-to-noise ratio of each style in dB."""
-    options = read_flags(Options, __doc__, arguments).scenes
+    options = read_options(Options, __doc__, arguments).scenes
     output = Path(options.output_dir)
     check_output_folder("output_dir", output)
     if options.latent_size % 4:
