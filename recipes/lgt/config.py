@@ -143,6 +143,10 @@ def read_config(description: str, arguments: Sequence[str] | None = None) -> Con
         )
     if loss.style_weights is not None and len(loss.style_weights) != num_styles:
         raise ValueError(f"loss.style_weights={loss.style_weights} must have model.num_styles={num_styles} values")
+    if config.offload.auto_micro_batch and not config.training.gradient_cache:
+        raise ValueError(
+            "offload.auto_micro_batch=True divides batches, which have another loss then; add --training.gradient_cache"
+        )
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
     check_offloading(config.offload, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return config
