@@ -38,12 +38,12 @@ demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: result
 demo-lm: $(READY) ## a small language model with offloading on the CPU, in about 2 minutes: results in outputs/demo_lm
 	rm -rf outputs/demo_lm
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_causal_lm @recipes/configs/causal_lm_demo.args
+	  -m hf_memopt.recipes.train_causal_lm --config_path recipes/configs/causal_lm_demo.yaml
 
 demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the CPU, in some minutes: results in outputs/demo_darcy
 	rm -rf outputs/demo_darcy
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_neural_operator @recipes/configs/neural_operator_demo.args
+	  -m hf_memopt.recipes.train_neural_operator --config_path recipes/configs/neural_operator_demo.yaml
 
 demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minutes: results in outputs/demo_lgt
 	rm -rf outputs/demo_lgt
@@ -53,7 +53,7 @@ demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minut
 demo-fluxflow: $(READY) ## a VAE-GAN on drawn shapes on the CPU, in some minutes: results in outputs/demo_fluxflow
 	rm -rf outputs/demo_fluxflow
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_fluxflow @recipes/configs/fluxflow_demo.args
+	  -m hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
 # Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
 test: $(READY) ## the default test suite (CPU, no network)

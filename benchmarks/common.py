@@ -16,7 +16,6 @@ import psutil
 import torch
 
 from benchmarks.timing import median_and_spread, step_times_ms
-from hf_memopt.estimate.gpus import CARDS, Card
 from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import pinned_empty
 
@@ -34,13 +33,6 @@ def current_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def known_card(gpu: str) -> Card | None:
-    """The card that a GPU is by its driver's name, such as "NVIDIA GeForce RTX 4070 Laptop GPU"; None: unknown."""
-    words = set(re.findall(r"[a-z0-9]+", gpu.lower().replace("rtx ", "rtx").replace(" ti", "ti")))
-    fitting = (card for name, card in CARDS.items() if words.issuperset(name.split("-")))
-    return max(fitting, key=lambda card: len(card.name), default=None)
 
 
 def usable_bytes(card_gb: float) -> int:

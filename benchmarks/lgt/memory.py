@@ -24,11 +24,11 @@ from accelerate import Accelerator
 
 from benchmarks.activations.model import deterministically
 from benchmarks.cells import Cell, Report, Row, UnavailableError, compare, own_failures, run_cells
-from benchmarks.common import current_device, known_card, limit_memory, results_path, usable_bytes
+from benchmarks.common import current_device, limit_memory, results_path, usable_bytes
 from benchmarks.lgt.report import TARGETS, name_of, print_report, verdicts
 from benchmarks.timing import first_step_s, timed
 from hf_memopt import ActivationOffloader, SyncCopier, plan
-from hf_memopt.estimate.gpus import CARDS, Card, allowances, find_card
+from hf_memopt.estimate.gpus import CARDS, Card, allowances, card_named, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.recipes.lgt.config import Config, make_config
 from hf_memopt.recipes.lgt.data import make_batch
@@ -124,7 +124,7 @@ def emulated_card(gpu: str | None, card_gb: float | None) -> Card:
     Raises:
         UnavailableError: the GPU is none of the cards that plans are made for.
     """
-    card = find_card(f"{CARD_GB}GiB") if gpu is None else known_card(gpu)
+    card = find_card(f"{CARD_GB}GiB") if gpu is None else card_named(gpu)
     if card is None:
         raise UnavailableError(f"{gpu!r} is none of the cards to plan for: {', '.join(CARDS)}")
     return replace(card, memory_bytes=usable_bytes(card_gb or CARD_GB) + sum(allowances(card).values()))

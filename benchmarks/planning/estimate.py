@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.estimate --estimate-only --card h100 --estimates h100.json
     python -m benchmarks.planning.estimate --estimates h100.json
-    python -m benchmarks.planning.estimate --recipe train_causal_lm=flags.args --recipe train_neural_operator=darcy.args
+    python -m benchmarks.planning.estimate --recipe train_causal_lm=lm.yaml --recipe train_neural_operator=darcy.yaml
 
 Every step is first estimated, without the device, and then really run on it from the same code: transformers models
 with random weights, without and with activation checkpointing, and recipes, in three sizes; and recipes with the
@@ -24,12 +24,12 @@ import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
-from benchmarks.common import RESULTS_FOLDER, current_device, free_memory, known_card, results_path, slug
+from benchmarks.common import RESULTS_FOLDER, current_device, results_path, slug
 from benchmarks.planning import estimates
 from benchmarks.planning.estimate_report import TARGETS, print_report, verdicts
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
 from benchmarks.timing import first_step_s, timed
-from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.estimate.gpus import CARDS, card_named
 from hf_memopt.tuning.workload import SimulatedStep
 
 BENCHMARK = "planning.estimate"
@@ -55,7 +55,6 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 def measured(step: SimulatedStep, device: torch.device, *, max_steps: int, max_seconds: float) -> Row:
     """As many steps as were estimated, for their peaks, and then more, for their times."""
-    workspace_bytes = take_workspaces(device)
     reserved_before = torch.accelerator.memory_reserved(device)
     state = step.setup(device)
     gc.collect()
@@ -65,24 +64,12 @@ def measured(step: SimulatedStep, device: torch.device, *, max_steps: int, max_s
         step.step(state)
     torch.accelerator.synchronize(device)
     return {
-        "workspace_bytes": workspace_bytes,
-        "measured_allocated_bytes": torch.accelerator.max_memory_allocated(device) - workspace_bytes,
+        "measured_allocated_bytes": torch.accelerator.max_memory_allocated(device),
         "measured_reserved_bytes": torch.accelerator.max_memory_reserved(device) - reserved_before,
         "first_step_s": first_s,
         **timed(lambda: step.step(state), device, max_steps=max_steps, max_seconds=max_seconds),
         "attention_order": attention_order(),
     }
-
-
-def take_workspaces(device: torch.device) -> int:
-    """Let cuBLAS take its workspaces, forward's and backward's, which no estimate counts; returns their bytes."""
-    layer = torch.nn.Linear(8, 8, device=device)
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            layer(torch.ones(8, 8, device=device)).sum().backward()
-    del layer
-    free_memory(device)
-    return torch.accelerator.memory_allocated(device)
 
 
 def attention_order() -> list[str]:
@@ -134,7 +121,7 @@ def running_card(device: torch.device) -> str | None:
         return None
     query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        card = known_card(subprocess.run(query, capture_output=True, text=True, check=False).stdout)
+        card = card_named(subprocess.run(query, capture_output=True, text=True, check=False).stdout)
     except FileNotFoundError:
         return None
     return None if card is None else card.name

@@ -27,10 +27,9 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     step = simulated_step(settings["definition"], folder / slug(settings["step"]))
     begun = time.perf_counter()
     estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=settings["card"])
-    modelled = estimate.trace.allocator()
     figures = {
-        "allocated_bytes": modelled.peak_allocated_bytes,
-        "reserved_bytes": modelled.peak_reserved_bytes,
+        "allocated_bytes": estimate.peak_bytes,
+        "reserved_bytes": estimate.reserved_bytes,
         "step_ms": estimate.step_ms,
         "phase": estimate.phase,
         "confidence": estimate.confidence,

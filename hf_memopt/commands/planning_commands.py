@@ -25,6 +25,7 @@ MODEL_CHOICES = {
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
     ),
 }
+_GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 ACTIVATION_CHOICES = {
     "checkpointing": (("none", "selective", "full"), "of activations"),
     "offload": (("off", "auto", "inputs", "all"), "of activations"),
@@ -79,7 +80,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "assumed. No weight is downloaded or allocated; the configuration is enough.",
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
         "h100. Batches have no padding. Not simulated, and added as named allowances: the device context and the "
-        "workspaces of libraries.",
+        "workspaces of cuDNN.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"
@@ -98,7 +99,8 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _add_choices(_add_model_options(parser), ACTIVATION_CHOICES)
     output = parser.add_argument_group("output")
-    output.add_argument("--gpu", help="a card (rtx4070-laptop, h100, ...) or a size (8GiB): say whether it fits")
+    output.add_argument("--gpu", help=f"say whether it fits: {_GPU}")
+    output.add_argument("--check", action="store_true", help="exit status 1 if it does not fit on --gpu")
     output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     output.add_argument("--timeline", type=Path, metavar="FILE.html", help="also draw memory over the step, by kind")
     parser.set_defaults(run=_run_estimate)
@@ -111,28 +113,32 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     from hf_memopt.estimate.estimate import estimate_peak_memory
     from hf_memopt.estimate.gpus import find_card
 
+    if parsed.check and not parsed.gpu:
+        raise ValueError("check=True asks whether it fits on a card, so it needs --gpu")
     card = find_card(parsed.gpu) if parsed.gpu else None
-    name, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
+    workload, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
     estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=card)
+    accumulation = workload.effective_batch // parsed.batch_size
+    estimate = estimate.with_passes(accumulation / step.num_micro_batches)
     if parsed.json:
         parsed.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
-    print(f"{name}\n\n{estimate_report.text(estimate, card)}")
+    print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}")
     if parsed.timeline:
-        print(f"\ntimeline: {memory_page.write_timeline(estimate, name, parsed.timeline)}")
-    return 0
+        print(f"\ntimeline: {memory_page.write_timeline(estimate, workload.name, parsed.timeline)}")
+    return 1 if parsed.check and card is not None and not estimate_report.fits(estimate, card) else 0
 
 
-def _model_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     if parsed.model is None:
         raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
     if parsed.offload == "auto" and not parsed.gpu:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     workload = _model(parsed, parsed.batch_size * (parsed.accumulation or 1))
     checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
-    return workload.name, workload.step_with(checkpointing, offload, parsed.batch_size)
+    return workload, workload.step_with(checkpointing, offload, parsed.batch_size)
 
 
-def _recipe_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
+def _recipe_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     from hf_memopt.commands.recipe_workloads import recipe_workload
 
     if parsed.model is not None:
@@ -140,7 +146,7 @@ def _recipe_step(parsed: argparse.Namespace) -> tuple[str, "SimulatedStep"]:
     batch = None if parsed.accumulation is None else parsed.batch_size * parsed.accumulation
     workload = recipe_workload(parsed.recipe, parsed.config, effective_batch=batch)
     settings = {each.name: each.values[0] for each in workload.levers} | _chosen(parsed.set, workload.levers)
-    return workload.name, workload.simulated(settings, parsed.batch_size)
+    return workload, workload.simulated(settings, parsed.batch_size)
 
 
 def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[str, Any]:
@@ -171,7 +177,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of a recipe")
     parser.add_argument("--recipe", metavar="NAME", help="which recipe (default: the one that the file is named after)")
     parser.add_argument("--model", help="instead: hub id, folder or config.json of a transformers model")
-    parser.add_argument("--gpu", required=True, help="a card such as rtx4070-laptop, or the size of one such as 8GiB")
+    parser.add_argument("--gpu", required=True, help=_GPU)
     parser.add_argument("--host", help="host memory that may be used, such as 32GiB (default: any)")
     parser.add_argument("--link", help="bandwidth between host and device, such as 12GBps (default: the card's)")
     parser.add_argument(

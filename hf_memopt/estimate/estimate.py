@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from hf_memopt.estimate.accounting import caching_allocator, categories
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, StorageRecord
+from hf_memopt.estimate.accounting import allocation_log, caching_allocator, categories
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, StorageRecord, tensors_in
 from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -41,7 +42,8 @@ def estimate_peak_memory(
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
-    Not counted: the device context, workspaces of cuBLAS, cuDNN, cuFFT and NCCL, which are not tensors.
+    Workspaces of cuBLAS are counted, as torch counts them; the device context and workspaces of cuDNN, cuFFT and NCCL
+    are not.
 
     Raises:
         ValueError: `like` or `gpu` is unknown, or `num_steps` is no count; an operation has no fake implementation
@@ -85,7 +87,16 @@ def simulate(
     # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu))
-    log = AllocationLog(device_type, block_bytes, phases, clock.charge)
+    kernels = KernelMemory(clock.card.compute_capability)
+
+    def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
+        clock.charge(function, args, kwargs, result, phase)
+        if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
+            for block in kernels.taken_by(function, args):
+                kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
+                log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
+
+    log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
     begins = []
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
@@ -112,11 +123,11 @@ def _estimate(
     assumptions = tuple(f"{what} ({count} times)" for what, count in guesses.items())
     return MemoryEstimate(
         peak_bytes=peak_bytes,
-        reserved_bytes=trace.allocator().peak_reserved_bytes,
+        reserved_bytes=trace.unlimited.peak_reserved_bytes,
         phase=trace.phases[peak_at],
         step=sum(begin <= trace.positions[peak_at] for begin in begins),
         phases=trace.peaks_by_phase(),
-        breakdown=categories.breakdown(live),
+        breakdown=categories.breakdown(live, peak_bytes),
         top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
         host_bytes=log.host_peak_bytes(begins[0]),
         confidence="low" if unreached else "medium" if assumptions else "high",

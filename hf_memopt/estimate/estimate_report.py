@@ -1,10 +1,10 @@
 """What an estimate says, and how it is said: in words, as tables and as JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import Cell, Table, align
@@ -30,9 +30,10 @@ class MemoryEstimate:
     """What a training step is predicted to hold.
 
     Attributes:
-        peak_bytes: the most that tensors hold on the device, rounded as the allocator does: the counterpart of
-            `torch.cuda.max_memory_allocated()`.
-        reserved_bytes: what the caching allocator then holds from the device, by a model of it.
+        peak_bytes: what `torch.cuda.max_memory_allocated()` would say: the most that is held by tensors and by cuBLAS's
+            workspaces at one time, in the allocator's blocks.
+        reserved_bytes: what `torch.cuda.max_memory_reserved()` would say on a device that is never full: what the
+            caching allocator holds, by a model of it.
         phase: in which the peak is reached: forward, backward, optimizer, or outside of these.
         step: in which step, counted from 1.
         phases: the peak of each phase, bytes.
@@ -70,6 +71,13 @@ class MemoryEstimate:
     def __str__(self) -> str:
         return text(self)
 
+    def with_passes(self, times: float) -> "MemoryEstimate":
+        """Return it for an update that has `times` as many forward and backward passes: only its time changes."""
+        if self.step_ms is None or self.stall_ms is None:
+            return self
+        scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}
+        return replace(self, step_ms=sum(scaled.values()), phases_ms=scaled, stall_ms=self.stall_ms * times)
+
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
     """Return what `hf-memopt estimate` prints: the phase of the peak first.
@@ -93,8 +101,8 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
     in_optimizer = estimate.phase == OPTIMIZER
     where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
-        f"The peak is in {where}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} of tensors; "
-        f"the allocator then holds {format_gib(estimate.reserved_bytes)} (by a model of it)."
+        f"The peak is in {where}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} allocated. With room to "
+        f"spare the allocator reserves {format_gib(estimate.reserved_bytes)} (by a model of it)."
     ]
     if in_optimizer:
         lines.append(
@@ -105,8 +113,13 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
 
 
 def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
-    """Return what a card must have: the allocator's memory and the allowances."""
-    return estimate.reserved_bytes + sum(allowances(card).values())
+    """Return the least memory of a card on which the run goes through: the allocator's and the allowances."""
+    return estimate.trace.smallest_capacity + sum(allowances(card).values())
+
+
+def fits(estimate: MemoryEstimate, card: Card) -> bool:
+    """Return whether a card has what is needed."""
+    return needed_bytes(estimate, card) <= card.memory_bytes
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
@@ -129,8 +142,8 @@ def top_table(estimate: MemoryEstimate) -> Table:
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
     """Return short facts, by name."""
     facts = {
-        "peak of tensors": format_gib(estimate.peak_bytes),
-        "held by the allocator": f"{format_gib(estimate.reserved_bytes)} (by a model of it)",
+        "allocated at the peak": format_gib(estimate.peak_bytes),
+        "reserved with room to spare": f"{format_gib(estimate.reserved_bytes)} (by a model of the allocator)",
         "kept on the host": format_gib(estimate.host_bytes),
         "confidence": estimate.confidence,
     }
@@ -152,20 +165,19 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
     found["allowances_bytes"] = allowances(card)
     found["needed_bytes"] = needed_bytes(estimate, card)
     if card is not None:
-        found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "fits": _fits(estimate, card)}
+        found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "fits": fits(estimate, card)}
     return found
 
 
 def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
     kept = ", ".join(f"{name} {num_bytes / MIB:.0f} MiB" for name, num_bytes in allowances(card).items())
-    yield f"Besides tensors, assumed and not measured: {kept}. Altogether {format_gib(needed_bytes(estimate, card))}."
+    yield (
+        f"It needs a card with {format_gib(needed_bytes(estimate, card))}: "
+        f"{format_gib(estimate.trace.smallest_capacity)} at least for the allocator, and, assumed, {kept}."
+    )
     if card is not None:
-        verdict = "It fits" if _fits(estimate, card) else "It does not fit"
+        verdict = "It fits" if fits(estimate, card) else "It does not fit"
         yield f"{verdict} on {card.name} ({format_gib(card.memory_bytes)})."
-
-
-def _fits(estimate: MemoryEstimate, card: Card) -> bool:
-    return estimate.trace.fits(card.memory_bytes - sum(allowances(card).values()))
 
 
 def _closing(estimate: MemoryEstimate) -> Iterator[str]:

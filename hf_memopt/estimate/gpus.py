@@ -1,12 +1,15 @@
 """Graphics cards by name, and what a card keeps for itself."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_memopt.units import GIB, KIB, MIB
 
 # Where no card is named: that of the desktop cards that are most common.
 DEFAULT_CAPABILITY = (8, 9)
+# What a process takes of a card for CUDA's context, where nobody has measured it.
+_CONTEXT_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,14 @@ class Card:
     """What a plan needs to know of a device.
 
     Attributes:
-        name: as in `CARDS`, or "custom".
-        memory_bytes: of the device.
+        name: as in `CARDS`, or a size.
+        memory_bytes: of the device, as CUDA reports it: less than the data sheet says.
         float32_flops: of multiplications in float32, per second.
         half_flops: of dense multiplications in bfloat16 or float16, accumulated in float32.
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
         compute_capability: major and minor, by which torch chooses kernels.
+        context_bytes: of `memory_bytes`, what CUDA's context takes for itself.
     """
 
     name: str
@@ -30,78 +34,142 @@ class Card:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+    context_bytes: int = _CONTEXT_BYTES
 
 
-# GiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability. From the
-# vendor's data sheets; links at 80 % of what the PCIe generation and width give.
-_DATA_SHEETS = {
-    "t4": (15, 8.1, 65, 320, 12.6, (7, 5)),
-    "rtx3060-12gb": (12, 12.7, 25.5, 360, 25, (8, 6)),
-    "rtx3080-10gb": (10, 29.8, 59.5, 760, 25, (8, 6)),
-    "rtx3090": (24, 35.6, 71, 936, 25, (8, 6)),
-    "rtx4060ti-16gb": (16, 22.1, 44, 288, 12.6, (8, 9)),
-    "rtx4070-laptop": (8, 15.6, 31, 256, 12.6, (8, 9)),
-    "rtx4070": (12, 29.1, 58, 504, 25, (8, 9)),
-    "rtx4080": (16, 48.7, 97.5, 717, 25, (8, 9)),
-    "rtx4090": (24, 82.6, 165, 1008, 25, (8, 9)),
-    "rtx5090": (32, 104.8, 210, 1792, 50, (12, 0)),
-    "a10": (24, 31.2, 125, 600, 25, (8, 6)),
-    "l4": (24, 30.3, 121, 300, 25, (8, 9)),
-    "a100-40gb": (40, 19.5, 312, 1555, 25, (8, 0)),
-    "a100-80gb": (80, 19.5, 312, 2039, 25, (8, 0)),
-    "h100": (80, 67, 989, 3350, 50, (9, 0)),
-    "h200": (141, 67, 989, 4800, 50, (9, 0)),
+# MiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability.
+#
+# Memory is what torch reports (`total_memory`, or "total capacity" of an error), the smallest that users of public
+# repositories have shown: 1 to 8 % below the data sheet, which error correction and the driver take. The other figures
+# are from the vendor's data sheets; links at 80 % of what the PCIe generation and width give.
+_FIGURES = {
+    "v100-16gb": (16144, 15.7, 125, 900, 12.6, (7, 0)),
+    "v100-32gb": (32502, 15.7, 125, 900, 12.6, (7, 0)),  # liucongg/ChatGLM-Finetuning#73: 31.74 GiB
+    "t4": (14912, 8.1, 65, 320, 12.6, (7, 5)),  # fitcheck-llm 0.3.1, data/measurements
+    "rtx3060-12gb": (11931, 12.7, 25.5, 360, 25, (8, 6)),
+    "rtx3060ti": (7967, 16.2, 32.4, 448, 25, (8, 6)),
+    "rtx3080-10gb": (10004, 29.8, 59.5, 760, 25, (8, 6)),
+    "rtx3090": (24248, 35.6, 71, 936, 25, (8, 6)),  # 3DTopia/OpenLRM#42: 23.68 GiB
+    "rtx4060ti-16gb": (15934, 22.1, 44, 288, 12.6, (8, 9)),
+    "rtx4070-laptop": (7936, 15.6, 31, 256, 12.6, (8, 9)),  # ESRSchao/EdgeRegNet#2: 7.75 GiB, of an RTX 4060 Laptop
+    "rtx4070": (11981, 29.1, 58, 504, 25, (8, 9)),  # Kwai-Kolors/Kolors#11: 11.70 GiB, of a 4070 Ti
+    "rtx4070ti-super": (15934, 44.1, 88, 672, 25, (8, 9)),
+    "rtx4080": (15934, 48.7, 97.5, 717, 25, (8, 9)),
+    "rtx4090": (24064, 82.6, 165, 1008, 25, (8, 9)),
+    "rtx5090": (32112, 104.8, 210, 1792, 50, (12, 0)),
+    "a10": (22518, 31.2, 125, 600, 25, (8, 6)),  # zai-org/CogVLM#236: 21.99 GiB
+    "a10g": (22559, 31.5, 70, 600, 25, (8, 6)),
+    "a6000": (48671, 38.7, 155, 768, 25, (8, 6)),  # black-forest-labs/flux2#23: 47.53 GiB
+    "l4": (22559, 30.3, 121, 300, 25, (8, 9)),
+    "l40s": (45466, 91.6, 362, 864, 25, (8, 9)),  # QwenLM/Qwen3-VL#2097: 44.40 GiB
+    "rtx6000-ada": (48622, 91.1, 364, 960, 25, (8, 9)),
+    "a100-40gb": (40325, 19.5, 312, 1555, 25, (8, 0)),
+    "a100-80gb": (81050, 19.5, 312, 2039, 25, (8, 0)),
+    "h100": (80998, 67, 989, 3350, 50, (9, 0)),
+    "h200": (143073, 67, 989, 4800, 50, (9, 0)),
+    "b200": (182631, 75, 2250, 8000, 50, (10, 0)),
 }
+
+# MiB of the context, where somebody has measured it.
+_CONTEXTS_MIB = {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}
+
 CARDS = {
-    name: Card(name, round(gib * GIB), single * 1e12, half * 1e12, memory * 1e9, link * 1e9, compute_capability)
-    for name, (gib, single, half, memory, link, compute_capability) in _DATA_SHEETS.items()
+    name: Card(
+        name,
+        mib * MIB,
+        single * 1e12,
+        half * 1e12,
+        memory * 1e9,
+        link * 1e9,
+        compute_capability,
+        _CONTEXTS_MIB[name] * MIB if name in _CONTEXTS_MIB else _CONTEXT_BYTES,
+    )
+    for name, (mib, single, half, memory, link, compute_capability) in _FIGURES.items()
 }
 
-# What a simulation goes by where no card is named. Bytes depend on it through the kernels of attention alone.
+# What a simulation goes by where no card is named. Bytes depend on it through the kernels of attention and the
+# workspaces of cuBLAS alone.
 DEFAULT_CARD = CARDS["rtx4070"]
 
 # cuBLAS's workspace in torch 2.11, by major compute capability: `parseChosenWorkspaceSize` of CublasHandlePool.cpp.
-# Each handle and stream has one, and autograd's thread has a handle of its own.
 _LARGE_WORKSPACE_BYTES, _WORKSPACE_BYTES = 32 * MIB, 8320 * KIB
 _LARGE_WORKSPACE_MAJORS = (9, 10, 12)
-_NUM_HANDLES = 2
-_OTHER_WORKSPACES_BYTES = 128 * MIB - _NUM_HANDLES * _WORKSPACE_BYTES
+_OTHER_WORKSPACES_BYTES = 112 * MIB
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """Return what each handle of cuBLAS takes from torch's allocator on a card."""
+    return _LARGE_WORKSPACE_BYTES if compute_capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
 
 def allowances(card: Card | None = None) -> dict[str, int]:
-    """Return the memory that is not tensors, by name, in bytes. None stands for a card that nothing is known of.
+    """Return the memory that no simulation counts, by name, in bytes. None stands for a card that nothing is known of.
 
-    Assumed, not measured: the context depends on driver and card, cuDNN's workspaces on which kernels run. Those of
-    convolutions may be far larger with `torch.backends.cudnn.benchmark`.
+    Assumed: cuDNN's workspaces depend on which kernels run. Those of convolutions may be far larger with
+    `torch.backends.cudnn.benchmark`. The context was measured on few cards, and depends on the driver.
     """
-    major, _ = DEFAULT_CAPABILITY if card is None else card.compute_capability
-    cublas_bytes = _LARGE_WORKSPACE_BYTES if major in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
-    return {
-        "device context": 512 * MIB,
-        "cuBLAS and cuDNN workspaces": _NUM_HANDLES * cublas_bytes + _OTHER_WORKSPACES_BYTES,
-    }
+    context_bytes = _CONTEXT_BYTES if card is None else card.context_bytes
+    return {"device context": context_bytes, "cuDNN and other workspaces": _OTHER_WORKSPACES_BYTES}
 
 
 def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
-    """Return a card by its name ("rtx4070-laptop"), or one of a size ("8GiB") with the speed of a small desktop card.
+    """Return a card by its name, or one of a size with the speed of a small desktop card or of a named one.
 
     Args:
-        gpu: a name or a size; a `Card` is returned as it is.
+        gpu: a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone stands for
+            the one with the least memory; a size ("8GiB"), as CUDA would report it; a size and whose speed and kernels
+            it has ("48GiB@l40s"); a `Card` is returned as it is.
         link_bytes_per_s: bandwidth to the host's memory in place of the card's own.
 
     Raises:
-        ValueError: neither a known name nor a size.
+        ValueError: neither a known name nor a size with its unit.
     """
-    card = gpu if isinstance(gpu, Card) else CARDS.get(gpu.strip().lower()) or _card_of_size(gpu)
+    card = gpu if isinstance(gpu, Card) else _card_from(gpu)
     return card if link_bytes_per_s is None else replace(card, link_bytes_per_s=link_bytes_per_s)
 
 
-def _card_of_size(text: str) -> Card:
+def card_named(name: str) -> Card | None:
+    """Return the card with this name, in whatever way it is written; None: it is not in `CARDS`."""
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
+    sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
+    wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
+    fitting = [card for card in CARDS.values() if wanted in _names(card) and all(_is_size(card, gb) for gb in sizes)]
+    return min(fitting, key=lambda card: card.memory_bytes, default=None)
+
+
+# Words of a driver's name for a card that say nothing about which one it is.
+_UNNAMED = re.compile(r"nvidia|geforce|tesla|quadro|gpu|generation|graphics|pcie|sxm\d?|hbm\d?e?")
+
+
+def _names(card: Card) -> Iterator[str]:
+    """The card's name without its size and without its series."""
+    plain = re.sub(r"-\d+gb$", "", card.name).replace("-", "")
+    yield plain
+    yield plain.removeprefix("rtx")
+    yield f"rtx{plain}"
+
+
+def _is_size(card: Card, gigabytes: int) -> bool:
+    """Return whether a card is sold as one of this size; what it reports is up to an eighth less."""
+    return 7 / 8 * gigabytes < card.memory_bytes / GIB < gigabytes
+
+
+def _card_from(text: str) -> Card:
+    """The card of a name, or of a size and perhaps the name of one that is as fast."""
+    size, at, like = text.partition("@")
+    if not at and (card := card_named(text)) is not None:
+        return card
+    speed = card_named(like) if at else DEFAULT_CARD
     try:
-        return replace(DEFAULT_CARD, name=text.strip(), memory_bytes=parse_size(text))
+        if size.strip().isdigit() or speed is None:
+            raise ValueError
+        return replace(speed, name=text.strip(), memory_bytes=parse_size(size), context_bytes=_CONTEXT_BYTES)
     except ValueError:
         known = ", ".join(CARDS)
-        raise ValueError(f"gpu={text!r} is neither a size such as 8GiB nor a known card; known are {known}") from None
+        raise ValueError(
+            f"gpu={text!r} is neither a size with its unit such as 8GiB, nor a size and a card's speed such as "
+            f"48GiB@l40s, nor a known card; known are {known}"
+        ) from None
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_memopt.estimate.accounting.categories import CATEGORIES
+from hf_memopt.estimate.accounting.categories import CATEGORIES, UNUSED
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
 from hf_memopt.report.html_page import render_page
@@ -44,14 +44,15 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
     Of each stretch it is the one that holds most, so that the peak is among them.
     """
     trace = estimate.trace
-    wanted = set(_highest(trace.held(), trace.first_step, max_points))
+    allocated = trace.held()
+    wanted = set(_highest(allocated, trace.first_step, max_points))
     held: Counter[str] = Counter()
     rows = []
     for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
         held[estimate.storage_kinds[storage]] += change
         if position in wanted:
-            rows.append(held.copy())
-    ordered = sorted(held, key=CATEGORIES.index)
+            rows.append(held + Counter({UNUSED: allocated[position] - held.total()}))
+    ordered = sorted({kind for row in rows for kind in row}, key=CATEGORIES.index)
     by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
     return MemoryTimeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
 

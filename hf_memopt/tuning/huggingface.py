@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
@@ -78,7 +79,8 @@ class HuggingFaceModel:
         model: hub id, folder, or a config.json.
         seq_len: tokens per sample, on both sides of an encoder-decoder; images have their configuration's size.
         effective_batch: samples per update.
-        task: "causal", "masked", "seq2seq" or "image-classification"; "auto", by the configuration's architecture.
+        task: "causal", "masked", "seq2seq" or "image-classification"; "auto", that of the class which the
+            configuration names.
         dtype: of the weights: "float32" or "bfloat16".
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
@@ -124,7 +126,8 @@ class HuggingFaceModel:
 
     @property
     def name(self) -> str:
-        return self.model
+        """The model, and the class of transformers that is simulated."""
+        return f"{self.model} as {self._class_name(self.kind)}"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -137,18 +140,34 @@ class HuggingFaceModel:
 
     @cached_property
     def kind(self) -> str:
-        """The task that is simulated."""
-        possible = [task for task, auto in _AUTO_CLASSES.items() if type(self.config) in auto._model_mapping]
-        if self.task != "auto":
-            possible = [task for task in possible if task == self.task]
-        named = [task for task in possible if self._class_name(task) in (self.config.architectures or ())]
-        if not possible:
+        """The task that is simulated.
+
+        Raises:
+            ValueError: transformers has no class of this architecture for it; or the task is "auto", and the
+                configuration names a class of another task.
+        """
+        possible = {
+            task: self._class_name(task)
+            for task, auto in _AUTO_CLASSES.items()
+            if type(self.config) in auto._model_mapping
+        }
+        if self.task != "auto" and self.task in possible:
+            return self.task
+        if not possible or self.task != "auto":
             wanted = "any task of " + ", ".join(_AUTO_CLASSES) if self.task == "auto" else f"task={self.task!r}"
             raise ValueError(
                 f"model={self.model!r}: transformers has no class of model_type={self.config.model_type!r} for {wanted}"
                 "; write setup and step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
             )
-        return (named or possible)[0]
+        named = self.config.architectures or list(possible.values())
+        for task, class_name in possible.items():
+            if class_name in named:
+                return task
+        known = ", ".join(f"task={task!r} for {class_name}" for task, class_name in possible.items())
+        raise ValueError(
+            f"model={self.model!r}: its configuration is of {named[0]}, whose task is not simulated; name another one "
+            f"if that is meant: {known}"
+        )
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
         return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
@@ -189,26 +208,30 @@ class HuggingFaceModel:
         (folder / "settings.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
         written = [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "settings.json"]
         if self._is_for_the_recipe(checkpointing):
-            flags = {
-                "model": self.model,
-                "dtype": self.dtype,
-                "block_size": self.seq_len,
-                "per_device_batch_size": micro_batch,
-                "gradient_accumulation_steps": accumulation,
-                "max_grad_norm": self.max_grad_norm,
-                "offload": offload,
-                "offload_threshold_mb": self.offload_threshold_mb,
+            fields = {
+                "model": {
+                    "model": self.model,
+                    "dtype": self.dtype,
+                    "gradient_checkpointing": checkpointing == "full",
+                },
+                "data": {"block_size": self.seq_len},
+                "training": {
+                    "per_device_batch_size": micro_batch,
+                    "gradient_accumulation_steps": accumulation,
+                    "max_grad_norm": self.max_grad_norm,
+                },
+                "offload": {"offload": offload, "offload_threshold_mb": self.offload_threshold_mb},
             }
-            lines = [f"--{name}={value}" for name, value in flags.items()]
-            lines += ["--gradient_checkpointing"] if checkpointing == "full" else []
-            (folder / "causal_lm.args").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            written.append(folder / "causal_lm.args")
+            (folder / "causal_lm.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            written.append(folder / "causal_lm.yaml")
         return written
 
     def command(self, written: list[Path]) -> str:
         """The recipe's, if it can train with these settings."""
-        config, settings, *flags = written
-        script = f"-m hf_memopt.recipes.train_causal_lm @{flags[0]}" if flags else f"a script with {settings}"
+        config, settings, *fields = written
+        script = (
+            f"-m hf_memopt.recipes.train_causal_lm --config_path {fields[0]}" if fields else f"a script with {settings}"
+        )
         return f"accelerate launch --config_file {config} {script}"
 
     def _is_for_the_recipe(self, checkpointing: str) -> bool:

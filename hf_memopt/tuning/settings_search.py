@@ -8,9 +8,8 @@ from functools import partial
 
 from tqdm import tqdm
 
-from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
 from hf_memopt.estimate.estimate import simulate
-from hf_memopt.estimate.estimate_report import MemoryEstimate
+from hf_memopt.estimate.estimate_report import MemoryEstimate, fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
@@ -125,11 +124,10 @@ class _Search:
     def __init__(self, workload: Workload, card: Card, host_bytes: int | None) -> None:
         self.host_bytes = host_bytes
         self._workload, self._card = workload, card
-        self._kept_bytes = sum(allowances(card).values())
-        self._room_bytes = card.memory_bytes - self._kept_bytes
-        if self._room_bytes <= 0:
+        kept_bytes = sum(allowances(card).values())
+        if card.memory_bytes <= kept_bytes:
             raise ValueError(
-                f"gpu={card.name!r}: {card.memory_bytes} bytes are less than the {self._kept_bytes} that are "
+                f"gpu={card.name!r}: {card.memory_bytes} bytes are no more than the {kept_bytes} that are "
                 "kept for the device context and libraries; use a larger one"
             )
         self._micro_batches = workload.micro_batches
@@ -191,24 +189,21 @@ class _Search:
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
-        estimate = simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=self._card)
         accumulation = self._workload.effective_batch // micro_batch
-        needed_bytes = estimate.trace.smallest_capacity()
+        estimate = simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=self._card).with_passes(
+            accumulation / simulated.num_micro_batches
+        )
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
+        assert estimate.step_ms is not None
         return Row(
             settings=settings,
             micro_batch=micro_batch,
             accumulation=accumulation,
-            update_ms=_update_ms(estimate, accumulation / simulated.num_micro_batches),
-            needed_bytes=needed_bytes + self._kept_bytes,
-            fits=fits_host and needed_bytes <= self._room_bytes,
+            update_ms=estimate.step_ms,
+            needed_bytes=needed_bytes(estimate, self._card),
+            fits=fits_host and fits(estimate, self._card),
             estimate=estimate,
         )
-
-
-def _update_ms(estimate: MemoryEstimate, repeats: float) -> float:
-    """Add up forward and backward as often as an update needs them, and everything else once."""
-    return sum(time * (repeats if phase in (FORWARD, BACKWARD) else 1) for phase, time in estimate.phases_ms.items())
 
 
 def _combinations(levers: Sequence[SearchDimension]) -> Iterator[Settings]:

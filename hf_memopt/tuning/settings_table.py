@@ -76,8 +76,8 @@ def headline(plan: TrainingPlan) -> str:
     best = plan.best
     return (
         f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "
-        f"{format_gib(best.estimate.peak_bytes)} of tensors in {best.estimate.phase}, "
-        f"{format_gib(best.needed_bytes)} with allocator and allowances; confidence {best.estimate.confidence}"
+        f"{format_gib(best.estimate.peak_bytes)} allocated in {best.estimate.phase}, "
+        f"needs {format_gib(best.needed_bytes)}; confidence {best.estimate.confidence}"
     )
 
 
@@ -85,7 +85,7 @@ def explain(plan: TrainingPlan) -> list[str]:
     """Why each lever is used or not, from what was simulated."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
-    return [*lines, f"Kept free, assumed and not measured: {kept}.", *_assumptions(plan)]
+    return [*lines, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
 
 
 def _explain_micro_batch(plan: TrainingPlan) -> str:

@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
-from hf_memopt.estimate.gpus import CARDS, Card
+from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.memory.device_counters import counters_for
-from hf_memopt.recipes.common.flags import as_words
+from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
@@ -51,6 +51,8 @@ class RecipeWorkload(ABC):
     MODULE: ClassVar[str]
     # The options that hold the samples of a micro-batch and the micro-batches of an update.
     BATCH: ClassVar[tuple[str, str]]
+    # The section and the option that name the run's folder; `resume_from_checkpoint` is in the same section.
+    FOLDER: ClassVar[tuple[str, str]] = ("training", "output_dir")
 
     def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
         if effective_batch is None:
@@ -96,7 +98,7 @@ class RecipeWorkload(ABC):
     def command(self, written: list[Path]) -> str:
         """Return what runs the recipe with the files that `write` wrote."""
         options, config = written
-        return f"accelerate launch --config_file {config} -m {self.MODULE} @{options}"
+        return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
     def num_steps(self, options: Any) -> int:
         """Return how many updates are simulated, until one finds memory as all later ones do."""
@@ -108,12 +110,16 @@ class RecipeWorkload(ABC):
 
     def write_options(self, options: Any, folder: Path) -> Path:
         """Write the options' file and return its path."""
-        return write_args(folder / f"{self.MODULE.rpartition('train_')[2]}.args", options)
+        return write_options(folder / f"{self.MODULE.rpartition('train_')[2]}.yaml", options)
 
     def given_batch(self, options: Any) -> int:
         """Return the samples per update that the options ask for."""
         micro_batch, accumulation = attrgetter(*self.BATCH)(options)
         return int(micro_batch * accumulation)
+
+    def given_micro_batch(self, options: Any) -> int:
+        """Return the samples per forward pass that the options ask for."""
+        return int(attrgetter(self.BATCH[0])(options))
 
     def batching(self, micro_batch: int) -> Changes:
         """Return what makes an update of `effective_batch` samples out of such micro-batches."""
@@ -133,6 +139,9 @@ class BatchInParts(RecipeWorkload):
 
     def given_batch(self, options: Any) -> int:
         return int(options.training.batch_size)
+
+    def given_micro_batch(self, options: Any) -> int:
+        return int(options.training.micro_batch_size or options.training.batch_size)
 
     def batching(self, micro_batch: int) -> Changes:
         parts = 0 if micro_batch == self.effective_batch else micro_batch
@@ -211,9 +220,7 @@ def card_of(device: torch.device) -> Card:
     if device.type == "cpu":
         raise ValueError("plan='auto' needs an accelerator; name a card or a size, such as --plan 8GiB")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    squeezed = name.lower().replace(" ", "")
-    known = [card for card in CARDS.values() if all(part in squeezed for part in card.name.split("-"))]
-    card = max(known, key=lambda each: len(each.name), default=CARDS["rtx4070"])
+    card = card_named(name) or DEFAULT_CARD
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else card.compute_capability
     memory_bytes = torch.accelerator.get_memory_info(device)[1]
     return replace(card, name=name, memory_bytes=memory_bytes, compute_capability=capability)
@@ -226,16 +233,3 @@ def with_changes(options: Any, changes: Changes) -> Any:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     return options._replace(**{name: replace(getattr(options, name), **values) for name, values in sections.items()})
-
-
-def write_args(path: Path, options: Any) -> Path:
-    """Write the flags that differ from their defaults, one per line, for `@FILE`."""
-    lines: list[str] = []
-    for section in options:
-        default = type(section)()
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if value != getattr(default, field.name):
-                lines += as_words(field.name, value)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path

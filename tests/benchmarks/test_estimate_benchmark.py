@@ -213,20 +213,6 @@ def test_deviations_are_of_what_was_measured(load: Load, capsys: pytest.CaptureF
     assert "bert again: the same bytes" in printed
 
 
-@pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        ("NVIDIA H100 80GB HBM3\n", "h100"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070-laptop"),
-        ("NVIDIA GeForce RTX 4070", "rtx4070"),
-        ("NVIDIA L40S", None),
-    ],
-)
-def test_a_gpu_is_known_by_its_name(load: Load, name: str, card: str | None) -> None:
-    assert getattr(load("common").known_card(name), "name", None) == card
-
-
 def test_an_unknown_gpu_needs_a_card(
     load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,12 +28,14 @@ def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, t
     files = ["--json", str(tmp_path / "estimate.json"), "--timeline", str(tmp_path / "timeline.html")]
     assert main(["estimate", model, *SMALL, "--gpu", "rtx4070-laptop", *files]) == 0
     printed = capsys.readouterr().out
-    assert re.match(rf"{re.escape(model)}\n\nThe peak is in .+, in step \d: \d\.\d\d GiB of tensors", printed)
-    assert "assumed and not measured: device context 512 MiB" in printed
-    assert "It fits on rtx4070-laptop (8.00 GiB)." in printed
+    assert re.match(
+        rf"{re.escape(model)} as Qwen3ForCausalLM\n\nThe peak is in .+, in step \d: \d\.\d\d GiB allo", printed
+    )
+    assert "assumed, device context 512 MiB" in printed
+    assert "It fits on rtx4070-laptop (7.75 GiB)." in printed
     assert "Time of a step" in printed
     found = json.loads((tmp_path / "estimate.json").read_text())
-    assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 8 * 2**30, "fits": True}
+    assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 7936 * 2**20, "fits": True}
     assert found["peak_bytes"] == sum(found["breakdown"].values())
     html = (tmp_path / "timeline.html").read_text()
     assert "Estimated memory of" in html
@@ -45,15 +47,35 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
     assert main(["estimate", model, *SMALL, "--offload", "all", "--accumulation", "2"]) == 0
     printed = capsys.readouterr().out
     assert "fit" not in printed
+    assert "It needs a card with 0." in printed
     assert "Time of a step" not in printed
+
+
+def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
+    arguments = ["estimate", model, *SMALL, "--gpu", "640MiB"]
+    assert main(arguments) == 0
+    assert "It does not fit on 640MiB" in capsys.readouterr().out
+    assert main([*arguments, "--check"]) == 1
+    assert main([*arguments[:-1], "8GiB", "--check"]) == 0
+
+
+def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
+    def step_ms(accumulation: int) -> float:
+        file = tmp_path / "estimate.json"
+        arguments = ["--gpu", "rtx4090", "--accumulation", str(accumulation), "--json", str(file)]
+        assert main(["estimate", model, *SMALL, *arguments]) == 0
+        return float(json.loads(file.read_text())["step_ms"])
+
+    twice, often = step_ms(2), step_ms(16)
+    assert 6 * twice < often < 8 * twice
 
 
 @pytest.mark.slow
 def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "text.txt").write_text("Das Wasser fliesst, und der Stein bleibt liegen. " * 400)
-    flags = [f"--text_file={tmp_path / 'text.txt'}", "--vocab_size=300", "--block_size=32"]
-    (tmp_path / "lm.args").write_text("\n".join(flags) + "\n")
-    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.args"), "--batch-size", "4"]
+    data = {"text_file": [str(tmp_path / "text.txt")], "block_size": 32}
+    (tmp_path / "lm.json").write_text(json.dumps({"model": {"vocab_size": 300}, "data": data}))
+    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.json"), "--batch-size", "4"]
     assert main(recipe) == 0
     assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
     assert main([*recipe, "--set", "activations=nowhere"]) == 2
@@ -65,7 +87,9 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
     [
         ([], "name a MODEL"),
         (["/nowhere"], "model='/nowhere'"),
-        (["MODEL", "--gpu", "rtx"], "gpu='rtx' is neither a size such as 8GiB nor a known card"),
+        (["MODEL", "--gpu", "rtx"], "gpu='rtx' is neither a size with its unit such as 8GiB, nor"),
+        (["MODEL", "--gpu", "24"], "gpu='24' is neither a size with its unit such as 8GiB, nor"),
+        (["MODEL", "--check"], "so it needs --gpu"),
         (["MODEL", "--offload", "auto"], "offload='auto' weighs copies against compute, so it needs --gpu"),
         (["MODEL", "--precision", "int3"], "argument --precision: invalid choice: 'int3'"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),

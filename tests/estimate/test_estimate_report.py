@@ -1,10 +1,13 @@
 """An estimate in words."""
 
+from dataclasses import replace
+
 import pytest
 from estimate_runs import mlp_setup, step
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, estimate_report
 from hf_memopt.estimate.gpus import find_card
+from hf_memopt.units import MIB, format_gib
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +18,7 @@ def estimated() -> MemoryEstimate:
 def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:
     assert estimated.phase == "optimizer"
     text = estimate_report.text(estimated)
-    assert text.startswith("The peak is in the optimizer's update, in step 1: 0.00 GiB of tensors")
+    assert text.startswith("The peak is in the optimizer's update, in step 1: 0.02 GiB allocated")
     assert "checkpointing and offloading cannot lower it" in text.splitlines()[1]
 
 
@@ -24,9 +27,31 @@ def test_an_estimate_prints_itself(estimated: MemoryEstimate) -> None:
     assert len(repr(estimated)) < 5000  # without the trace of every allocation
 
 
-def test_a_card_that_is_too_small(estimated: MemoryEstimate) -> None:
+def test_what_is_needed_decides_whether_it_fits(estimated: MemoryEstimate) -> None:
     needed = estimate_report.needed_bytes(estimated)
-    assert needed == estimated.reserved_bytes + 640 * 2**20
-    fits, tight = (find_card(f"{num_bytes}B") for num_bytes in (needed, needed - 1))
-    assert "It fits on" in estimate_report.text(estimated, fits)
-    assert "It does not fit on" in estimate_report.text(estimated, tight)
+    assert needed == estimated.trace.smallest_capacity + 624 * MIB
+    enough, tight = (replace(find_card("8GiB"), memory_bytes=num_bytes) for num_bytes in (needed, needed - 1))
+    assert estimated.trace.fits(enough.memory_bytes - 624 * MIB)
+    assert estimate_report.fits(estimated, enough)
+    assert not estimate_report.fits(estimated, tight)
+    assert "It fits on 8GiB" in estimate_report.text(estimated, enough)
+    assert "It does not fit on 8GiB" in estimate_report.text(estimated, tight)
+
+
+def test_one_figure_is_called_needed(estimated: MemoryEstimate) -> None:
+    card = find_card("t4")
+    text = estimate_report.text(estimated, card)
+    assert text.count("need") == 1
+    assert f"It needs a card with {format_gib(estimate_report.needed_bytes(estimated, card))}: " in text
+    assert estimate_report.as_json(estimated, card)["needed_bytes"] == estimate_report.needed_bytes(estimated, card)
+
+
+def test_more_passes_take_time_alone() -> None:
+    estimated = estimate_peak_memory(mlp_setup, step, gpu="rtx4090")
+    longer = estimated.with_passes(8)
+    assert longer.step_ms == pytest.approx(
+        8 * (estimated.phases_ms["forward"] + estimated.phases_ms["backward"])
+        + estimated.phases_ms["outside"]
+        + estimated.phases_ms["optimizer"]
+    )
+    assert (longer.peak_bytes, longer.phases) == (estimated.peak_bytes, estimated.phases)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_memopt.estimate.gpus import CARDS, GIB, MIB, allowances, find_card, parse_size
+from hf_memopt.estimate.gpus import CARDS, allowances, cublas_workspace_bytes, find_card, parse_size
+from hf_memopt.units import GIB, MIB
 
 
 @pytest.mark.parametrize(
@@ -19,18 +20,75 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_cards_are_found_by_name_and_by_size() -> None:
-    assert find_card("RTX4070-laptop") is CARDS["rtx4070-laptop"]
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX4070-laptop", "rtx4070-laptop"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070-laptop"),
+        ("RTX 4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("3060", "rtx3060-12gb"),
+        ("rtx 4060 ti", "rtx4060ti-16gb"),
+        ("A100", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_cards_are_found_however_they_are_written(written: str, name: str) -> None:
+    assert find_card(written) is CARDS[name]
+
+
+def test_a_size_has_the_speed_of_a_desktop_card_or_of_the_one_that_is_named() -> None:
     assert find_card("8GiB").memory_bytes == 8 * GIB
+    assert find_card("8GiB").half_flops == CARDS["rtx4070"].half_flops
+    large = find_card("48GiB@h100")
+    assert (large.name, large.memory_bytes) == ("48GiB@h100", 48 * GIB)
+    assert (large.half_flops, large.compute_capability) == (CARDS["h100"].half_flops, (9, 0))
     assert find_card("h100", 12 * 10**9).link_bytes_per_s == 12 * 10**9
-    with pytest.raises(ValueError, match=r"gpu='rtx9999' is neither a size .* known are t4, "):
-        find_card("rtx9999")
 
 
-def test_cards_with_larger_workspaces_keep_more_for_themselves() -> None:
-    ampere, hopper = (sum(allowances(CARDS[name]).values()) for name in ("a100-80gb", "h100"))
-    assert hopper - ampere == 2 * (32 * MIB - 8320 * 1024)
-    assert sum(allowances().values()) == ampere
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rtx9999",
+        "24",
+        "100",
+        "48GiB@rtx9999",
+        "NVIDIA GH200 480GB",
+        "RTX 4070 Ti",
+        "H100 94GB",
+        "h100@48GiB",
+        "@h100",
+        "24@h100",
+        "",
+    ],
+)
+def test_what_is_no_card_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"gpu=.* is neither a size with its unit .* known are v100-16gb, "):
+        find_card(text)
+
+
+def test_cards_have_what_cuda_reports_and_not_what_is_advertised() -> None:
+    advertised = {"l4": 24, "a10": 24, "h200": 141, "h100": 80, "rtx4090": 24, "t4": 16, "b200": 192}
+    for name, gigabytes in advertised.items():
+        assert 0.9 * gigabytes < CARDS[name].memory_bytes / GIB < gigabytes
+
+
+def test_cards_with_larger_workspaces_are_known() -> None:
+    ampere, hopper = (cublas_workspace_bytes(CARDS[name].compute_capability) for name in ("a100-80gb", "h100"))
+    assert (ampere, hopper) == (8320 * 1024, 32 * MIB)
+
+
+def test_the_context_is_that_of_the_card_where_it_was_measured() -> None:
+    assert allowances(CARDS["t4"])["device context"] == 141 * MIB
+    assert allowances(CARDS["h100"]) == allowances()
+    assert allowances(find_card("16GiB@t4")) == allowances()
 
 
 def test_a_card_of_ones_own_is_taken_as_it_is_but_for_another_link() -> None:

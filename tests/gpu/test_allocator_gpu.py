@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[random.Random], int]] = {
 }
 
 
-@pytest.mark.skipif(not device.is_loaded(), reason="drivers do not promise rising addresses")
+@pytest.mark.skipif(not device.is_loaded(), reason="drivers do not promise falling addresses")
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_the_allocators(kind: str) -> None:
     """Allocated and reserved bytes of random logs, to the byte."""

@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"decoder_start_token_id": 0},
     "vit": {**SIZES, "image_size": 32, "patch_size": 8},
     "wav2vec2": {},
+    "clip": {},
+    "whisper": {},
 }
 CARD = find_card("rtx4070")
 FolderOf = Callable[..., str]
@@ -80,6 +82,24 @@ def test_the_task_follows_from_the_configuration(
     model_type: str, changes: dict[str, Any], task: str, folder_of: FolderOf
 ) -> None:
     assert huggingface.HuggingFaceModel(folder_of(model_type, **changes), seq_len=TOKENS).kind == task
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "remedy"),
+    [
+        ("clip", "CLIPModel", "task='image-classification' for CLIPForImageClassification"),
+        ("whisper", "WhisperForConditionalGeneration", "task='causal' for WhisperForCausalLM"),
+        ("bert", "BertForSequenceClassification", "task='masked' for BertForMaskedLM"),
+    ],
+)
+def test_another_task_than_the_configurations_is_simulated_only_when_it_is_named(
+    model_type: str, architecture: str, remedy: str, folder_of: FolderOf
+) -> None:
+    folder = folder_of(model_type, architectures=[architecture])
+    with pytest.raises(ValueError, match=f"its configuration is of {architecture}, .*{remedy}"):
+        _ = huggingface.HuggingFaceModel(folder, seq_len=TOKENS).kind
+    task = remedy.split("'")[1]
+    assert huggingface.HuggingFaceModel(folder, seq_len=TOKENS, task=task).name == f"{folder} as {remedy.split()[-1]}"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +194,7 @@ def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
     assert load_config_from_file(str(accelerate)).mixed_precision == "bf16"
     assert yaml.safe_load(accelerate.read_text())["num_processes"] == 1
     assert json.loads(chosen.read_text())["gradient_accumulation_steps"] == 4
-    options = causal_lm_options.parse("", [f"@{flags}", f"--output_dir={tmp_path / 'run'}"])
+    options = causal_lm_options.parse("", ["--config_path", str(flags), f"--output_dir={tmp_path / 'run'}"])
     assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
     assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
     assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.estimate.gpus import GIB, Card, allowances
+from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.tuning import NothingFitsError, Row, SearchDimension, SimulatedStep, TrainingPlan, plan
 from hf_memopt.tuning.settings_table import as_json, explain, headline, table
+from hf_memopt.units import GIB
 
 MIB = 2**20
 KEPT = sum(allowances().values())
@@ -175,7 +176,7 @@ def test_reports_show_every_candidate_and_name_the_choice(tight: TrainingPlan) -
     assert len(text.splitlines()) == 2 + len(tight.rows)
     assert text.splitlines()[2].startswith(f"| {tight.best.micro_batch} x {tight.best.accumulation}")
     assert f"micro-batch {tight.best.micro_batch}" in headline(tight)
-    assert "assumed and not measured" in "\n".join(explain(tight))
+    assert "Kept free, assumed: device context 512 MiB" in "\n".join(explain(tight))
     assert [row["update_ms"] for row in as_json(tight)["rows"]] == [row.update_ms for row in tight.rows]
 
 

@@ -123,7 +123,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
-        charge: called after each operation with the function, its arguments, its result and the running phase.
+        observe: called after each operation with the function, its arguments, its result and the running phase.
 
     Attributes:
         records: all storages so far, in order of birth.
@@ -136,7 +136,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: str,
         block_bytes: int,
         phases: StepPhases,
-        charge: Callable[[Any, Any, Any, Any, str], None] | None = None,
+        observe: Callable[[Any, Any, Any, Any, str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[StorageRecord] = []
@@ -145,7 +145,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases = phases
         self._counted = counted
         self._block_bytes = block_bytes
-        self._charge = charge
+        self._observe = observe
         self._backwards: list[int] = []  # where backward passes begin
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
 
@@ -157,8 +157,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         for leaf in tensors_in(result):
             self._note(leaf, function)
-        if self._charge is not None:
-            self._charge(function, args, kwargs, result, self.phases.name)
+        if self._observe is not None:
+            self._observe(function, args, kwargs, result, self.phases.name)
         return result
 
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
@@ -168,6 +168,26 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if record is not None:
                 record.kind = kind
                 record.owner = record.owner if owner is None else owner
+
+    def enter_block(self, num_bytes: int, kind: str, owner: str, *, stays: bool) -> None:
+        """Note device memory that no tensor holds, and unless it stays, that it is given back at once."""
+        record = StorageRecord(
+            num_bytes=self._rounded(num_bytes),
+            requested_bytes=num_bytes,
+            on_host=False,
+            shape=(num_bytes,),
+            dtype=torch.uint8,
+            operation="",
+            owner=owner,
+            phase=self.phases.name,
+            kind=kind,
+            born=len(self.changes),
+        )
+        self.records.append(record)
+        self._write(len(self.records) - 1, record.num_bytes)
+        if not stays:
+            record.died = len(self.changes)
+            self._write(len(self.records) - 1, -record.num_bytes)
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage, if it is known."""
@@ -187,6 +207,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phases=tuple(self.change_phases[position] for position, _, _ in entries),
             positions=tuple(position for position, _, _ in entries),
             first_step=sum(position < first_step for position, _, _ in entries),
+            in_blocks=self._counted != "cpu",
         )
 
     def host_peak_bytes(self, first_step: int) -> int:

@@ -8,7 +8,9 @@ the device is full are segments without tensors returned.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from hf_memopt.units import MIB
 
@@ -50,7 +52,7 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
-        self._next_address = 0
+        self._lowest_address = 0
 
     def allocate(self, num_bytes: int) -> _Block:
         """Return a block of at least this size, rounded up as the allocator does.
@@ -96,9 +98,10 @@ class CachingAllocator:
                 )
         self.reserved_bytes += segment_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = _Block(self._next_address, segment_bytes, small)
-        self._next_address += segment_bytes
-        return block
+        # Drivers give falling addresses, as far as published runs show: with them every byte that a T4 reserved is
+        # here, with rising ones up to 9 % are missing where attention's scores have many blocks of one size.
+        self._lowest_address -= segment_bytes
+        return _Block(self._lowest_address, segment_bytes, small)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
@@ -143,6 +146,19 @@ def _segment_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _LARGE_MULTIPLE_BYTES) * _LARGE_MULTIPLE_BYTES
 
 
+class Replay(NamedTuple):
+    """What an allocator does in a run.
+
+    Attributes:
+        allocated: bytes in blocks after each change: what `torch.cuda.memory_allocated` counts. They exceed what
+            tensors hold where the rest of a block was too small to be split off.
+        peak_reserved_bytes: the most that it has held from the device.
+    """
+
+    allocated: list[int]
+    peak_reserved_bytes: int
+
+
 @dataclass(frozen=True)
 class MemoryTrace:
     """Device memory over time.
@@ -153,6 +169,7 @@ class MemoryTrace:
         phases: the phase of each change.
         positions: of each change in the ledger's log, which counts host memory too.
         first_step: index of the change at which the first step begins.
+        in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.
     """
 
     storages: tuple[int, ...]
@@ -160,10 +177,16 @@ class MemoryTrace:
     phases: tuple[str, ...]
     positions: tuple[int, ...]
     first_step: int
+    in_blocks: bool = True
+
+    @cached_property
+    def unlimited(self) -> Replay:
+        """The run on a device that is never full."""
+        return self.replay()
 
     def held(self) -> list[int]:
-        """Return the bytes held after each change."""
-        return list(accumulate(self.changes))
+        """Return the bytes allocated after each change; in blocks, on a device that is never full."""
+        return self.unlimited.allocated if self.in_blocks else list(accumulate(self.changes))
 
     def peak(self) -> tuple[int, int]:
         """Return the most that is held at one time from the first step on, and the index of the change to it."""
@@ -177,11 +200,8 @@ class MemoryTrace:
             peaks[phase] = max(peaks.get(phase, 0), held)
         return peaks
 
-    def allocator(self, capacity_bytes: int | None = None) -> CachingAllocator:
-        """Return CUDA's caching allocator, by its model, at the end of the run.
-
-        Its `peak_allocated_bytes` are those since the first step began. They exceed what tensors hold where the rest
-        of a block was too small to be split off.
+    def replay(self, capacity_bytes: int | None = None) -> Replay:
+        """Run CUDA's caching allocator, by its model.
 
         Raises:
             OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
@@ -189,9 +209,8 @@ class MemoryTrace:
         allocator = CachingAllocator(capacity_bytes)
         blocks: dict[int, _Block] = {}
         sizes: dict[int, int] = {}
-        for position, (storage, change) in enumerate(zip(self.storages, self.changes, strict=True)):
-            if position == self.first_step:
-                allocator.peak_allocated_bytes = allocator.allocated_bytes
+        allocated = []
+        for storage, change in zip(self.storages, self.changes, strict=True):
             sizes[storage] = sizes.get(storage, 0) + change
             # The storage has died, or it was resized. Then it gives its block back before it takes another one; torch
             # holds both for the moment of the copy between them, which is left out here.
@@ -199,20 +218,22 @@ class MemoryTrace:
                 allocator.release(blocks.pop(storage))
             if sizes[storage]:
                 blocks[storage] = allocator.allocate(sizes[storage])
-        return allocator
+            allocated.append(allocator.allocated_bytes)
+        return Replay(allocated, allocator.peak_reserved_bytes)
 
     def fits(self, capacity_bytes: int) -> bool:
         """Return whether the run goes through on a device with so much memory for the allocator."""
         try:
-            self.allocator(capacity_bytes)
+            self.replay(capacity_bytes)
         except OutOfDeviceMemoryError:
             return False
         return True
 
+    @cached_property
     def smallest_capacity(self) -> int:
-        """Return the least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
+        """The least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
         # What tensors hold at their peak bounds the answer from below, what an unlimited device reserves from above.
-        failing, fitting = self.peak()[0] - 1, self.allocator().peak_reserved_bytes
+        failing, fitting = max(accumulate(self.changes)) - 1, self.unlimited.peak_reserved_bytes
         while fitting - failing > _LARGE_MULTIPLE_BYTES:
             middle = (failing + fitting) // 2
             failing, fitting = (failing, middle) if self.fits(middle) else (middle, fitting)

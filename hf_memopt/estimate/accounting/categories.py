@@ -21,9 +21,21 @@ from hf_memopt.estimate.accounting.allocation_log import (
     StorageRecord,
 )
 
-# In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, and
-# what comes and goes.
-CATEGORIES = (FROZEN, TEACHER, PARAMETER, BUFFER, INPUT, OPTIMIZER_STATE, GRADIENT, ACTIVATION, TEMPORARY) = (
+# In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, what
+# comes and goes, and what no tensor holds.
+CATEGORIES = (
+    FROZEN,
+    TEACHER,
+    PARAMETER,
+    BUFFER,
+    INPUT,
+    OPTIMIZER_STATE,
+    GRADIENT,
+    ACTIVATION,
+    TEMPORARY,
+    WORKSPACE,
+    UNUSED,
+) = (
     "frozen parameters",
     "teacher",
     "parameters",
@@ -33,6 +45,8 @@ CATEGORIES = (FROZEN, TEACHER, PARAMETER, BUFFER, INPUT, OPTIMIZER_STATE, GRADIE
     "gradients",
     "activations",
     "temporaries",
+    "library workspaces",
+    "unused ends of blocks",
 )
 
 
@@ -166,11 +180,18 @@ def of_storages(log: AllocationLog) -> tuple[str, ...]:
     return tuple(_kind(record, log) for record in log.records)
 
 
-def breakdown(live: list[tuple[str, StorageRecord]]) -> dict[str, int]:
-    """Return the bytes of each kind, most first."""
+def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> dict[str, int]:
+    """Return the bytes of each kind, most first.
+
+    Args:
+        live: as `alive_at` returns it.
+        allocated_bytes: of all blocks; what storages leave of them is their unused ends.
+    """
     totals: Counter[str] = Counter()
     for kind, record in live:
         totals[kind] += record.num_bytes
+    if unused := allocated_bytes - totals.total():
+        totals[UNUSED] = unused
     return dict(totals.most_common())
 
 

@@ -16,7 +16,6 @@ from hf_memopt.transfer import Transfer
 _EFFICIENCY = 0.6
 _LAUNCH_S = 4e-6
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "set_", "_unsafe_view", "resize_"}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class VirtualClock:
@@ -76,10 +75,15 @@ class VirtualClock:
         if "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
         flops = _flops(function, args, kwargs, result)
-        halves = any(leaf.dtype in _HALVES for leaf in inputs)
-        compute_s = flops / (self.card.half_flops if halves else self.card.float32_flops)
+        compute_s = flops / self._flops_per_s({leaf.dtype for leaf in inputs})
         memory_s = sum(leaf.nbytes for leaf in (*inputs, *outputs)) / self.card.memory_bytes_per_s
         return max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
+
+    def _flops_per_s(self, dtypes: set[torch.dtype]) -> float:
+        """Return the speed of products of these types; tensor cores take bfloat16 from Ampere on."""
+        has_bfloat16 = self.card.compute_capability >= (8, 0)
+        is_half = torch.float16 in dtypes or (torch.bfloat16 in dtypes and has_bfloat16)
+        return self.card.half_flops if is_half else self.card.float32_flops
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:

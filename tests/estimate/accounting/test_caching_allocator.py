@@ -1,6 +1,7 @@
 """The model of CUDA's caching allocator, against cases computed by hand from its rules."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -115,17 +116,32 @@ def test_a_log_is_replayed() -> None:
     # Storage 0 grows from 12 to 30 MiB, as a resized storage does, and dies; storage 1 then fits into its segment.
     storages = (0, 0, 0, 1)
     changes = (12 * MIB, 18 * MIB, -30 * MIB, 28 * MIB)
-    allocator = trace(storages, changes).allocator()
-    assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (28 * MIB, 30 * MIB)
-    assert allocator.reserved_bytes == 42 * MIB
+    replay = trace(storages, changes).replay()
+    assert replay == ([12 * MIB, 30 * MIB, 0, 28 * MIB], 42 * MIB)
     with pytest.raises(OutOfDeviceMemoryError):
-        trace(storages, changes).allocator(29 * MIB)
+        trace(storages, changes).replay(29 * MIB)
 
 
-def test_the_peak_of_a_replay_is_counted_from_the_first_step_on() -> None:
-    changes = (30 * MIB, -30 * MIB, 20 * MIB)
-    assert trace((0, 0, 1), changes).allocator().peak_allocated_bytes == 30 * MIB
-    assert trace((0, 0, 1), changes, first_step=2).allocator().peak_allocated_bytes == 20 * MIB
+def test_the_peak_is_that_of_blocks_from_the_first_step_on() -> None:
+    changes = (30 * MIB, -30 * MIB, 29 * MIB + 512)
+    assert trace((0, 0, 1), changes).peak() == (30 * MIB, 0)
+    # The rest of the block is too small to be split off, so that it stays allocated.
+    assert trace((0, 0, 1), changes, first_step=2).peak() == (30 * MIB, 2)
+    assert trace((0, 0, 1), changes, first_step=2).peaks_by_phase() == {"forward": 30 * MIB}
+
+
+def test_on_a_cpu_the_peak_is_that_of_bytes() -> None:
+    replaced = replace(trace((0, 0, 1), (30 * MIB, -30 * MIB, 29 * MIB + 1), first_step=2), in_blocks=False)
+    assert replaced.peak() == (29 * MIB + 1, 2)
+
+
+def test_the_smallest_capacity_is_the_least_on_which_the_run_goes_through() -> None:
+    # With room to spare the second block gets a segment of its own; on a full device it takes the first one's place.
+    run = trace((0, 0, 1), (30 * MIB, -30 * MIB, 40 * MIB))
+    assert run.unlimited.peak_reserved_bytes == 70 * MIB
+    assert 40 * MIB <= run.smallest_capacity < 42 * MIB
+    assert run.fits(run.smallest_capacity)
+    assert not run.fits(40 * MIB - 1)
 
 
 SIZES = st.one_of(st.integers(1, MIB), st.integers(MIB, 12 * MIB), st.integers(12 * MIB, 90 * MIB))

@@ -22,8 +22,11 @@ def test_what_modules_and_optimizers_own_is_labelled_and_the_rest_follows_from_b
         at_forward = len(log.changes) - 1
         saved.sum().backward()
         optimizer.step()
-        found = categories.breakdown(categories.alive_at(log, len(log.changes) - 1))
-        before = categories.breakdown(categories.alive_at(log, at_forward))
+        found, before = (
+            categories.breakdown(live, sum(record.num_bytes for _, record in live) + 100)
+            for live in (categories.alive_at(log, position) for position in (len(log.changes) - 1, at_forward))
+        )
+    assert found[categories.UNUSED] == before[categories.UNUSED] == 100
     assert before[categories.ACTIVATION] == 8 * 4 * 4
     assert found[categories.TEACHER] == teacher.nbytes
     assert found[categories.INPUT] == batch.nbytes

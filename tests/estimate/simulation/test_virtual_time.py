@@ -1,6 +1,7 @@
 """Virtual time: closed forms of the roofline and of the copy queues, and the offloader's own plans in it."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,16 @@ def test_work_that_hides_a_copy_leaves_no_stall(clock: VirtualClock) -> None:
     clock.now_s += 1.0
     transfer.wait()
     assert (clock.now_s, copier.stall_ms()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "speed"), [((7, 5), CARD.float32_flops), ((8, 0), CARD.half_flops)], ids=["turing", "ampere"]
+)
+def test_bfloat16_is_fast_from_ampere_on(capability: tuple[int, int], speed: float) -> None:
+    clock = VirtualClock(replace(CARD, compute_capability=capability))
+    matrix = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    clock.charge(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix, "forward")
+    assert clock.now_s == pytest.approx(2 * 4096**3 / speed / 0.6)
 
 
 def estimate(num_steps: int = 2, card: Card = CARD, **offloading: Any) -> MemoryEstimate:

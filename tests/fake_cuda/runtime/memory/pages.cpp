@@ -14,11 +14,13 @@ std::shared_mutex memory_in_use;
 
 }  // namespace
 
-// At addresses that rise from call to call: of blocks that are equally large the caching allocator takes the lowest.
+// At addresses that fall from call to call, as drivers have it: of blocks that are equally large the caching allocator
+// takes the lowest.
 void* map_pages(size_t bytes) {
   constexpr size_t step = 2 << 20;
-  static std::atomic<uintptr_t> next{uintptr_t{1} << 44};
-  void* wanted = reinterpret_cast<void*>(next.fetch_add((bytes / step + 1) * step));
+  static std::atomic<uintptr_t> lowest{uintptr_t{1} << 45};
+  const uintptr_t taken = (bytes / step + 1) * step;
+  void* wanted = reinterpret_cast<void*>(lowest.fetch_sub(taken) - taken);
   void* pages = mmap(wanted, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return pages == MAP_FAILED ? nullptr : pages;
 }

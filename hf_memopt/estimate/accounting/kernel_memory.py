@@ -1,0 +1,84 @@
+"""Memory that kernels take from torch's allocator beside their results.
+
+cuBLAS and cuBLASLt take workspaces, and keep them. Source: CublasHandlePool.cpp and Blas.cpp of torch 2.11. Each thread
+that computes has a handle of its own: the one that runs forward and the optimizer, and autograd's, which runs backward
+and what is recomputed there. A handle takes its workspace when its first product runs, cuBLASLt's when the first one
+that adds a bias does.
+
+Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
+SoftMax.cu.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_memopt.autograd_state import in_backward
+from hf_memopt.estimate.gpus import cublas_workspace_bytes
+from hf_memopt.units import MIB
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm,
+    _aten.addmm,
+    _aten._addmm_activation,
+    _aten.bmm,
+    _aten.baddbmm,
+    _aten.mv,
+    _aten.addmv,
+    _aten.dot,
+    _aten._scaled_mm,
+    _aten._int_mm,
+}
+_WITH_BIAS = {_aten.addmm, _aten._addmm_activation}
+# `parseCUDABlasLtWorkspaceSize` without the environment's say.
+_LT_WORKSPACE_BYTES = MIB
+
+
+class Block(NamedTuple):
+    """Memory that a kernel takes.
+
+    Attributes:
+        owner: the library or operation.
+        num_bytes: asked for.
+        stays: for ever, or until the operation ends.
+    """
+
+    owner: str
+    num_bytes: int
+    stays: bool
+
+
+class KernelMemory:
+    """Says which memory operations take beside their results.
+
+    Args:
+        compute_capability: of the card.
+    """
+
+    def __init__(self, compute_capability: tuple[int, int]) -> None:
+        self._cublas_bytes = cublas_workspace_bytes(compute_capability)
+        self._taken: set[tuple[str, bool]] = set()
+
+    def taken_by(self, function: Any, args: Any) -> Iterator[Block]:
+        """Yield what an operation on the device takes, after its results are allocated."""
+        if function.overloadpacket is _aten._softmax_backward_data:
+            yield Block("softmax's backward", args[0].nbytes, stays=False)
+        if function.overloadpacket not in _PRODUCTS:
+            return
+        libraries = {"cuBLAS": self._cublas_bytes}
+        if function.overloadpacket in _WITH_BIAS and _adds_a_bias(*args[:3]):
+            libraries["cuBLASLt"] = _LT_WORKSPACE_BYTES
+        for library, num_bytes in libraries.items():
+            handle = library, in_backward()
+            if handle not in self._taken:
+                self._taken.add(handle)
+                yield Block(library, num_bytes, stays=True)
+
+
+def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Return whether `addmm` runs cuBLASLt: one number for each column, and no side of length 1."""
+    is_row: bool = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1]
+    return is_row and min(*left.shape, *right.shape) > 1

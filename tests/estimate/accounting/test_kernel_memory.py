@@ -1,0 +1,105 @@
+"""When which kernel takes how much memory beside its result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from estimate_runs import State, step
+from torch import nn
+
+from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.units import KIB, MIB
+
+WORKSPACE = 8320 * KIB
+
+
+def workspaces(
+    module: Callable[[], nn.Module], run: Callable[[State], object] = step, gpu: str = "t4", rows: int = 8
+) -> dict[str, int]:
+    """What libraries hold at the peak."""
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = module(), torch.zeros(rows, 64)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), lambda model, x: model(x).square().mean())
+
+    estimate = estimate_peak_memory(setup, run, gpu=gpu)
+    found: dict[str, int] = {}
+    for tensor in estimate.top:
+        if tensor.kind == "library workspaces":
+            found[tensor.owner] = found.get(tensor.owner, 0) + tensor.num_bytes
+    assert sum(found.values()) == estimate.breakdown["library workspaces"]
+    return found
+
+
+def linear(*, bias: bool) -> nn.Module:
+    return nn.Linear(64, 64, bias=bias)
+
+
+@pytest.mark.parametrize(("gpu", "each"), [("t4", WORKSPACE), ("a100", WORKSPACE), ("h100", 32 * MIB)])
+def test_forward_and_backward_have_a_handle_each(gpu: str, each: int) -> None:
+    assert workspaces(lambda: linear(bias=False), gpu=gpu) == {"cuBLAS": 2 * each}
+
+
+def test_a_product_that_adds_a_bias_takes_one_of_cublaslt() -> None:
+    # Backward multiplies without adding, so that its handle takes none.
+    assert workspaces(lambda: linear(bias=True)) == {"cuBLAS": 2 * WORKSPACE, "cuBLASLt": MIB}
+
+
+def test_recomputing_in_backward_takes_one_there_too() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Recomputing stops at the second one, whose input is the last thing that backward needs.
+            self.inner = nn.Sequential(linear(bias=True), linear(bias=True))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    assert workspaces(Checkpointed) == {"cuBLAS": 2 * WORKSPACE, "cuBLASLt": 2 * MIB}
+
+
+def test_a_row_is_multiplied_without_cublaslt() -> None:
+    assert workspaces(lambda: linear(bias=True), rows=1) == {"cuBLAS": 2 * WORKSPACE}
+
+
+def test_what_runs_on_the_host_takes_none() -> None:
+    def on_host(state: State) -> None:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        state.model.weight.square().mean().backward()
+        state.optimizer.step()
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model = linear(bias=False)
+        return State(model, torch.optim.SGD(model.parameters()), (), lambda model: model.weight.mean())
+
+    assert "library workspaces" not in estimate_peak_memory(setup, on_host).breakdown
+
+
+def test_a_step_without_products_takes_none() -> None:
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = nn.LayerNorm(64), torch.zeros(8, 64)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), lambda model, x: model(x).square().mean())
+
+    found: MemoryEstimate = estimate_peak_memory(setup, step)
+    assert "library workspaces" not in found.breakdown
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_backward_of_softmax_makes_a_product_for_itself(dtype: torch.dtype) -> None:
+    num_bytes = 64 * MIB
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = nn.LayerNorm(1024, dtype=dtype), torch.zeros(num_bytes // 4096, 1024, dtype=dtype)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), softmax)
+
+    def softmax(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(model(x), -1, dtype=torch.float32).sum()
+
+    at_peak = estimate_peak_memory(setup, step)
+    assert at_peak.phase == "backward"
+    assert ("softmax's backward", num_bytes) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
