@@ -21,6 +21,8 @@ _KINDS = {
     "#c9a227": ("buffers",),
     "#79b4d0": ("inputs",),
     "#7f8c9b": ("temporaries",),
+    "#c3cad1": ("library workspaces",),
+    "#e3d9c6": ("unused ends of blocks",),
 }
 KIND_COLORS = {kind: color for color, kinds in _KINDS.items() for kind in kinds}
 _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.fromkeys(("student", "training"), COLORS[0])
@@ -109,7 +111,7 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
         if points:
             axes[-1].plot(*zip(*points, strict=True), ".-", color=color, label=label)
     axes[-1].set(title="Memory of the host", xlabel="optimizer steps", ylabel="GiB")
-    axes[-1].set_ylim(bottom=0)
+    axes[-1].set_ylim(0, 1.15 * axes[-1].get_ylim()[1])
     figure.legend(loc="outside lower center", ncols=3)
 
 
@@ -120,7 +122,8 @@ def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]
         color = _CURVES.get(name, COLORS[6])
         axes.plot(*zip(*curve, strict=True), ".-", color=color, label=name)
     axes.set(title="Loss", xlabel="steps")
-    if all(loss > 0 for curve in losses.values() for _, loss in curve):
+    values = [loss for curve in losses.values() for _, loss in curve]
+    if 0 < 10 * min(values) < max(values):
         axes.set_yscale("log")
     figure.legend(loc="outside lower center", ncols=3)
 
