@@ -47,7 +47,7 @@ demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the C
 
 demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in about 3 minutes: results in outputs/demo_lgt
 	rm -rf outputs/demo_lgt
-	$(PY) -m hf_memopt.recipes.lgt.scenes.prepare --output_dir=outputs/demo_lgt/landscapes
+	$(PY) -m hf_memopt.recipes.landscapes.prepare --output_dir=outputs/demo_lgt/landscapes
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
 

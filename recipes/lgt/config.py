@@ -101,7 +101,7 @@ class InferenceConfig:
     start_time: Share = flag(0.5, "where integration starts: 0 from noise, near 1 from the content")
     cfg_scale: Annotated[float, Range()] = flag(1.0, "classifier-free guidance towards the target style; 1 has none")
     num_panels: Count = flag(6, "held-out latents in panels.png, a row for each")
-    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL, or of scenes.prepare, to decode panels")
+    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL, or of landscapes.prepare, to decode panels")
 
 
 @dataclass
