@@ -5,11 +5,12 @@ UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.uv/bin/uv)
 PY := .venv/bin/python
 READY := .venv/.ready
 EXTRAS ?= dev
+PYTHON_VERSION ?= 3.12
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
 
-setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
+setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PYTHON_VERSION=3.13
 
 # Run from / because a pyenv shim in this folder would look for the version that .python-version names. Renamed only
 # when complete, so that an interrupted set-up starts again.
@@ -24,9 +25,9 @@ setup: $(READY) ## Python 3.12 environment in .venv with pinned versions
 
 # A complete environment is brought up to date; one that an interrupt left incomplete is made anew.
 $(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
-	@echo "setup: Python 3.12 and the pinned packages into .venv (several GB; minutes the first time)"
+	@echo "setup: Python $(PYTHON_VERSION) and the pinned packages into .venv (several GB; minutes the first time)"
 	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
-	"$(UV)" venv --allow-existing --python 3.12 .venv
+	"$(UV)" venv --allow-existing --python $(PYTHON_VERSION) .venv
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
 	  --compile-bytecode --editable ".[$(EXTRAS)]"
 	@touch $(READY)
@@ -37,12 +38,12 @@ demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: result
 demo-lm: $(READY) ## a small language model with offloading on the CPU, in about 2 minutes: results in outputs/demo_lm
 	rm -rf outputs/demo_lm
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_causal_lm @recipes/configs/causal_lm_demo.args
+	  -m hf_memopt.recipes.train_causal_lm --config_path recipes/configs/causal_lm_demo.yaml
 
 demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the CPU, in some minutes: results in outputs/demo_darcy
 	rm -rf outputs/demo_darcy
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_neural_operator @recipes/configs/neural_operator_demo.args
+	  -m hf_memopt.recipes.train_neural_operator --config_path recipes/configs/neural_operator_demo.yaml
 
 demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minutes: results in outputs/demo_lgt
 	rm -rf outputs/demo_lgt
@@ -52,7 +53,7 @@ demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minut
 demo-fluxflow: $(READY) ## a VAE-GAN on drawn shapes on the CPU, in some minutes: results in outputs/demo_fluxflow
 	rm -rf outputs/demo_fluxflow
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_fluxflow @recipes/configs/fluxflow_demo.args
+	  -m hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
 # Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
 test: $(READY) ## the default test suite (CPU, no network)
@@ -85,6 +86,24 @@ quality: $(READY) ## what continuous integration checks before the tests
 	@ln -sfn $(CURDIR)/callbacks $(CURDIR)/recipes build/types/hf_memopt/
 	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
+# Without lerobot, whose pins decide everybody's versions. Warnings of new versions are shown, not errors.
+NEWEST_TOOLS := pytest pytest-xdist hypothesis expecttest peft trl tensorboard torchao
+canaries: | $(UV) ## what we rely on in torch, transformers and others, tried with their newest versions in .newest/canaries
+	"$(UV)" venv --clear --python $(PYTHON_VERSION) .newest/canaries
+	"$(UV)" pip install --python .newest/canaries/bin/python --editable ".[neuralop,fluxflow,report,completion]" $(NEWEST_TOOLS)
+	.newest/canaries/bin/python -m pytest -m canary -W default tests/canaries --ignore-glob="*lerobot*" \
+	  --ignore-glob="*smolvla*" --ignore-glob="*coupling*" --ignore-glob="*reflow_plan*"
+
+wheel: $(READY) ## source archive and wheel in dist
+	rm -rf dist
+	$(PY) -m build
+
+docs: $(READY) ## the site, with the API from the docstrings, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
+
+docs-serve: $(READY) ## the site on this machine, rebuilt at each change
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
+
 bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
 	$(PY) -m benchmarks.campaign --minutes 28
 
@@ -102,4 +121,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality bench rehearse clean
+.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean

@@ -1,5 +1,6 @@
 """The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
 
+import argparse
 import importlib
 import logging
 import sys
@@ -15,6 +16,19 @@ _COMMANDS = {
     "planning_commands": ("estimate", "plan"),
 }
 
+_GREETING = """\
+hf-memopt: train in the memory you have. Six things that it does:
+
+  hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
+  hf-memopt plan --model MODEL --gpu 8GiB   which settings are the fastest that fit, and the command to run them
+  hf-memopt doctor                          what this machine can do, and which features are on
+  hf-memopt report RUN_DIR                  a page of a run: memory, losses, time
+  hf-memopt prepare-student                 a SmolVLA policy that needs one step: then precompute, evaluate, export
+  from hf_memopt import ...                 in your own loop: ActivationOffloader, OffloadedTeacher, train_step;
+                                            in a Trainer: attach(trainer, offloader=ActivationOffloader())
+
+hf-memopt --help lists all commands, COMMAND --help the options of one; hf-memopt completion bash completes both."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status; user errors go to standard error and give 2."""
@@ -24,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if not arguments:
+        print(_GREETING)
+        return 0
     parsed = _parser(arguments[0] if arguments else "").parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
@@ -44,7 +61,17 @@ def _parser(command: str = "") -> Parser:
     modules = [module for module, names in _COMMANDS.items() if command in names] or list(_COMMANDS)
     for module in modules:
         importlib.import_module(f"hf_memopt.commands.{module}").add_to(commands)
+    completion = commands.add_parser("completion", help="print a script that completes commands and options with Tab")
+    completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    completion.set_defaults(run=_complete)
     return parser
+
+
+def _complete(parsed: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(_parser(), parsed.shell))
+    return 0
 
 
 if __name__ == "__main__":

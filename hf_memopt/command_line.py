@@ -67,7 +67,7 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
 def _line(error: Exception) -> str | None:
     """A mistake in words; None, the error is none of the user's."""
     if isinstance(error, ModuleNotFoundError) and not (error.name or "hf_memopt").startswith("hf_memopt"):
-        return f"{error.name} is not installed; pip install it, or everything with pip install 'hf_memopt[all]'"
+        return f"{error.name} is not installed; install it, or run pip install '.[all]' in hf_memopt's repository"
     if isinstance(error, OSError) and error.filename is not None and error.errno in _REMEDIES:
         return f"{str(error.filename)!r}: {error.strerror}; {_REMEDIES[error.errno]}"
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}

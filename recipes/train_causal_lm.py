@@ -9,7 +9,7 @@ Without --model a small Qwen3 is made from scratch and trains on a CPU in about 
 docstrings of the standard library, about 2 MB, under the PSF licence. Nothing is downloaded then.
 
 Devices, processes and mixed precision are accelerate's: `accelerate launch --mixed_precision bf16 ...`. On a CPU
-nothing is offloaded unless --cpu_copies asks for the copies. @FILE stands for the flags in a file, one per line.
+nothing is offloaded unless --cpu_copies asks for the copies. --config_path FILE reads any flags from YAML or JSON.
 """
 
 import logging

@@ -9,8 +9,8 @@ The VAE is diffusers' AutoencoderKL. Each batch is trained on `training_steps` t
 update of the discriminator and one of the VAE each time, and one global step for all of them.
 
 Without --image_folder or --dataset images are drawn, and a CPU trains in minutes; nothing is downloaded then. Devices,
-processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --cpu_copies asks for it. @FILE stands for
-the flags in a file, one per line.
+processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --cpu_copies asks for it. --config_path
+FILE reads any flags from YAML or JSON.
 """
 
 import logging
@@ -122,6 +122,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     training = options.training
     set_seed(training.seed)  # the same weights on all processes
     models = build_models(options.model, options.losses, options.levers, training.seed)
+    data.check_sizes(options, stride(models.vae))
     if models.perceptual is not None:
         models.perceptual.to(accelerator.device)
     # Losses differentiate parts of the VAE one by one, which DDP does not see; `synchronize` exchanges gradients.

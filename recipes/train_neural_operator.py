@@ -8,7 +8,7 @@ Models, losses, data processor and optimizer are neuralop's. Data are generated,
 files; nothing is downloaded. Trained at one resolution, the model is tested at several.
 
 Devices, processes and mixed precision are accelerate's; Fourier transforms stay in float32. On a CPU nothing is
-offloaded unless --cpu_copies asks for the copies. @FILE stands for the flags in a file, one per line.
+offloaded unless --cpu_copies asks for the copies. --config_path FILE reads any flags from YAML or JSON.
 """
 
 import logging

@@ -61,6 +61,19 @@ def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def autograd_may_be_forked() -> None:
+    """Run backward before any test does: whatever the order of the tests, estimates can be made in forked processes.
+
+    On a machine without an accelerator autograd starts threads for one, and refuses to be forked from then on, if a
+    FakeTensorMode (torch.compile's, say) comes before a process's first backward.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.zeros(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], Any]]:
     """Imports modules of benchmarks/; their cells are measured in this process."""

@@ -12,6 +12,10 @@ from hf_memopt.recipes.lgt import plan as lgt_plan
 from hf_memopt.recipes.lgt.config import read_config
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
+neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
+recipe_flags = LateModule("hf_memopt.recipes.common.flags")
 causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.plan")
 auto_plan = LateModule("hf_memopt.recipes.common.auto_plan")
 fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
@@ -42,11 +46,11 @@ NEURAL_OPERATOR = ("--modes=6", "--hidden_channels=8", "--batch_size=8")
 
 
 def causal_lm(folder: Path, *flags: str, **options: Any) -> Any:
-    return causal_lm_plan.workload(_flags_file(folder, CAUSAL_LM + flags), **options)
+    return causal_lm_plan.workload(_config_file(folder, causal_lm_options, CAUSAL_LM + flags), **options)
 
 
 def fluxflow(folder: Path, *flags: str, **options: Any) -> Any:
-    return fluxflow_plan.workload(_flags_file(folder, FLUXFLOW + flags), **options)
+    return fluxflow_plan.workload(_config_file(folder, fluxflow_options, FLUXFLOW + flags), **options)
 
 
 def lgt(folder: Path, *flags: str, **options: Any) -> Any:
@@ -54,7 +58,9 @@ def lgt(folder: Path, *flags: str, **options: Any) -> Any:
 
 
 def neural_operator(folder: Path, *flags: str, **options: Any) -> Any:
-    return neural_operator_plan.workload(_flags_file(folder, NEURAL_OPERATOR + flags), **options)
+    return neural_operator_plan.workload(
+        _config_file(folder, neural_operator_options, NEURAL_OPERATOR + flags), **options
+    )
 
 
 def lgt_config(*flags: str) -> Any:
@@ -88,7 +94,5 @@ def write_student(folder: Path, vlm: Path, **fields: Any) -> Path:
     return student
 
 
-def _flags_file(folder: Path, flags: tuple[str, ...]) -> Path:
-    path = folder / "flags.args"
-    path.write_text("".join(f"{flag}\n" for flag in flags), encoding="utf-8")
-    return path
+def _config_file(folder: Path, module: Any, flags: tuple[str, ...]) -> Path:
+    return recipe_flags.write_options(folder / "config.yaml", recipe_flags.read_options(module.Options, "", flags))

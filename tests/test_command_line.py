@@ -43,7 +43,7 @@ def file_error(number: int, path: str = "/a/b") -> OSError:
         ),
         (
             ModuleNotFoundError("No module named 'lerobot'", name="lerobot"),
-            "lerobot is not installed; pip install it, or everything with pip install 'hf_memopt[all]'",
+            "lerobot is not installed; install it, or run pip install '.[all]' in hf_memopt's repository",
         ),
     ],
 )

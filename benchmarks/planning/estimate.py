@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.estimate --estimate-only --card h100 --estimates h100.json
     python -m benchmarks.planning.estimate --estimates h100.json
-    python -m benchmarks.planning.estimate --recipe train_causal_lm=flags.args --recipe train_neural_operator=darcy.args
+    python -m benchmarks.planning.estimate --recipe train_causal_lm=lm.yaml --recipe train_neural_operator=darcy.yaml
 
 Every step is first estimated, without the device, and then really run on it from the same code: transformers models
 with random weights, without and with activation checkpointing, and recipes, in three sizes; and recipes with the

@@ -40,7 +40,7 @@ def render(draw: Draw, *, dark: bool) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError('the report needs matplotlib: pip install "hf_memopt[report]"') from error
+        raise ValueError("the report needs matplotlib: pip install matplotlib") from error
     # Without pyplot: a report that is written inside a user's program leaves its backend and figures alone.
     with matplotlib.rc_context(_style(dark)):
         figure = Figure(layout="constrained")

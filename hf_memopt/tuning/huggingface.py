@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
@@ -219,26 +220,30 @@ class HuggingFaceModel:
         (folder / "settings.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
         written = [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "settings.json"]
         if self._is_for_the_recipe(checkpointing):
-            flags = {
-                "model": self.model,
-                "dtype": self.dtype,
-                "block_size": self.seq_len,
-                "per_device_batch_size": micro_batch,
-                "gradient_accumulation_steps": accumulation,
-                "max_grad_norm": self.max_grad_norm,
-                "offload": offload,
-                "offload_threshold_mb": self.offload_threshold_mb,
+            fields = {
+                "model": {
+                    "model": self.model,
+                    "dtype": self.dtype,
+                    "gradient_checkpointing": checkpointing == "full",
+                },
+                "data": {"block_size": self.seq_len},
+                "training": {
+                    "per_device_batch_size": micro_batch,
+                    "gradient_accumulation_steps": accumulation,
+                    "max_grad_norm": self.max_grad_norm,
+                },
+                "offload": {"offload": offload, "offload_threshold_mb": self.offload_threshold_mb},
             }
-            lines = [f"--{name}={value}" for name, value in flags.items()]
-            lines += ["--gradient_checkpointing"] if checkpointing == "full" else []
-            (folder / "causal_lm.args").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            written.append(folder / "causal_lm.args")
+            (folder / "causal_lm.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            written.append(folder / "causal_lm.yaml")
         return written
 
     def command(self, written: list[Path]) -> str:
         """The recipe's, if it can train with these settings."""
-        config, settings, *flags = written
-        script = f"-m hf_memopt.recipes.train_causal_lm @{flags[0]}" if flags else f"a script with {settings}"
+        config, settings, *fields = written
+        script = (
+            f"-m hf_memopt.recipes.train_causal_lm --config_path {fields[0]}" if fields else f"a script with {settings}"
+        )
         return f"accelerate launch --config_file {config} {script}"
 
     def _is_for_the_recipe(self, checkpointing: str) -> bool:

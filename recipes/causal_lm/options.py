@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading, check_unused
 
@@ -73,7 +73,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    options = read_flags(Options, description, arguments)
+    options = read_options(Options, description, arguments)
     training = options.training
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)

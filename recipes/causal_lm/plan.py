@@ -15,18 +15,18 @@ from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
 from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload, weights_from_config
-from hf_memopt.recipes.common.flags import read_flags
+from hf_memopt.recipes.common.flags import read_options
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
-    """Return the workload of a file of flags, as for `train_causal_lm.py @FILE`.
+    """Return the workload of a configuration file, as for `train_causal_lm.py --config_path FILE`.
 
     Args:
-        config_path: one flag per line.
+        config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: blocks per update; None, what the flags make it.
+        effective_batch: blocks per update; None, what the file makes it.
     """
-    options = read_flags(Options, "", [f"@{config_path}"])
+    options = read_options(Options, "", ["--config_path", str(config_path)])
     tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))
     return CausalLM(options, tokenizer, precision, effective_batch)
 

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import torch
 from accelerate.utils import set_seed
 from datasets import DatasetDict
 from transformers import (
@@ -19,7 +18,7 @@ from hf_memopt.callbacks import attach
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, trainers_checkpoint
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.loop import make_offloader
+from hf_memopt.recipes.common.loop import make_offloader, pins_memory
 from hf_memopt.recipes.common.results import History
 
 # Flags that Trainer has under the same names.
@@ -70,7 +69,7 @@ def training_arguments(training: TrainingOptions) -> TrainingArguments:
         save_strategy="steps" if training.checkpointing_steps else "no",
         save_steps=training.checkpointing_steps or training.max_steps,
         save_total_limit=training.checkpoints_total_limit,
-        dataloader_pin_memory=torch.accelerator.is_available(),
+        dataloader_pin_memory=pins_memory(),
     )
 
 

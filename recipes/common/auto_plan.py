@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.memory.device_counters import counters_for
-from hf_memopt.recipes.common.flags import as_words
+from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
@@ -96,7 +96,7 @@ class RecipeWorkload(ABC):
     def command(self, written: list[Path]) -> str:
         """Return what runs the recipe with the files that `write` wrote."""
         options, config = written
-        return f"accelerate launch --config_file {config} -m {self.MODULE} @{options}"
+        return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
     def num_steps(self, options: Any) -> int:
         """Return how many updates are simulated, until one finds memory as all later ones do."""
@@ -108,7 +108,7 @@ class RecipeWorkload(ABC):
 
     def write_options(self, options: Any, folder: Path) -> Path:
         """Write the options' file and return its path."""
-        return write_args(folder / f"{self.MODULE.rpartition('train_')[2]}.args", options)
+        return write_options(folder / f"{self.MODULE.rpartition('train_')[2]}.yaml", options)
 
     def given_batch(self, options: Any) -> int:
         """Return the samples per update that the options ask for."""
@@ -224,16 +224,3 @@ def with_changes(options: Any, changes: Changes) -> Any:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     return options._replace(**{name: replace(getattr(options, name), **values) for name, values in sections.items()})
-
-
-def write_args(path: Path, options: Any) -> Path:
-    """Write the flags that differ from their defaults, one per line, for `@FILE`."""
-    lines: list[str] = []
-    for section in options:
-        default = type(section)()
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if value != getattr(default, field.name):
-                lines += as_words(field.name, value)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path

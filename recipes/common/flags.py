@@ -11,6 +11,7 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+import yaml
 from transformers import HfArgumentParser
 
 from hf_memopt.command_line import Parser
@@ -34,34 +35,47 @@ class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
     """Shows defaults beside the flags, and the description as it was written."""
 
 
-def read_flags[T](kind: type[T], description: str, arguments: Sequence[str] | None) -> T:
-    """Return a `kind`, which is a named tuple of dataclasses, from flags `--field VALUE`.
+def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | None, *, by_section: bool = False) -> T:
+    """Return a `kind`, which is a named tuple of dataclasses, from flags and from the file of `--config_path FILE`.
 
-    `@FILE` among the arguments stands for the flags in a file, one per line. Of two equal flags the last one counts.
+    Each field is a flag, by its name alone or with its section: `--batch_size 8`, `--training.batch_size 8`. The file,
+    YAML or JSON, holds an object of sections with any of their fields. Flags overrule it; of two equal ones the last
+    counts.
 
-    Raises:
-        ValueError: a flag is unknown, or its value none of its type or range.
-    """
-    return _read(kind, _parser(kind, description, by_section=False), arguments, by_section=False)
-
-
-def read_sections[T](kind: type[T], description: str, arguments: Sequence[str] | None) -> T:
-    """Return a `kind` from flags `--section.field VALUE`, and from the JSON file that `--config_path FILE` names.
-
-    The file holds an object of sections, with any of their fields. The command line's flags overrule it.
+    Args:
+        kind: whose fields are the sections.
+        description: for `--help`.
+        arguments: None, the command line's.
+        by_section: whether `--help` and errors name fields with their sections.
 
     Raises:
-        ValueError: as `read_flags`; or the file cannot be read, or has a section that there is not.
+        ValueError: a flag is unknown, or its value none of its type or range; the file cannot be read, or has a section
+            that there is not.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser(kind, description, by_section=True)
-    parser.add_argument("--config_path", metavar="FILE", help="JSON file of sections, with any of the fields below")
+    parser = _parser(kind, description, by_section=by_section)
+    parser.add_argument("--config_path", metavar="FILE", help="YAML or JSON file of sections, with any of these fields")
     only_path = Parser(add_help=False, allow_abbrev=False)
     only_path.add_argument("--config_path")
     path = only_path.parse_known_args(given)[0].config_path
     # The file comes first, so that the command line's own flags, which come later, overrule it.
     from_file = [] if path is None else list(_words_of_file(Path(path), get_type_hints(kind)))
-    return _read(kind, parser, [*from_file, *given], by_section=True)
+    names = _other_names(parser)
+    words = [_renamed(word, names) for word in (*from_file, *given)]
+    return _read(kind, parser, words, by_section=by_section)
+
+
+def write_options(path: Path, options: Any) -> Path:
+    """Write the fields that differ from their defaults as a YAML file for `--config_path`, and return its path."""
+    changed: dict[str, dict[str, Any]] = {}
+    for name, section in options._asdict().items():
+        default = type(section)()
+        for each in fields(section):
+            value = getattr(section, each.name)
+            if value != getattr(default, each.name):
+                changed.setdefault(name, {})[each.name] = value
+    path.write_text(yaml.safe_dump(changed, sort_keys=False), encoding="utf-8")
+    return path
 
 
 def as_words(name: str, value: Any) -> list[str]:
@@ -72,7 +86,7 @@ def as_words(name: str, value: Any) -> list[str]:
 
 
 def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
-    parser = Parser(description=description, formatter_class=_Formatter, fromfile_prefix_chars="@", allow_abbrev=False)
+    parser = Parser(description=description, formatter_class=_Formatter, allow_abbrev=False)
     for section, group in get_type_hints(kind).items():
         box, hints = parser.add_argument_group(section), get_type_hints(group)
         for each in map(copy, fields(group)):  # it is changed here, and by transformers
@@ -80,6 +94,21 @@ def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
             each.name = _flag_name(section, each.name, by_section)
             HfArgumentParser._parse_dataclass_field(box, each)
     return parser
+
+
+def _other_names(parser: Parser) -> dict[str, str]:
+    """Return the flags under their names with section, or without, whichever they are not called."""
+    names: dict[str, str] = {}
+    for group in parser._action_groups[2:]:  # after those of argparse itself
+        for name in [name for action in group._group_actions for name in action.option_strings]:
+            bare = name.removeprefix("--").removeprefix(f"{group.title}.")
+            names |= {f"--{bare}": name, f"--{group.title}.{bare}": name}
+    return names
+
+
+def _renamed(word: str, names: dict[str, str]) -> str:
+    name, equals, value = word.partition("=")
+    return names.get(name, name) + equals + value
 
 
 def _flag_name(section: str, name: str, by_section: bool) -> str:
@@ -103,8 +132,10 @@ def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, 
 
 
 def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
-    with explained(f"config_path={str(path)!r} cannot be read as JSON"):
-        held = json.loads(path.read_text())
+    is_json = path.suffix == ".json"
+    remedy = "JSON; it has no comments, which a .yaml file may have" if is_json else "YAML"
+    with explained(f"config_path={str(path)!r} cannot be read as {remedy}", (OSError, ValueError, yaml.YAMLError)):
+        held = json.loads(path.read_text()) if is_json else yaml.safe_load(path.read_text())
     if not isinstance(held, dict):
         raise ValueError(f"config_path={str(path)!r} must hold an object with sections {', '.join(sections)}")
     for section, values in held.items():

@@ -49,6 +49,12 @@ def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator
     )
 
 
+def pins_memory() -> bool:
+    """Return whether batches are to be page-locked: for an accelerator with memory of its own, which MPS has not."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
+
+
 def make_offloader(options: OffloadOptions, device: torch.device) -> ActivationOffloader | None:
     """Return a new offloader for a model on `device`; None in mode "off"."""
     if options.offload == "off":

@@ -10,16 +10,17 @@ import datasets
 import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.recipes.fluxflow.options import DataOptions
+from hf_memopt.recipes.common.landscapes import landscape, painted
+from hf_memopt.recipes.common.loop import pins_memory
+from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
 
 Size = tuple[int, int]  # width and height, as PIL has them
 
-NUM_SHAPES = 4
 DRAWN_RATIOS = (3 / 4, 1.0, 4 / 3)
 
 
@@ -76,6 +77,26 @@ def bucket(resolution: int, ratio: float, stride: int) -> Size:
 def nearest_multiple(length: float, stride: int) -> int:
     """Return the nearest multiple, which is one stride at least."""
     return max(1, round(length / stride)) * stride
+
+
+def check_sizes(options: Options, stride: int) -> None:
+    """Refuse an aspect ratio whose images are too narrow for LPIPS at one of the resolutions.
+
+    Raises:
+        ValueError: names the ratio, the resolution and the size that they make with this stride of the VAE.
+    """
+    if not options.losses.lpips_weight:
+        return
+    for ratio in options.data.aspect_ratios:
+        whole = bucket(options.data.resolution, ratio, stride)
+        for resolution in options.resolutions:
+            width, height = (nearest_multiple(side * resolution / options.data.resolution, stride) for side in whole)
+            if min(width, height) < MIN_LPIPS_SIZE:
+                raise ValueError(
+                    f"aspect_ratios={ratio:g}: at resolution {resolution} images are {width} x {height}, and LPIPS "
+                    f"needs {MIN_LPIPS_SIZE} pixels on each side; use a ratio nearer to 1, larger resolutions, or "
+                    "--lpips_weight 0"
+                )
 
 
 def rescaled(images: Tensor, scale: float, stride: int) -> Tensor:
@@ -162,7 +183,7 @@ def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int
             batch_size=None,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor,
-            pin_memory=torch.accelerator.is_available(),
+            pin_memory=pins_memory(),
             generator=torch.Generator(),  # of its own: resuming must not shift the one that latents are drawn from
         )
 
@@ -189,7 +210,7 @@ def first_images(source: Source, count: int) -> list[Tensor]:
 
 
 def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
-    """Return drawn discs, boxes and stripes on shaded ground, as PNG in a dataset; the seed decides them."""
+    """Return painted landscapes, as PNG in a dataset; the seed decides them."""
     numbers = random.Random(seed)
     features = datasets.Features({"image": datasets.Image(mode="RGB")})
     return datasets.Dataset.from_dict({"image": [_drawn(numbers, resolution) for _ in range(count)]}, features=features)
@@ -198,25 +219,4 @@ def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
 def _drawn(numbers: random.Random, resolution: int) -> Image.Image:
     ratio = numbers.choice(DRAWN_RATIOS)
     size = round(resolution * math.sqrt(ratio)), round(resolution / math.sqrt(ratio))
-    first, second = (Image.new("RGB", size, _colour(numbers)) for _ in range(2))
-    shade = Image.linear_gradient("L").rotate(numbers.choice((0, 90, 180, 270))).resize(size)
-    image = Image.composite(first, second, shade)
-    draw = ImageDraw.Draw(image)
-    for _ in range(numbers.randint(1, NUM_SHAPES)):
-        _draw_shape(draw, numbers, size)
-    return image
-
-
-def _draw_shape(draw: ImageDraw.ImageDraw, numbers: random.Random, size: Size) -> None:
-    x, y = (numbers.uniform(0, side) for side in size)
-    radius = numbers.uniform(0.08, 0.3) * min(size)
-    shape = numbers.choice((draw.ellipse, draw.rectangle, draw.line))
-    corners = (x - radius, y - radius, x + radius, y + radius)
-    if shape == draw.line:
-        draw.line(corners, fill=_colour(numbers), width=max(2, round(radius / 4)))
-    else:
-        shape(corners, fill=_colour(numbers))
-
-
-def _colour(numbers: random.Random) -> tuple[int, int, int]:
-    return numbers.randrange(256), numbers.randrange(256), numbers.randrange(256)
+    return painted(landscape(size, numbers), numbers)

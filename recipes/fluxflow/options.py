@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
@@ -27,7 +27,7 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    image_folder: str | None = flag(None, "folder of images; without it and --dataset shapes are drawn")
+    image_folder: str | None = flag(None, "folder of images; without it and --dataset landscapes are drawn")
     dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
     dataset_config: str | None = flag(None, "configuration of the dataset")
     split: str = flag("train", "split of the dataset")
@@ -111,7 +111,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    options = read_flags(Options, description, arguments)
+    options = read_options(Options, description, arguments)
     _check_resolutions(options)
     _check_data(options.data)
     _check_levers(options)

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hf_memopt.recipes.common.auto_plan import BatchInParts
-from hf_memopt.recipes.common.flags import read_flags
+from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.fluxflow.levers import make_average
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models
@@ -17,14 +17,14 @@ from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":
-    """Return the workload of a file of flags, as for `train_fluxflow.py @FILE`.
+    """Return the workload of a configuration file, as for `train_fluxflow.py --config_path FILE`.
 
     Args:
-        config_path: one flag per line.
+        config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: images per update; None, what the flags make it.
+        effective_batch: images per update; None, what the file makes it.
     """
-    return FluxFlow(read_flags(Options, "", [f"@{config_path}"]), precision, effective_batch)
+    return FluxFlow(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 
 
 class FluxFlow(BatchInParts):

@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import as_words, flag, read_sections
+from hf_memopt.recipes.common.flags import as_words, flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive, Seed, Share, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
 
 FourOrMore = Annotated[int, Range(at_least=4, whole=True)]
+UpToOne = Annotated[float, Range(above=0, at_most=1)]
 EightOrMore = Annotated[int, Range(at_least=8, whole=True)]
 
 
@@ -50,11 +51,12 @@ class TrainingConfig:
     num_epochs: Count = flag(100, "passes over the data; what does not fill a batch is left out of each")
     label_drop_prob: Share = flag(0.1, "share of the updates that train without a target style")
     use_avg_style_for_uncond: bool = flag(True, "without a target style: a learned embedding; otherwise zeros")
-    target_styles: Literal["one_per_batch", "permuted"] = flag(
-        "one_per_batch", "of a batch: all the same, or the batch's own in another order"
+    target_styles: Literal["one_per_batch", "others", "permuted"] = flag(
+        "one_per_batch", "all of a batch the same; that, on contents of other styles alone; the batch's own, shuffled"
     )
     epsilon: Share = flag(0.01, "earliest time that integration starts at")
     epsilon_warmup_epochs: CountOrZero = flag(10, "epochs in which the earliest time rises from 0 to epsilon")
+    latest_time: UpToOne = flag(1.0, "latest time that integration starts at; near 1 little time is left to move in")
     ode_integration_steps: Count = flag(10, "Euler steps, with gradients through all of them")
     legacy_dt: bool = flag(False, "divide the time that is left anew in each step, which never arrives at 1")
     use_amp: bool = flag(False, "mixed precision")
@@ -98,8 +100,8 @@ class InferenceConfig:
     num_steps: Count = flag(10, "Euler steps")
     start_time: Share = flag(0.5, "where integration starts: 0 from noise, near 1 from the content")
     cfg_scale: Annotated[float, Range()] = flag(1.0, "classifier-free guidance towards the target style; 1 has none")
-    num_panels: Count = flag(6, "held-out latents in panels.png")
-    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL that decodes panels to images")
+    num_panels: Count = flag(6, "held-out latents in panels.png, a row for each")
+    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL, or of scenes.prepare, to decode panels")
 
 
 @dataclass
@@ -129,14 +131,20 @@ def read_config(description: str, arguments: Sequence[str] | None = None) -> Con
     Raises:
         ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
     """
-    config = read_sections(Config, description, arguments)
+    config = read_options(Config, description, arguments, by_section=True)
     loss, num_styles = config.loss, config.model.num_styles
     if loss.patch_size % 2 == 0:
         raise ValueError(f"loss.patch_size={loss.patch_size} must be odd, so that every position has a patch around it")
+    training = config.training
+    if training.epsilon > training.latest_time:
+        raise ValueError(
+            f"training.epsilon={training.epsilon} must not be above training.latest_time={training.latest_time}: "
+            "integration starts between the two"
+        )
     if loss.style_weights is not None and len(loss.style_weights) != num_styles:
         raise ValueError(f"loss.style_weights={loss.style_weights} must have model.num_styles={num_styles} values")
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
-    check_offloading(config.offload, checkpointed=config.training.use_gradient_checkpointing, remedy=remedy)
+    check_offloading(config.offload, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return config
 
 

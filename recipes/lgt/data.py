@@ -159,14 +159,21 @@ def make_batch(config: Config, device: torch.device | str) -> Batch:
     targets = torch.arange(num, device=device) % config.model.num_styles
     dropped = torch.zeros(num, dtype=torch.bool, device=device)
     weights = torch.ones(num, device=device)
-    return assemble(latents, target_latents, targets, weights, dropped, config.training.epsilon)
+    times = (config.training.epsilon, config.training.latest_time)
+    return assemble(latents, target_latents, targets, weights, dropped, times)
 
 
 def assemble(
-    latents: Tensor, target_latents: Tensor, targets: Tensor, style_weights: Tensor, dropped: Tensor, epsilon: float
+    latents: Tensor,
+    target_latents: Tensor,
+    targets: Tensor,
+    style_weights: Tensor,
+    dropped: Tensor,
+    times: tuple[float, float],
 ) -> Batch:
-    """Return a batch whose samples start at times of their own, from `epsilon` on, between noise and content."""
-    time = epsilon + (1 - epsilon) * torch.rand(len(latents), device=latents.device, dtype=latents.dtype)
+    """Return a batch whose samples start between noise and content, at times from the earliest to the latest."""
+    earliest, latest = times
+    time = earliest + (latest - earliest) * torch.rand(len(latents), device=latents.device, dtype=latents.dtype)
     start = between(torch.randn_like(latents), latents, time)
     return {
         "start": start,
@@ -208,6 +215,12 @@ class LatentBank:
         drawn = torch.randint(2**31, styles.shape, device=styles.device)
         return self._latents[self._first[styles] + drawn % self._counts[styles]]
 
+    def _of_others(self, style: int, rows: Tensor) -> Tensor:
+        """Return as many rows at random whose style is another one."""
+        count, first = self._counts[style], self._first[style]
+        drawn = torch.randint(2**31, rows.shape, device=rows.device) % (len(self._styles) - count)
+        return torch.where(drawn < first, drawn, drawn + count)
+
     def micro_batches(self, window: list[Tensor], step: int, epsilon: float) -> list[Batch]:
         """Return one batch for each tensor of row numbers in `window`; with a gradient cache, parts of one batch."""
         training = self._config.training
@@ -224,5 +237,8 @@ class LatentBank:
             targets = self._styles[rows][torch.randperm(len(rows), device=rows.device)]
         else:
             targets = torch.full_like(rows, target)
+        if training.target_styles == "others":
+            rows = torch.where(self._styles[rows] == target, self._of_others(target, rows), rows)
         dropped = torch.full_like(rows, is_dropped, dtype=torch.bool)
-        return assemble(self._latents[rows], self.of_styles(targets), targets, self._weights[targets], dropped, epsilon)
+        times = (epsilon, training.latest_time)
+        return assemble(self._latents[rows], self.of_styles(targets), targets, self._weights[targets], dropped, times)

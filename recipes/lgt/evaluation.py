@@ -10,6 +10,7 @@ from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
+from hf_memopt.recipes.lgt.scenes import autoencoder
 from hf_memopt.training.repeatable import RandomState
 
 NUM_EVALUATED = 64
@@ -78,14 +79,16 @@ def _distance(latents: Tensor, style: int, bank: LatentBank, config: Config) -> 
 
 
 def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config, file: Path) -> None:
-    """Draw held-out contents of all styles in turn, translated to every style, beside latents that have the style."""
+    """Draw held-out contents of all styles in turn, translated to the next style, beside latents that have it."""
+    names = config.data.style_subdirs or [f"style {style}" for style in range(config.model.num_styles)]
     columns = images_of(panels(model, bank, held_out, config), config)
-    num_rows = len(next(iter(columns.values())))
-    size = (1.7 * len(columns), 1.6 * num_rows + 0.3)
-    with drawn(file, num_rows, len(columns), figsize=size, squeeze=False) as grid:
+    rows = _in_turn(held_out.styles)[: config.inference.num_panels]
+    with drawn(file, len(rows), len(columns), figsize=(1.7 * len(columns), 1.85 * len(rows)), squeeze=False) as grid:
         for column, (title, images) in zip(grid.T, columns.items(), strict=True):
-            column[0].set_title(title, fontsize=9)
-            for axes, image in zip(column, images, strict=True):
+            for axes, image, style in zip(column, images, held_out.styles[rows].tolist(), strict=True):
+                target = names[(style + 1) % len(names)]
+                text = {"content": names[style], "translated": f"to {target}", "reference": f"other {target}"}[title]
+                axes.set_title(text, fontsize=9)
                 axes.imshow(image.numpy(), interpolation="nearest")
                 axes.set(xticks=[], yticks=[])
 
@@ -98,11 +101,12 @@ def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: C
     model.eval()
     rows = _in_turn(held_out.styles)[: config.inference.num_panels]
     contents = held_out.latents[rows].to(device)
-    columns = {"content": contents}
-    for style in range(config.model.num_styles):
-        targets = torch.full((len(rows),), style, device=device)
-        columns[f"to style {style}"] = translate(model, contents, targets, config)
-        columns[f"style {style}"] = bank.of_styles(targets)
+    targets = (held_out.styles[rows].to(device) + 1) % config.model.num_styles
+    columns = {
+        "content": contents,
+        "translated": translate(model, contents, targets, config),
+        "reference": bank.of_styles(targets),
+    }
     state.restore()
     return {title: latents.float().cpu() for title, latents in columns.items()}
 
@@ -123,13 +127,21 @@ def as_colours(latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(latents: Tensor, folder: str) -> Tensor:
-    """Return images of latents, `(num, height, width, 3)`, by the AutoencoderKL in a folder."""
-    from diffusers import AutoencoderKL
+    """Return images of latents, `(num, height, width, 3)` from 0 to 1.
 
-    vae = AutoencoderKL.from_pretrained(folder).eval()
-    shift = vae.config.shift_factor or 0.0
-    decoded = [vae.decode(each[None] / vae.config.scaling_factor + shift).sample for each in latents]
-    return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+    Args:
+        latents: `(num, channels, height, width)`.
+        folder: of diffusers' AutoencoderKL, or of the autoencoder that `scenes.prepare` writes.
+    """
+    if (Path(folder) / autoencoder.FILE).is_file():
+        decoded = autoencoder.Autoencoder.load(Path(folder)).decode(latents)
+    else:
+        from diffusers import AutoencoderKL
+
+        vae = AutoencoderKL.from_pretrained(folder).eval()
+        shift = vae.config.shift_factor or 0.0
+        decoded = torch.cat([vae.decode(each[None] / vae.config.scaling_factor + shift).sample for each in latents])
+    return (decoded / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
 
 def draw_curves(history: History, file: Path) -> None:

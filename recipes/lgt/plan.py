@@ -1,6 +1,5 @@
 """Plans for `train_lgt.py`: its own update, run on fake tensors."""
 
-import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ def workload(
     """Return the workload of a configuration file, as for `train_lgt.py --config_path FILE`.
 
     Args:
-        config_path: a JSON file.
+        config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both; None, what the file says.
         effective_batch: latents per update; None, what the file makes it.
     """
@@ -94,12 +93,3 @@ class LatentTransferWorkload(RecipeWorkload):
         if run.average is not None:
             run.average.update_parameters(run.model)
         return run.objective.take_means()
-
-    def write_options(self, options: Config, folder: Path) -> Path:
-        path = folder / "lgt.json"
-        path.write_text(json.dumps(options.as_dict(), indent=2) + "\n", encoding="utf-8")
-        return path
-
-    def command(self, written: list[Path]) -> str:
-        options, config = written
-        return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"

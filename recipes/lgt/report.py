@@ -4,7 +4,6 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal
 
 from safetensors.torch import save
@@ -20,9 +19,9 @@ from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
 
-EARLY_EPOCHS = 10  # in which the loss has to fall
+STYLE_LEFT = 0.4  # of the held-out distance to the target style, at most
+CONTENT_LOST = 0.5  # of the held-out difference to other contents, at most
 STABLE_MEMORY = {"device": 0.01, "host": 0.05}  # growth after the first epoch; host memory also counts caches and code
-STABLE_SSM = 1.1  # from the third quarter of the run to the last
 LONG_EPOCH_S = 300.0  # of 50 to 100 batches
 ENOUGH_COVERAGE = 0.25
 
@@ -65,9 +64,9 @@ def checklist(
     return [
         Check("training ran without running out of memory", "passed", f"{len(history)} epochs"),
         _memory_is_stable(memory_bytes, "host" if on_cpu else "device"),
-        _falls("loss falls over the first epochs", "loss", history[:EARLY_EPOCHS]),
-        _falls("style (SWD) falls", "style_swd", history),
-        _content_is_stable(history),
+        _held_out_loss_falls(config, history),
+        _held_out_share("held-out style (SWD) is the target's", history[-1], "swd", "swd_untranslated", STYLE_LEFT),
+        _held_out_share("held-out content (SSM) is kept", history[-1], "ssm", "ssm_others", CONTENT_LOST),
         _epoch_time(config, history),
         _coverage(config, num_positions),
         _compilation(config, history),
@@ -89,22 +88,20 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
     return _judged(name, growth <= STABLE_MEMORY[where], measured)
 
 
-def _falls(name: str, key: str, history: History) -> Check:
-    if len(history) < 2:
-        return _judged(name, None, "needs two epochs")
-    first, last = history[0][key], history[-1][key]
-    return _judged(name, last < first, f"{first:.4g} to {last:.4g} in {len(history)} epochs")
+def _held_out_loss_falls(config: Config, history: History) -> Check:
+    """Judge by evaluations: how far a batch in training is from its target's style says which target was drawn."""
+    name, weights = "held-out loss falls", config.loss
+    found = [weights.w_style * each["swd"] + weights.w_content * each["ssm"] for each in history if "swd" in each]
+    if len(found) < 2:
+        return _judged(name, None, f"{found[0]:.4g}; needs two evaluations")
+    return _judged(name, found[-1] < found[0], f"{found[0]:.4g} to {found[-1]:.4g} in {len(found)} evaluations")
 
 
-def _content_is_stable(history: History) -> Check:
-    """Look at the second half: a new model leaves contents as they are, so that the difference has to rise at first."""
-    name = "content (SSM) is stable in the second half"
-    later = [entry["content_ssm"] for entry in history[len(history) // 2 :]]
-    if len(later) < 2:
-        return _judged(name, None, f"{later[0]:.4g}; needs three epochs")
-    first, last = mean(later[: len(later) // 2]), mean(later[len(later) // 2 :])
-    measured = f"{first:.4g} to {last:.4g}, means over {len(later) // 2} epochs and the rest"
-    return _judged(name, last <= STABLE_SSM * first, measured)
+def _held_out_share(name: str, last: dict[str, float], figure: str, of: str, most: float) -> Check:
+    """Compare a figure of the last evaluation with that of held-out latents as they are."""
+    share = last[figure] / last[of]
+    measured = f"{last[figure]:.4g}, {share:.0%} of {of}'s {last[of]:.4g}; at most {most:.0%}"
+    return _judged(name, share <= most, measured)
 
 
 def _epoch_time(config: Config, history: History) -> Check:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hf_memopt.recipes.common.flags import flag, read_flags
+from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive, Seed, TwoOrMore
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
@@ -66,7 +66,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    options = read_flags(Options, description, arguments)
+    options = read_options(Options, description, arguments)
     _check_model(options.model, options.data)
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
     check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)

@@ -10,21 +10,21 @@ from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
 from torch import Tensor
 
 from hf_memopt.recipes.common.auto_plan import BatchInParts, Changes
-from hf_memopt.recipes.common.flags import read_flags
+from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
 from hf_memopt.recipes.neural_operator.step import Batch, Run, make_optimizer, update
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "NeuralOperator":
-    """Return the workload of a file of flags, as for `train_neural_operator.py @FILE`.
+    """Return the workload of a configuration file, as for `train_neural_operator.py --config_path FILE`.
 
     Args:
-        config_path: one flag per line.
+        config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, what the flags make it.
+        effective_batch: samples per update; None, what the file makes it.
     """
-    return NeuralOperator(read_flags(Options, "", [f"@{config_path}"]), precision, effective_batch)
+    return NeuralOperator(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 
 
 def _activations(blocks: bool, mlps: bool, offload: str) -> Changes:

@@ -73,9 +73,9 @@ def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "text.txt").write_text("Das Wasser fliesst, und der Stein bleibt liegen. " * 400)
-    flags = [f"--text_file={tmp_path / 'text.txt'}", "--vocab_size=300", "--block_size=32"]
-    (tmp_path / "lm.args").write_text("\n".join(flags) + "\n")
-    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.args"), "--batch-size", "4"]
+    data = {"text_file": [str(tmp_path / "text.txt")], "block_size": 32}
+    (tmp_path / "lm.json").write_text(json.dumps({"model": {"vocab_size": 300}, "data": data}))
+    recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.json"), "--batch-size", "4"]
     assert main(recipe) == 0
     assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
     assert main([*recipe, "--set", "activations=nowhere"]) == 2

@@ -1,17 +1,21 @@
 """Host memory of a GPU: registered while it is mapped, and as long as copies come or go."""
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from fake_cuda import device as fake_device
 from torch import nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.transfer.host_memory import pinned_empty
+from hf_memopt.transfer.host_memory import Pages, pinned_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SIZE = 2**20
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 SLEEP_CYCLES = 400_000_000  # 200 ms
 
 
@@ -20,6 +24,39 @@ def test_memory_is_unregistered_before_it_is_unmapped() -> None:
         assert pinned_empty(SIZE, torch.device("cuda")).is_pinned()  # an error that stayed behind fails what follows
         gc.collect()
     torch.zeros(1, device="cuda").normal_()
+
+
+def test_memory_comes_and_goes_a_thousand_times() -> None:
+    """None of it is left registered or resident."""
+    before = resident_bytes()
+    for _ in range(1000):
+        block = pinned_empty(SIZE, torch.device("cuda"))
+        assert block.fill_(1).is_pinned()
+        del block
+    assert resident_bytes() - before < 50 * SIZE
+
+
+def test_a_block_takes_no_more_than_was_asked_for() -> None:
+    """torch's own allocation would be rounded up to 128 MiB."""
+    before = resident_bytes()
+    block = pinned_empty(65 * SIZE, torch.device("cuda")).fill_(1)
+    assert resident_bytes() - before == pytest.approx(block.nbytes, abs=8 * SIZE)
+
+
+def test_a_refusal_is_a_code_and_does_not_fail_what_follows() -> None:
+    pages = Pages(-1, SIZE)
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    assert pages.register(address, torch.device("cuda")) == 0
+    assert pages.register(address, torch.device("cuda")) == ALREADY_REGISTERED
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    if fake_device.is_loaded():  # which takes every refusal for a fault
+        assert len(fake_device.faults()) == 1
+        fake_device.forget_faults()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_an_offloader_that_is_dropped_waits_for_its_copies() -> None:

@@ -1,12 +1,14 @@
 """The recipes' benchmarks' part for accelerators, at toy size: they run to their end and measure what they promise."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, cells_of, results_of
+from benchmark_runs import NO_LIMIT, Load, cells_of, environ_of_processes, results_of
 from fake_cuda.device import is_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -79,6 +81,18 @@ def test_lgt_memory(load: Load, output: Path) -> None:
         assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
         assert cell["num_alloc_retries"] == 0
         assert cell["first_step_s"] > 0
+
+
+def test_lgt_as_planned_for_the_card_that_runs(output: Path) -> None:
+    """In processes of their own, as a user starts it."""
+    sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
+    command = [sys.executable, "-m", "benchmarks.lgt.memory", *sizes, NO_LIMIT, "--output", str(output)]
+    environ = {"FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3", **environ_of_processes()}
+    subprocess.run([*command, "--modes", "plain", "planned"], env=environ, check=True)
+    cells = [cell for cell in cells_of(output) if cell["num_accumulated"] == 1]
+    assert [cell["mode"] for cell in cells] == ["plain", "planned", "plain again"]
+    assert all(cell["losses_equal"] for cell in cells)
+    assert 0 < cells[1]["peak_bytes"] <= cells[0]["peak_bytes"]
 
 
 def test_fluxflow_memory(load: Load, output: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from known_obstacles import NO_SECOND, faults_of
 from offload_variants import COPIERS, STRATEGIES, Controls, Outcome, Variant, try_everything
 from operation_cases import Case
-from operation_runs import PLAIN, SETTINGS, Setting, run, same
+from operation_runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,3 +109,18 @@ def test_what_cannot_be_repeated_is_an_obstacle() -> None:
 )
 def test_bits_are_compared(first: object, second: object, are_same: bool) -> None:
     assert same([first], [second]) == are_same
+
+
+def looks_for_a_mode(x: Tensor) -> Tensor:
+    """As some of torch's own formulas do."""
+    return torch.sin(x) if torch._C._len_torch_dispatch_stack() else torch.sinh(x)
+
+
+def test_only_what_an_empty_dispatch_mode_changes_too_is_excused() -> None:
+    torch.manual_seed(0)
+    strange = Controls(Case("looks for a mode", looks_for_a_mode, [torch.randn(64, requires_grad=True)]))
+    planned = Variant("recompute or keep", "sync", CHECKPOINTED)
+    assert strange.excuse(planned) == "other bits inside an empty dispatch mode"
+    assert not strange.excuse(replace(planned, setting=PLAIN))
+    assert not strange.excuse(replace(planned, strategy="all"))
+    assert not Controls(a_case()).excuse(planned)

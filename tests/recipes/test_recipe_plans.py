@@ -35,10 +35,10 @@ CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
 # Of each recipe: its plan, and its own parser of a file of options.
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
-    "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", [f"@{path}"])),
-    "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", [f"@{path}"])),
+    "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", ["--config_path", str(path)])),
+    "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", ["--config_path", str(path)])),
     "lgt": (lgt, lambda path: lgt_config_module.read_config("", ["--config_path", str(path)])),
-    "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", [f"@{path}"])),
+    "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", ["--config_path", str(path)])),
 }
 
 
@@ -69,11 +69,11 @@ def last_settings(workload: RecipeWorkload) -> dict[str, Any]:
     ("plan_module", "file", "effective_batch"),
     [
         # It parses the whole standard library.
-        pytest.param(causal_lm_plan, "causal_lm_demo.args", 8, marks=pytest.mark.slow),
-        (fluxflow_plan, "fluxflow_demo.args", 8),
+        pytest.param(causal_lm_plan, "causal_lm_demo.yaml", 8, marks=pytest.mark.slow),
+        (fluxflow_plan, "fluxflow_demo.yaml", 4),
         (lgt_plan, "lgt.json", 64),
         (lgt_plan, "lgt_demo.json", 16),
-        (neural_operator_plan, "neural_operator_demo.args", 32),
+        (neural_operator_plan, "neural_operator_demo.yaml", 32),
     ],
 )
 def test_shipped_configurations_are_read(plan_module: Any, file: str, effective_batch: int) -> None:
@@ -189,16 +189,21 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
 
 
 def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "neural_operator_small.args"
-    config.write_text("--modes=6\n--hidden_channels=8\n--batch_size=1\n--offload=off\n")
+    config = tmp_path / "neural_operator_small.yaml"
+    sections = {
+        "model": {"modes": 6, "hidden_channels": 8},
+        "training": {"batch_size": 1},
+        "offload": {"offload": "off"},
+    }
+    config.write_text(yaml.safe_dump(sections))
     output = tmp_path / "plan"
     assert main(["plan", "--config", str(config), "--gpu", "4GiB", "--output", str(output), "--workers", "1"]) == 0
     printed = capsys.readouterr().out
-    options = neural_operator_options.parse("", [f"@{output / 'neural_operator.args'}"])
+    options = neural_operator_options.parse("", ["--config_path", str(output / "neural_operator.yaml")])
     assert (options.training.batch_size, options.training.micro_batch_size) == (1, 0)
     assert options.offload.offload == "off"
     assert f"wrote {output / 'accelerate.yaml'}" in printed
-    assert f"-m hf_memopt.recipes.train_neural_operator @{output / 'neural_operator.args'}" in printed
+    assert f"-m hf_memopt.recipes.train_neural_operator --config_path {output / 'neural_operator.yaml'}" in printed
 
 
 def test_the_reflow_recipe_takes_its_own_plan_flag(student: Path) -> None:

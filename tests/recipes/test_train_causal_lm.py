@@ -290,8 +290,8 @@ def test_a_folder_in_use_is_refused(plain: Path) -> None:
 
 def test_accelerate_launch_with_flags_from_a_file(tmp_path: Path) -> None:
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
-    demo = Path(train_causal_lm.__file__).parent / "configs" / "causal_lm_demo.args"
-    script = ["-m", "hf_memopt.recipes.train_causal_lm", f"@{demo}", *TINY, f"--output_dir={tmp_path}"]
+    demo = Path(train_causal_lm.__file__).parent / "configs" / "causal_lm_demo.yaml"
+    script = ["-m", "hf_memopt.recipes.train_causal_lm", f"--config_path={demo}", *TINY, f"--output_dir={tmp_path}"]
     command = [
         sys.executable,
         "-m",

@@ -317,8 +317,8 @@ def test_a_trained_vae_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_demos_flags_are_known() -> None:
-    demo = Path(train_fluxflow.__file__).parent / "configs" / "fluxflow_demo.args"
-    assert parse("", [f"@{demo}"]).training.max_steps > 100
+    demo = Path(train_fluxflow.__file__).parent / "configs" / "fluxflow_demo.yaml"
+    assert parse("", ["--config_path", str(demo)]).training.max_steps > 100
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
 from hf_memopt.recipes.lgt.report import Check, checklist_text
+from hf_memopt.recipes.lgt.scenes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
 from hf_memopt.training.compile import compile_module
@@ -247,10 +248,13 @@ def test_training_leaks_nothing(gradient_cache: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_style_is_transferred(tmp_path: Path) -> None:
-    """Contents come closer to the target style than half way, and stay nearer to themselves than to others."""
+    """The demo: held-out landscapes get the other style, and stay nearer to themselves than to others."""
     demo = Path(train_lgt.__file__).parent / "configs" / "lgt_demo.json"
-    results = main([f"--config_path={demo}", f"--checkpoint.save_dir={tmp_path}"])
+    prepare_landscapes([f"--output_dir={tmp_path / 'landscapes'}"])
+    places = ("--data.data_root", "--inference.vae_path")
+    flags = [f"{name}={tmp_path / 'landscapes'}" for name in places]
+    results = main([f"--config_path={demo}", f"--checkpoint.save_dir={tmp_path / 'run'}", *flags])
     final = results["final"]
-    assert final["swd"] - final["swd_floor"] < 0.5 * (final["swd_untranslated"] - final["swd_floor"])
+    assert final["swd"] < 0.2 * final["swd_untranslated"]
     assert final["ssm"] < 0.5 * final["ssm_others"]
     assert [check.verdict for check in results["checklist"][1:5]] == ["passed"] * 4

@@ -280,8 +280,8 @@ def test_a_folder_in_use_is_refused(plain: Path, cache: str) -> None:
 
 
 def test_the_demos_flags_are_known() -> None:
-    demo = Path(train_neural_operator.__file__).parent / "configs" / "neural_operator_demo.args"
-    assert parse("", [f"@{demo}"]).offload.compared_modes == ["off", "all", "auto"]
+    demo = Path(train_neural_operator.__file__).parent / "configs" / "neural_operator_demo.yaml"
+    assert parse("", ["--config_path", str(demo)]).offload.compared_modes == ["off", "all", "auto"]
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
     assert load_config_from_file(str(accelerate)).mixed_precision == "bf16"
     assert yaml.safe_load(accelerate.read_text())["num_processes"] == 1
     assert json.loads(chosen.read_text())["gradient_accumulation_steps"] == 4
-    options = causal_lm_options.parse("", [f"@{flags}", f"--output_dir={tmp_path / 'run'}"])
+    options = causal_lm_options.parse("", ["--config_path", str(flags), f"--output_dir={tmp_path / 'run'}"])
     assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
     assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
     assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)

@@ -86,8 +86,9 @@ class _Isolated[Result]:
             raise error
         if error is not None and _FORKED_TOO_LATE in str(error):
             raise ValueError(
-                "backward has run on an accelerator in this process, after which torch's autograd does not survive a "
-                "fork; estimate and plan before the first backward, or in a process of their own"
+                "autograd has started its threads for devices in this process, after which it does not survive a fork: "
+                "backward has run on an accelerator, or, on a machine without one, after torch.compile or a "
+                "FakeTensorMode; estimate and plan before the first backward, or in a process of their own"
             )
         if error is not None and any(words in str(error) for words in TOO_LARGE):
             raise ValueError(

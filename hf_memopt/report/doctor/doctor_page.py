@@ -54,4 +54,4 @@ def _host_lines(host: HostLimits) -> list[str]:
 def _version(name: str, found: str | None) -> str:
     if found is not None:
         return found
-    return f'not installed: pip install "hf_memopt[{_EXTRAS[name]}]"' if name in _EXTRAS else "none"
+    return f"not installed: pip install '.[{_EXTRAS[name]}]' in hf_memopt's repository" if name in _EXTRAS else "none"

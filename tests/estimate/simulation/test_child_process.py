@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from estimate_runs import State, mlp_setup, step
 
 from hf_memopt.estimate.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.child_process import IsolatedError, run_all_isolated, run_isolated
+from hf_memopt.estimate.simulation.child_process import IsolatedError, run_all_isolated
 
 
 def test_errors_of_the_step_arrive_with_their_traceback() -> None:
@@ -33,12 +35,41 @@ def test_a_killed_simulation_is_an_error() -> None:
         estimate_peak_memory(mlp_setup, dies)
 
 
-def test_a_fork_that_comes_too_late_is_explained() -> None:
-    def engine() -> None:
-        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+# On a machine without an accelerator, or on one: its threads are there before the fork.
+TOO_LATE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from hf_memopt.estimate.simulation.child_process import run_isolated
 
-    with pytest.raises(ValueError, match="estimate and plan before the first backward, or in a process of their own"):
-        run_isolated(engine)
+def backward():
+    torch.zeros(1, requires_grad=True).sum().backward()
+
+{before}
+try:
+    run_isolated(backward)
+except ValueError as error:
+    print(error)
+else:
+    print("forked")
+"""
+FAKE_FIRST = "with FakeTensorMode(): torch.zeros(1, device='cuda')\nbackward()"
+BACKWARD_FIRST = "backward()\nwith FakeTensorMode(): torch.zeros(1, device='cuda')"
+
+
+@pytest.mark.canary
+def test_a_fork_that_comes_too_late_is_explained() -> None:
+    """torch's autograd starts its threads for devices in the process's first backward, if it takes one to be there."""
+    assert "estimate and plan before the first backward, or in a process of their own" in said_by(FAKE_FIRST)
+    assert said_by(BACKWARD_FIRST) == "forked"
+
+
+def said_by(before: str) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_LATE.format(before=before)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_results_come_back_from_several_processes_at_a_time() -> None:

@@ -2,6 +2,7 @@
 #include "runtime.hpp"
 
 #include <cstdio>
+#include <cstdlib>
 
 using namespace fake_cuda;
 
@@ -16,7 +17,11 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int dev
   if (!may_use_cuda()) return cudaErrorInitializationError;
   if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaGetDeviceProperties: no such device");
   *properties = {};
-  std::snprintf(properties->name, sizeof properties->name, "Fake GPU %d", device);
+  const char* name = std::getenv("FAKE_CUDA_NAME");  // that of a real card, for what looks it up
+  if (name != nullptr)
+    std::snprintf(properties->name, sizeof properties->name, "%s", name);
+  else
+    std::snprintf(properties->name, sizeof properties->name, "Fake GPU %d", device);
   properties->uuid.bytes[15] = static_cast<char>(device + 1);
   properties->totalGlobalMem = static_cast<size_t>(settings().memory_bytes());
   properties->major = settings().major();

@@ -1,13 +1,15 @@
 """Dataclasses as flags: what is read from words and from files, and what is refused."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
-from hf_memopt.recipes.common.flags import as_settings, as_words, explained, flag, read_flags, read_sections
+from hf_memopt.recipes.common.flags import as_settings, as_words, explained, flag, read_options, write_options
 from hf_memopt.recipes.common.numeric import Count, NotNegative
 
 
@@ -29,18 +31,53 @@ class Options(NamedTuple):
     training: Training
 
 
-def test_both_ways_read_the_same_options(tmp_path: Path) -> None:
-    file = tmp_path / "options.json"
-    file.write_text(json.dumps({"model": {"width": 8, "depths": [3], "scale": None}, "training": {"fast": True}}))
+NONE = Options(Model(), Training())
+
+
+@pytest.mark.parametrize("by_section", [False, True])
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_flags_and_files_read_the_same_options(kind: str, by_section: bool, tmp_path: Path) -> None:
+    def read(*words: str) -> Options:
+        return read_options(Options, "", words, by_section=by_section)
+
+    file = tmp_path / f"options.{kind}"
+    sections = {"model": {"width": 8, "depths": [3], "scale": None}, "training": {"fast": True}}
+    file.write_text(json.dumps(sections) if kind == "json" else f"# of a run\n{yaml.safe_dump(sections)}")
     expected = Options(Model(8, [3], None), Training(True, "a b"))
-    assert read_flags(Options, "", ["--width=8", "--depths", "3", "--fast", "--name", "a b"]) == expected
-    words = [f"--config_path={file}", "--training.name=a b"]
-    assert read_sections(Options, "", words) == expected
-    assert read_sections(Options, "", [*words, "--model.width=2", "--training.fast=false"]).model.width == 2
+    assert read("--width=8", "--depths", "3", "--fast", "--name", "a b") == expected
+    assert read("--model.width=8", "--model.depths", "3", "--training.fast", "--training.name", "a b") == expected
+    assert read(f"--config_path={file}", "--training.name=a b") == expected
+    changed = read(f"--config_path={file}", "--width=2", "--training.fast=false")
+    assert changed == Options(Model(2, [3], None), Training(False))
+
+
+@pytest.mark.parametrize(
+    "options", [NONE, Options(Model(2, [5, 6], 0.5), Training(True, "off")), NONE._replace(model=Model(7))]
+)
+def test_what_is_written_is_read_again(options: Options, tmp_path: Path) -> None:
+    assert read_options(Options, "", ["--config_path", str(write_options(tmp_path / "o.yaml", options))]) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("o.json", '{} // wide', "cannot be read as JSON; it has no comments, which a .yaml file may have: "),
+        ("o.yaml", "model: [", "cannot be read as YAML: "),
+        ("o.yaml", "3", "must hold an object with sections model, training"),
+        ("o.yaml", "modle: {}", "no section 'modle'; there are model, training"),
+        ("o.yaml", "model: {width: null}", "model.width=null: this field needs a value"),
+        ("o.yaml", "model: {widht: 3}", "'--model.widht=3' is no flag; the nearest is --model.width"),
+        ("o.yaml", "model: {width: 0}", "width=0 must be at least 1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_file_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_options(Options, "", ["--config_path", str(tmp_path / name)], by_section=True)
 
 
 def test_instances_share_no_default() -> None:
-    first, second = (read_flags(Options, "", []) for _ in range(2))
+    first, second = (read_options(Options, "", []) for _ in range(2))
     first.model.depths.append(7)
     assert second.model.depths == Model().depths == [1, 2]
 
@@ -48,7 +85,9 @@ def test_instances_share_no_default() -> None:
 def test_words_are_read_again() -> None:
     options = Options(Model(2, [5, 6], 0.5), Training(True))
     groups = (vars(group).items() for group in options)
-    assert read_flags(Options, "", [word for group in groups for item in group for word in as_words(*item)]) == options
+    assert (
+        read_options(Options, "", [word for group in groups for item in group for word in as_words(*item)]) == options
+    )
     settings = as_settings(options, by_section=True)
     assert settings == {
         "model.width": 2,
@@ -71,7 +110,7 @@ def test_what_a_loader_says_comes_after_flag_and_remedy() -> None:
     ("words", "message"),
     [
         (["--model.wide=3"], "'--model.wide=3' is no flag; the nearest is --model.width"),
-        (["--width=3"], "'--width=3' is no flag; the nearest is --model.width"),
+        (["--widht=3"], "'--widht=3' is no flag; the nearest is --model.width"),
         (["--model.width=0"], "model.width=0 must be at least 1"),
         (["--model.depths", "1", "0"], "model.depths=0 must be at least 1"),
         (["--model.width=x"], "model.width.* invalid int value: 'x'"),
@@ -79,4 +118,4 @@ def test_what_a_loader_says_comes_after_flag_and_remedy() -> None:
 )
 def test_a_mistake_is_named(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_sections(Options, "", words)
+        read_options(Options, "", words, by_section=True)

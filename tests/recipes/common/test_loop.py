@@ -8,12 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.memory import MemoryLogger
-from hf_memopt.recipes.common.loop import Progress, advance, is_due, record, writing_to
+from hf_memopt.recipes.causal_lm.options import TrainingOptions
+from hf_memopt.recipes.causal_lm.trainer import training_arguments
+from hf_memopt.recipes.common.loop import Progress, advance, is_due, pins_memory, record, writing_to
+from hf_memopt.recipes.fluxflow.data import load, make_loader
+from hf_memopt.recipes.fluxflow.options import DataOptions
 
 
 def test_a_second_process_is_told_first(tmp_path: Path) -> None:
@@ -48,3 +53,15 @@ def test_log_and_progress_bar_say_what_memory_is_taken(caplog: pytest.LogCapture
     record(run, "update", 3, {"loss": 0.5})
     assert run.progress.history == [{"update": 3, "loss": 0.5}]
     assert re.fullmatch(r"update +3  loss 0\.5  host: \d+\.\dGB", caplog.messages[-1])
+
+
+@pytest.mark.parametrize(("kind", "pinned"), [("cuda", True), ("xpu", True), ("mps", False), (None, False)])
+def test_batches_are_pinned_for_devices_with_memory_of_their_own(
+    kind: str | None, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    assert pins_memory() is pinned
+    loader = make_loader(load(DataOptions(num_drawn=2), 4, 0), DataOptions(), 1, 0, 0, 1)(0)
+    assert loader.pin_memory is pinned
+    assert training_arguments(TrainingOptions()).dataloader_pin_memory is pinned

@@ -9,10 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.recipes.fluxflow.data import (
     EndlessBatches,
     Source,
     bucket,
+    check_sizes,
     drawn_images,
     first_images,
     fitted,
@@ -21,7 +23,14 @@ from hf_memopt.recipes.fluxflow.data import (
     nearest_bucket,
     rescaled,
 )
-from hf_memopt.recipes.fluxflow.options import DataOptions
+from hf_memopt.recipes.fluxflow.options import (
+    DataOptions,
+    LeverOptions,
+    LossOptions,
+    ModelOptions,
+    Options,
+    TrainingOptions,
+)
 
 STRIDE = 4
 
@@ -137,3 +146,23 @@ def test_a_dataset_that_is_not_there_is_refused(folder: Path, tmp_path: Path) ->
         load(options_of(folder, image_column="picture"), STRIDE, seed=0)
     with pytest.raises(ValueError, match=r"image_folder='.*nowhere' cannot be loaded"):
         load(options_of(tmp_path / "nowhere"), STRIDE, seed=0)
+
+
+def test_ratios_that_lpips_cannot_take_are_refused() -> None:
+    def check(ratios: list[float], *, resolutions: list[int], weight: float = 1.0) -> None:
+        data = DataOptions(resolution=64, aspect_ratios=ratios)
+        training = TrainingOptions(resolutions=resolutions)
+        losses = LossOptions(lpips_weight=weight)
+        check_sizes(Options(ModelOptions(), data, losses, training, LeverOptions(), OffloadOptions()), STRIDE)
+
+    check([0.5, 1.0, 2.0], resolutions=[64, 32])
+    check([0.05, 20.0], resolutions=[64], weight=0)
+    with pytest.raises(ValueError, match=r"aspect_ratios=30: at resolution 64 images are 352 x 12, and LPIPS needs 16"):
+        check([1.0, 30.0], resolutions=[64])
+    with pytest.raises(ValueError, match=r"aspect_ratios=0.25: at resolution 24 images are 12 x 48.*--lpips_weight 0"):
+        check([1.0, 0.25], resolutions=[64, 24])
+
+
+def test_drawn_images_have_every_ratio() -> None:
+    images = drawn_images(20, 64, 0)["image"]
+    assert {image.size for image in images} == {(55, 74), (64, 64), (74, 55)}

@@ -55,7 +55,7 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         (["--training.batchsize=3"], r"'--training.batchsize=3' is no flag; the nearest is --training.batch_size"),
-        (["--batch_size", "3"], r"'--batch_size' is no flag; the nearest is --training.batch_size"),
+        (["--batchsize", "3"], r"'--batchsize' is no flag; the nearest is --training.batch_size"),
         (["--training.batch_size=3.5"], r"training.batch_size.*: invalid int value: '3.5'"),
         (["--training.batch_size=true"], r"training.batch_size.*: invalid int value: 'true'"),
         (["--training.learning_rate=fast"], r"training.learning_rate.*: invalid float value: 'fast'"),

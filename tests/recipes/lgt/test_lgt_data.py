@@ -114,6 +114,23 @@ def test_a_batch_has_one_target_style_that_its_number_decides() -> None:
     assert 25 < sum(targets) < 55
 
 
+@pytest.mark.parametrize("num_styles", [2, 3])
+def test_contents_of_others_never_have_the_target_style(num_styles: int) -> None:
+    torch.manual_seed(0)
+    styles = torch.arange(num_styles).repeat(6)
+    latents = styles.view(-1, 1, 1, 1).float().expand(-1, 4, 8, 8)
+    config = tiny(training__target_styles="others", model__num_styles=num_styles)
+    bank = LatentBank(Latents(latents, styles), config, CPU)
+    seen = set()
+    for step in range(30):
+        (batch,) = bank.micro_batches([torch.arange(6 * num_styles)], step, 0.01)
+        (target,) = set(batch["targets"].tolist())
+        contents = set(batch["latents"][:, 0, 0, 0].tolist())
+        assert contents == set(range(num_styles)) - {target}
+        seen.add(target)
+    assert seen == set(range(num_styles))
+
+
 def test_permuted_targets_are_the_batchs_own() -> None:
     torch.manual_seed(0)
     bank = bank_of({"training__target_styles": "permuted"})
@@ -159,3 +176,14 @@ def test_starts_lie_between_noise_and_content_from_epsilon_on() -> None:
     noise = (batch["start"] - 5 * time.view(-1, 1, 1, 1)) / (1 - time.view(-1, 1, 1, 1))
     assert noise[time < 0.9].std() == pytest.approx(1, rel=0.01)
     assert math.isclose(noise[time < 0.9].mean().item(), 0, abs_tol=0.01)
+
+
+def test_starts_end_at_the_latest_time() -> None:
+    torch.manual_seed(0)
+    config = tiny(training__epsilon=0.5, training__latest_time=0.75)
+    bank = LatentBank(Latents(torch.zeros(40, 4, 8, 8), torch.arange(40) % 2), config, CPU)
+    (batch,) = bank.micro_batches([torch.arange(40).repeat(10)], 0, 0.5)
+    assert 0.5 <= batch["time"].min() < 0.51
+    assert 0.74 < batch["time"].max() <= 0.75
+    with pytest.raises(ValueError, match=r"training.epsilon=0.8 must not be above training.latest_time=0.75"):
+        tiny(training__epsilon=0.8, training__latest_time=0.75)

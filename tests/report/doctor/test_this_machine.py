@@ -60,7 +60,7 @@ def test_the_page_names_everything() -> None:
     assert "locked-memory limit (ulimit -l)  8 MiB" in lines
     assert lines[-2:] == ["Problems", "something is wrong"]
     without = Machine([CPU], HOST, {**find_versions(), "lerobot": None}, find_features(CPU, None), [])
-    assert 'not installed: pip install "hf_memopt[lerobot]"' in page(without)
+    assert "not installed: pip install '.[lerobot]' in hf_memopt's repository" in page(without)
     assert page(without).endswith("Problems\n  none found")
 
 
