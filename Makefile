@@ -45,12 +45,13 @@ demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the C
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_neural_operator --config_path recipes/configs/neural_operator_demo.yaml
 
-demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in some minutes: results in outputs/demo_lgt
+demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in about 3 minutes: results in outputs/demo_lgt
 	rm -rf outputs/demo_lgt
+	$(PY) -m hf_memopt.recipes.landscapes.prepare --output_dir=outputs/demo_lgt/landscapes
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
 
-demo-fluxflow: $(READY) ## a VAE-GAN on drawn shapes on the CPU, in some minutes: results in outputs/demo_fluxflow
+demo-fluxflow: $(READY) ## a VAE-GAN on painted landscapes on the CPU, in about 4 minutes: results in outputs/demo_fluxflow
 	rm -rf outputs/demo_fluxflow
 	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
 	  -m hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml

@@ -39,6 +39,8 @@ from lerobot.scripts.lerobot_train import train
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
+from hf_memopt.memory import explain_oom
+from hf_memopt.memory.oom import HALF_MICRO_BATCH
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
 from hf_memopt.recipes.common.auto_plan import card_of
 from hf_memopt.recipes.common.flags import check_card
@@ -89,6 +91,14 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
     return found.best.settings["teacher_offload"]
 
 
+def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, str]:
+    """Return the flags that halve the micro-batch and leave the update as it is, if a batch has two halves."""
+    if cfg.batch_size % 2:
+        return {}
+    batch = f"--batch_size={cfg.batch_size // 2} --{ACCUMULATION_FLAG}={2 * num_accumulation_steps}"
+    return {HALF_MICRO_BATCH: f"{batch} --steps={2 * cfg.steps}: the same updates in more forward passes"}
+
+
 def check_numbers(cfg: TrainPipelineConfig) -> None:
     """Refuse numbers that lerobot would find out about later, or not at all."""
     for name, allowed in RANGES.items():
@@ -120,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
         accelerator.memory_log = MemoryLog(cfg)
-        train(cfg, accelerator=accelerator)
+        with explain_oom(output_dir=cfg.output_dir, flags=halving(cfg, num_accumulation_steps)):
+            train(cfg, accelerator=accelerator)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.common.results import History
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
             history, cost = train_with_trainer(options, tokenizer, blocks)
         else:
-            history, cost = train(prepare_alike(accelerator, options))
+            begin = options, accelerator, make_workload("no"), make_accelerator
+            options, accelerator, trained = halved_until_it_fits(*begin, lambda *given: train(prepare_alike(*given)))
+            history, cost = trained
         results = report.results(options, accelerator, history, training_cost=cost, compared_costs=costs)
         loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:
@@ -144,7 +147,9 @@ def train(run: Run) -> tuple[History, RunCost]:
     batches = endless_batches(accelerator, run.batches, progress.num_updates * training.gradient_accumulation_steps)
     timer = run.timer()
     bar = tqdm(total=training.max_steps, initial=progress.num_updates, unit="update", desc="Training")
-    with bar, checkpoints.stopping_on_signal():
+    checkpointing = "" if run.options.model.gradient_checkpointing else "--gradient_checkpointing"
+    explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
+    with bar, checkpoints.stopping_on_signal(), explaining:
         while progress.num_updates < training.max_steps:
             timer.begin()
             loss = update(run, batches)

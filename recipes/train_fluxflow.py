@@ -34,6 +34,7 @@ from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.fluxflow import data as data
 from hf_memopt.recipes.fluxflow import report as report
 from hf_memopt.recipes.fluxflow.levers import WeightAverage, average_gradients, make_average, use_expandable_segments
@@ -56,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with loop.writing_to(output, accelerator):
         make_workload = partial(FluxFlow, options)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        run = prepare(accelerator, options)
-        report.announce(run.gan.models, options, accelerator, data.describe(options.data))
-        cost = train(run)
+        begin = options, accelerator, make_workload("no"), make_accelerator
+        options, accelerator, (run, cost) = halved_until_it_fits(*begin, lambda *given: train(prepare(*given)))
         results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
         loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:
@@ -176,23 +176,26 @@ def train_batch(run: Run, images: Tensor) -> Figures:
     return figures
 
 
-def train(run: Run) -> RunCost:
-    """Run the training loop. Return what a global step cost.
+def train(run: Run) -> tuple[Run, RunCost]:
+    """Run the training loop. Return the run, and what a global step cost.
 
     Raises:
         ValueError: there is nothing left to train.
     """
-    training = run.options.training
+    options, training = run.options, run.options.training
+    report.announce(run.gan.models, options, run.accelerator, data.describe(options.data))
     run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
     resumed = training.resume_from_checkpoint
     checkpoints = loop.open_checkpoints(run, training.output_dir, training.checkpoints_total_limit, resumed)
     progress, timer = run.progress, run.timer()
     if progress.num_updates >= training.max_steps:
         raise ValueError(f"max_steps={training.max_steps}: {resumed} has {progress.num_updates}; use more")
+    checkpointing = "" if options.levers.checkpoint_vae else "--checkpoint_vae"
     watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
     with (
         checkpoints.stopping_on_signal(),
         saving_after_errors(run, checkpoints),
+        explained(run.gan.models.vae, training.output_dir, options.offload, checkpointing),
         tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
     ):
         for images in run.batches:
@@ -211,7 +214,7 @@ def train(run: Run) -> RunCost:
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)
             if loop.save_and_stop(run, checkpoints, due=due) or at_end:
                 break
-    return timer.cost()
+    return run, timer.cost()
 
 
 @contextmanager
@@ -227,7 +230,7 @@ def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
     except Exception:
         if run.accelerator.num_processes > 1:
             logger.exception("Stopped by an error on this process; resume from the last checkpoint")
-        else:
+        elif run.progress.num_updates > 0:
             saved = checkpoints.save(run.progress.num_updates, run.position())
             logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}")
         raise

@@ -36,6 +36,7 @@ from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import check_folder
+from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.config import Config, read_config
@@ -63,9 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
         make_workload = partial(LatentTransferWorkload, config)
         config, accelerator, predicted = apply_auto_plan(config, accelerator, make_workload, make_accelerator)
-        costs = loop.compare_modes(config, make_accelerator, partial(prepare, train_data=train_data), endless_updates)
-        run = prepare(accelerator, config, train_data)
-        cost = train(run, data.Latents(*(each.to(accelerator.device) for each in held_out)))
+        prepare_alike = partial(prepare, train_data=train_data)
+        costs = loop.compare_modes(config, make_accelerator, prepare_alike, endless_updates)
+        shown = data.Latents(*(each.to(accelerator.device) for each in held_out))
+        begin = config, accelerator, make_workload(), make_accelerator
+        config, accelerator, (run, cost) = halved_until_it_fits(
+            *begin, lambda *given: train(prepare_alike(*given), shown)
+        )
         results = report.results(run, shape[1] * shape[2], training_cost=cost, compared_costs=costs)
         loop.conclude(results, config.offload, predicted, accelerator)
         if accelerator.is_main_process:
@@ -141,8 +146,8 @@ def window_sizes(run: Run) -> list[int]:
     return [len(window) for window in batched(range(len(run.batches)), run.options.training.accumulation_steps)]
 
 
-def train(run: Run, held_out: data.Latents) -> RunCost:
-    """Run the training loop: updates, evaluations, checkpoints. Return what an update cost."""
+def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
+    """Run the training loop: updates, evaluations, checkpoints. Return the run, and what an update cost."""
     config, accelerator = run.options, run.accelerator
     announce(run.model, config.offload, accelerator)
     accelerator.init_trackers("lgt", config=as_settings(config, by_section=True))
@@ -156,7 +161,10 @@ def train(run: Run, held_out: data.Latents) -> RunCost:
     batches = endless_batches(accelerator, run.batches, num_taken)
     total = len(sizes) * config.training.num_epochs
     bar = tqdm(total=total, initial=progress.num_updates, unit="update", desc="Training")
-    with bar, checkpoints.stopping_on_signal():
+    checkpointing = "" if config.training.use_gradient_checkpointing else "--use_gradient_checkpointing"
+    halving = "--gradient_cache --auto_micro_batch" if not config.training.gradient_cache else "--auto_micro_batch"
+    explaining = explained(run.model, saving.save_dir, config.offload, checkpointing, halving)
+    with bar, checkpoints.stopping_on_signal(), explaining:
         while progress.epoch < config.training.num_epochs:
             counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
             loop.advance(run, bar)
@@ -166,7 +174,7 @@ def train(run: Run, held_out: data.Latents) -> RunCost:
             due = epoch_ended and loop.is_due(progress.epoch, config.training.save_interval)
             if loop.save_and_stop(run, checkpoints, due=due, flag="checkpoint.resume_from_checkpoint"):
                 break
-    return timer.cost()
+    return run, timer.cost()
 
 
 def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:

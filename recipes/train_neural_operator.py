@@ -31,6 +31,7 @@ from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.neural_operator import data as data
 from hf_memopt.recipes.neural_operator import report as report
 from hf_memopt.recipes.neural_operator.model import make_model, save_model
@@ -55,15 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
         make_workload = partial(NeuralOperator, options)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        costs = loop.compare_modes(options, make_accelerator, partial(prepare, samples=samples), endless_updates)
+        prepare_alike = partial(prepare, samples=samples)
+        costs = loop.compare_modes(options, make_accelerator, prepare_alike, endless_updates)
         if options.training.loop == "neuralop":
             from hf_memopt.recipes.neural_operator.trainer import train_with_trainer
 
             loaders = make_loaders(options.training.batch_size, samples)
             model, history, cost = train_with_trainer(options, samples, loaders, accelerator)
         else:
-            run = prepare(accelerator, options, samples)
-            cost = train(run)
+            begin = options, accelerator, make_workload("no"), make_accelerator
+            options, accelerator, (run, cost) = halved_until_it_fits(
+                *begin, lambda *given: train(prepare_alike(*given))
+            )
             model, history = accelerator.unwrap_model(run.model), run.progress.history
         results = report.results(options, accelerator, model, history, training_cost=cost, compared_costs=costs)
         loop.conclude(results, options.offload, predicted, accelerator)
@@ -109,8 +113,8 @@ def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
     return [train, *(DataLoader(test, batch_size, generator=torch.Generator()) for test in samples.tests.values())]
 
 
-def train(run: Run) -> RunCost:
-    """Run the training loop: epochs of updates, evaluations, checkpoints. Return what an update cost."""
+def train(run: Run) -> tuple[Run, RunCost]:
+    """Run the training loop: epochs of updates, evaluations, checkpoints. Return the run, and what an update cost."""
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("neural_operator", config=as_settings(run.options))
@@ -123,7 +127,9 @@ def train(run: Run) -> RunCost:
     batches = endless_batches(accelerator, run.batches, progress.num_updates)
     timer, num_updates = run.timer(), training.epochs * len(run.batches)
     bar = tqdm(total=num_updates, initial=progress.num_updates, unit="update", desc="Training")
-    with bar, checkpoints.stopping_on_signal():
+    checkpointing = "" if run.options.model.checkpointed_modules else "--checkpoint_blocks --checkpoint_mlps"
+    explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
+    with bar, checkpoints.stopping_on_signal(), explaining:
         while progress.num_updates < num_updates:
             timer.begin()
             run.epoch_loss += update(run, next(batches))
@@ -135,7 +141,7 @@ def train(run: Run) -> RunCost:
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)
             if loop.save_and_stop(run, checkpoints, due=due):
                 break
-    return timer.cost()
+    return run, timer.cost()
 
 
 def end_epoch(run: Run, training: TrainingOptions) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_memopt.estimate.accounting.categories import CATEGORIES, UNUSED
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
-from hf_memopt.report.figures import COLORS, render_both
+from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
 from hf_memopt.report.html_page import render_page
 from hf_memopt.units import MIB
 
@@ -94,7 +94,7 @@ def _draw(figure: Any, shown: MemoryTimeline, estimate: MemoryEstimate) -> None:
     figure.set_size_inches(9, 4.6)
     axes = figure.subplots()
     series = [[num_bytes / MIB for num_bytes in row] for row in shown.bytes_by_kind.values()]
-    colors = [COLORS[CATEGORIES.index(kind) % len(COLORS)] for kind in shown.bytes_by_kind]
+    colors = [KIND_COLORS[kind] for kind in shown.bytes_by_kind]
     axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
     peak_bytes, peak_at = estimate.trace.peak()
     axes.plot([peak_at], [peak_bytes / MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / MIB:,.1f} MiB")

@@ -4,7 +4,7 @@ import logging
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,17 @@ logger = logging.getLogger(__name__)
 _HEADER = "Out-of-memory report"
 _NUM_LARGEST = 10
 
+# Names of remedies.
+OFFLOADING = "activation offloading"
+CHECKPOINTING = "activation checkpointing"
+HALF_MICRO_BATCH = "half the micro-batch"
+FROZEN_WEIGHTS = "frozen weights on the host"
+
 
 @contextmanager
-def explain_oom(model: nn.Module | None = None, *, output_dir: Path | str | None = None) -> Iterator[None]:
+def explain_oom(
+    model: nn.Module | None = None, *, output_dir: Path | str | None = None, flags: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """Adds a report to a `torch.OutOfMemoryError` that is raised inside, as a note, and lets it go on.
 
     The report tells in which phase and module memory ran out, what lives on the device by kind, the largest tensors
@@ -35,6 +43,8 @@ def explain_oom(model: nn.Module | None = None, *, output_dir: Path | str | None
         output_dir: where to write the report (`out_of_memory_rank<r>.txt`), and, if the CUDA allocator's history was
             being recorded, its snapshot (`out_of_memory_rank<r>.pickle`, for https://pytorch.org/memory_viz). It is
             created. None writes nothing.
+        flags: how a program's user switches remedies on, by their names (`OFFLOADING`, ...), in place of the Python
+            calls; the others are left out. None names all remedies and the calls.
 
     The error that leaves is the very object that came, whatever happens here: a failure of the report is logged with
     its traceback. No tensor operation runs and no device memory is requested. Nothing is kept alive that the error
@@ -53,7 +63,7 @@ def explain_oom(model: nn.Module | None = None, *, output_dir: Path | str | None
         yield
     except torch.OutOfMemoryError as error:
         if not any(note.startswith(_HEADER) for note in getattr(error, "__notes__", ())):
-            _explain(error, model, output_dir)
+            _explain(error, model, output_dir, flags)
         raise
 
 
@@ -80,19 +90,19 @@ def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     found = [
         Remedy(
-            "activation offloading",
+            OFFLOADING,
             num_saved_bytes,
             "ActivationOffloader, or hf_memopt.attach(trainer, offloader='auto'): the same gradients, copies over the "
             "host link",
         ),
         Remedy(
-            "activation checkpointing",
+            CHECKPOINTING,
             num_saved_bytes,
             "model.gradient_checkpointing_enable(), or SelectiveCheckpoint: the inputs of checkpointed blocks stay, "
             "and forward is computed again",
         ),
         Remedy(
-            "half the micro-batch",
+            HALF_MICRO_BATCH,
             num_saved_bytes // 2,
             "half of per_device_train_batch_size with twice gradient_accumulation_steps: the same effective batch",
         ),
@@ -103,7 +113,7 @@ def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -
             f"(there, up to {format_bytes(temporary_bytes)})",
         ),
         Remedy(
-            "frozen weights on the host",
+            FROZEN_WEIGHTS,
             sum(group.num_bytes for group in live if group.kind == PARAMETER and group.owner in frozen),
             "a frozen teacher in OffloadedTeacher(mode='swap') is on the device only while it is called",
         ),
@@ -111,9 +121,11 @@ def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
 
-def _explain(error: BaseException, model: nn.Module | None, output_dir: Path | str | None) -> None:
+def _explain(
+    error: BaseException, model: nn.Module | None, output_dir: Path | str | None, flags: Mapping[str, str] | None
+) -> None:
     try:
-        report = _report(error, model)
+        report = _report(error, model, flags)
         if output_dir is not None:
             report = f"{report}\n{_write(report, Path(output_dir))}"
         error.add_note(report)
@@ -122,7 +134,7 @@ def _explain(error: BaseException, model: nn.Module | None, output_dir: Path | s
         logger.exception("the out-of-memory report failed; the out-of-memory error itself follows")
 
 
-def _report(error: BaseException, model: nn.Module | None) -> str:
+def _report(error: BaseException, model: nn.Module | None, flags: Mapping[str, str] | None) -> str:
     device = _device(model)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     live = live_tensors(model, device.type)
@@ -132,7 +144,9 @@ def _report(error: BaseException, model: nn.Module | None) -> str:
     lines += [*_device_lines(device), *_kind_lines(live), *_largest_lines(live)]
     lines += ["", "What each remedy would have saved, at most:"]
     for remedy in remedies(model, live, phase):
-        lines.append(f"  {format_bytes(remedy.saved_bytes):>10}  {remedy.name}: {remedy.how}")
+        how = remedy.how if flags is None else flags.get(remedy.name)
+        if how is not None:
+            lines.append(f"  {format_bytes(remedy.saved_bytes):>10}  {remedy.name}: {how}")
     return "\n".join(lines)
 
 

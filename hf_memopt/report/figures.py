@@ -9,6 +9,22 @@ from hf_memopt.report.runs import LoggedPeak, Run, memory_column
 from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
+# One colour for each kind of memory, in every figure of the library: words that name the same thing share it.
+_KINDS = {
+    "#4c78a8": ("parameters", "weights", "student weights"),
+    "#31507a": ("frozen parameters",),
+    "#d1495b": ("teacher", "teacher weights"),
+    "#9d7bc4": ("optimizer state",),
+    "#b58863": ("gradients",),
+    "#e58b3d": ("activations", "saved activations", "saved"),
+    "#4fa36b": ("shared prefix",),
+    "#c9a227": ("buffers",),
+    "#79b4d0": ("inputs",),
+    "#7f8c9b": ("temporaries",),
+}
+KIND_COLORS = {kind: color for color, kinds in _KINDS.items() for kind in kinds}
+_CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.fromkeys(("student", "training"), COLORS[0])
+_UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
 _DEVICE_PEAK = "memory/peak_allocated_gib"
 
@@ -21,6 +37,8 @@ def figures_of(run: Run) -> dict[str, Draw]:
     figures: dict[str, Draw] = {}
     if run.timeline:
         figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
+    if run.losses:
+        figures["losses"] = lambda figure: _draw_losses(figure, run.losses)
     if run.phases:
         figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
     if run.holders:
@@ -79,7 +97,7 @@ def _style(dark: bool) -> dict[str, Any]:
 
 
 def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_device: bool) -> None:
-    figure.set_size_inches(9, 5.6 if on_device else 3)
+    figure.set_size_inches(6.4, 5.2 if on_device else 3.4)
     axes = figure.subplots(2 if on_device else 1, 1, sharex=True, squeeze=False)[:, 0]
     if on_device:
         _draw_device(axes[0], [record for record in timeline if _DEVICE_PEAK in record])
@@ -90,8 +108,20 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
         points = [(record["step"], record[key]) for record in timeline if key in record]
         if points:
             axes[-1].plot(*zip(*points, strict=True), ".-", color=color, label=label)
-    axes[-1].set(title="Host", xlabel="optimizer steps", ylabel="GiB")
+    axes[-1].set(title="Memory of the host", xlabel="optimizer steps", ylabel="GiB")
     axes[-1].set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=3)
+
+
+def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    figure.set_size_inches(6.4, 3.4)
+    axes = figure.subplots()
+    for name, curve in losses.items():
+        color = _CURVES.get(name, COLORS[6])
+        axes.plot(*zip(*curve, strict=True), ".-", color=color, label=name)
+    axes.set(title="Loss", xlabel="steps")
+    if all(loss > 0 for curve in losses.values() for _, loss in curve):
+        axes.set_yscale("log")
     figure.legend(loc="outside lower center", ncols=3)
 
 
@@ -106,7 +136,7 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
     axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(COLORS[3], COLORS[0], COLORS[6]))
     peaks = [record[_DEVICE_PEAK] for record in timeline]
     axes.plot(steps, peaks, "--", color=COLORS[4], label="most that tensors held so far")
-    axes.set(title="Device, at each log", ylabel="GiB")
+    axes.set(title="Memory of the device, at each log", ylabel="GiB")
     axes.margins(x=0.02)
 
 
@@ -135,9 +165,9 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
     row = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
     for axes, phase in zip(row, phases, strict=True):
         left = [0.0] * len(holders)
-        for index, kind in enumerate(kinds):
+        for kind in kinds:
             widths = [by_phase[phase].get(kind, 0) / MIB for by_phase in holders.values()]
-            axes.barh(list(holders), widths, left=left, color=COLORS[index % len(COLORS)], label=kind)
+            axes.barh(list(holders), widths, left=left, color=KIND_COLORS.get(kind, _UNKNOWN_KIND), label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")

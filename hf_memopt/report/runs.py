@@ -13,6 +13,12 @@ RESULTS_FILE = "results.json"
 TRAINER_FILE = "trainer_state.json"
 
 _FACTS = ("device", "mode", "loop", "mixed_precision", "num_processes", "corpus", "seed")
+# Where a run's memory is logged: by the run itself, or by the student's training within the demo.
+_METRICS_PLACES = (METRICS_FILE, f"student/{METRICS_FILE}")
+# The recipes' figures of what a model makes.
+_STRIPS = ("sampled_paths", "panels")
+# What a record of a recipe's or a Trainer's history counts, the first that it has.
+_COUNTERS = ("update", "epoch", "step")
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
     "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in a loop of your own"
@@ -48,6 +54,7 @@ class Run:
         modes: memory and time of each compared mode, the reference first; fields of the recipes' `Cost`.
         holders: bytes on the device by design, phase of a step, and what they are used for.
         policies: error and latency by policy and number of Euler steps.
+        losses: (step, loss) by what was trained or evaluated.
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
@@ -59,6 +66,7 @@ class Run:
     modes: list[dict[str, Any]]
     holders: dict[str, dict[str, dict[str, int]]]
     policies: list[dict[str, Any]]
+    losses: dict[str, list[tuple[float, float]]]
     timeline: list[dict[str, float]]
     oom_reports: dict[str, str]
     figures: list[Path]
@@ -68,6 +76,11 @@ class Run:
     def phases(self) -> list[LoggedPeak]:
         """Return peaks by phase, as of the last logged step."""
         return phase_peaks(self.timeline[-1]) if self.timeline else []
+
+    @property
+    def strip(self) -> Path | None:
+        """Return the figure in which the run shows what its model makes, if it drew one."""
+        return next((file for name in _STRIPS for file in self.figures if file.stem == name), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into JSON, with the figures' names."""
@@ -98,6 +111,7 @@ def read_run(folder: Path) -> Run:
         modes=modes,
         holders=holders,
         policies=_policies(results, folder),
+        losses=_losses(results, folder),
         timeline=timeline,
         oom_reports=oom_reports,
         figures=sorted([*folder.glob("*.png"), *folder.glob("figures/*.png")]),
@@ -213,8 +227,33 @@ def _timeline(folder: Path) -> list[dict[str, float]]:
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    if (folder / METRICS_FILE).exists():
-        return read_metrics(folder / METRICS_FILE)
+    for place in _METRICS_PLACES:
+        if (folder / place).exists():
+            return read_metrics(folder / place)
+    return _trainer_history(folder)
+
+
+def _losses(results: Mapping[str, Any], folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Read the demo's curves, or the loss and the held-out loss of a recipe's or a Trainer's history."""
+    curves = results.get("learning_curves")
+    try:
+        if curves is not None:
+            return {name: [(float(step), float(loss)) for step, loss in curve] for name, curve in curves.items()}
+        history = results.get("history") or _trainer_history(folder)
+        read = {name: _curve(history, key) for name, key in (("training", "loss"), ("held out", "eval_loss"))}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _malformed(folder / RESULTS_FILE, "learning_curves or history", "made of steps and losses") from error
+    return {name: curve for name, curve in read.items() if len(curve) > 1}
+
+
+def _curve(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    found = [
+        (next((record[name] for name in _COUNTERS if name in record), None), record.get(key)) for record in history
+    ]
+    return [(float(step), float(loss)) for step, loss in found if step is not None and loss is not None]
+
+
+def _trainer_history(folder: Path) -> list[dict[str, Any]]:
     states = [folder / TRAINER_FILE, *sorted(folder.glob(f"checkpoint-*/{TRAINER_FILE}"), key=_num_steps, reverse=True)]
     newest = next((state for state in states if state.exists()), None)
     history = _read_json(newest).get("log_history", []) if newest else []

@@ -86,7 +86,7 @@ def _mode_headline(run: Run) -> Iterator[str]:
         )
         yield (
             f"{title}: {first[key]:,.1f} MiB in mode {first['mode']}, {least[key]:,.1f} MiB in mode {least['mode']} "
-            f"({least[key] / first[key]:.2f} of it){slowdown}."
+            f"({_less(least[key] / first[key])}){slowdown}."
         )
 
 
@@ -96,8 +96,12 @@ def _holder_headline(run: Run) -> Iterator[str]:
         first, least = next(iter(peaks)), min(peaks, key=peaks.__getitem__)
         yield (
             f"Counted peak on the device: {peaks[first]:.2f} MiB with “{first}”, {peaks[least]:.2f} MiB with “{least}” "
-            f"({peaks[least] / peaks[first]:.2f} of it)."
+            f"({_less(peaks[least] / peaks[first])})."
         )
+
+
+def _less(share: float) -> str:
+    return f"{1 - share:.0%} less" if share < 1 else "no less"
 
 
 def _phase_headline(run: Run) -> Iterator[str]:

@@ -10,7 +10,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_memopt.ranges import Range
 from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive
-from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading, check_unused
+from hf_memopt.recipes.common.options import (
+    OffloadOptions,
+    RunOptions,
+    check_folder,
+    check_loop,
+    check_offloading,
+    check_unused,
+)
 
 BlockSize = Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")]
 # About 4 million parameters with the default tokenizer.
@@ -77,6 +84,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     training = options.training
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
+    check_loop(training.loop, options.offload)
     if training.loop == "accelerate":
         check_folder(training.output_dir, training.resume_from_checkpoint)
     else:  # Trainer has checkpoints of its own

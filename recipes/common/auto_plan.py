@@ -51,6 +51,8 @@ class RecipeWorkload(ABC):
     MODULE: ClassVar[str]
     # The options that hold the samples of a micro-batch and the micro-batches of an update.
     BATCH: ClassVar[tuple[str, str]]
+    # The section and the option that name the run's folder; `resume_from_checkpoint` is in the same section.
+    FOLDER: ClassVar[tuple[str, str]] = ("training", "output_dir")
 
     def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
         if effective_batch is None:
@@ -115,6 +117,10 @@ class RecipeWorkload(ABC):
         micro_batch, accumulation = attrgetter(*self.BATCH)(options)
         return int(micro_batch * accumulation)
 
+    def given_micro_batch(self, options: Any) -> int:
+        """Return the samples per forward pass that the options ask for."""
+        return int(attrgetter(self.BATCH[0])(options))
+
     def batching(self, micro_batch: int) -> Changes:
         """Return what makes an update of `effective_batch` samples out of such micro-batches."""
         return dict(zip(self.BATCH, (micro_batch, self.effective_batch // micro_batch), strict=True))
@@ -133,6 +139,9 @@ class BatchInParts(RecipeWorkload):
 
     def given_batch(self, options: Any) -> int:
         return int(options.training.batch_size)
+
+    def given_micro_batch(self, options: Any) -> int:
+        return int(options.training.micro_batch_size or options.training.batch_size)
 
     def batching(self, micro_batch: int) -> Changes:
         parts = 0 if micro_batch == self.effective_batch else micro_batch

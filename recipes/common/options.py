@@ -39,6 +39,7 @@ class OffloadOptions:
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: NotNegative | None = flag(None, "host memory to use at most, in GiB")
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
+    auto_micro_batch: bool = flag(False, "where memory runs out, begin again with half the micro-batch, twice as often")
     cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
     compare: str | None = flag(None, "modes to compare before training, such as off,all,auto: same weights and batches")
     compare_steps: ComparedSteps = flag(12, "updates per compared mode, the second half of which is measured")
@@ -70,6 +71,16 @@ def check_offloading(offload: OffloadOptions, *, checkpointed: bool, remedy: str
     if "inputs" in used and not checkpointed:
         raise ValueError(f"offload='inputs' moves {remedy}")
     check_card(offload.plan)
+
+
+def check_loop(loop: str, offload: OffloadOptions) -> None:
+    """Refuse a lever that another library's loop lacks.
+
+    Raises:
+        ValueError: names it and the remedy.
+    """
+    if loop != "accelerate" and offload.auto_micro_batch:
+        raise ValueError(f"auto_micro_batch=True is not for loop={loop!r}; use --loop accelerate")
 
 
 def checkpoints_folder(folder: str) -> Path:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.recipes.common.landscapes import landscape, painted
 from hf_memopt.recipes.common.loop import pins_memory
 from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
+from hf_memopt.recipes.landscapes.draw import landscape, painted
 
 Size = tuple[int, int]  # width and height, as PIL has them
 

@@ -8,5 +8,4 @@
 - `evaluation`: translation, distances and pictures.
 - `report`: the closing checklist and results.
 - `plan`: the update on fake tensors.
-- `scenes`: latents of landscapes, painted and drawn, to begin with.
 """

@@ -101,7 +101,7 @@ class InferenceConfig:
     start_time: Share = flag(0.5, "where integration starts: 0 from noise, near 1 from the content")
     cfg_scale: Annotated[float, Range()] = flag(1.0, "classifier-free guidance towards the target style; 1 has none")
     num_panels: Count = flag(6, "held-out latents in panels.png, a row for each")
-    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL, or of scenes.prepare, to decode panels")
+    vae_path: str | None = flag(None, "folder of a diffusers AutoencoderKL, or of landscapes.prepare, to decode panels")
 
 
 @dataclass
@@ -143,6 +143,10 @@ def read_config(description: str, arguments: Sequence[str] | None = None) -> Con
         )
     if loss.style_weights is not None and len(loss.style_weights) != num_styles:
         raise ValueError(f"loss.style_weights={loss.style_weights} must have model.num_styles={num_styles} values")
+    if config.offload.auto_micro_batch and not config.training.gradient_cache:
+        raise ValueError(
+            "offload.auto_micro_batch=True divides batches, which have another loss then; add --training.gradient_cache"
+        )
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
     check_offloading(config.offload, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return config

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_memopt.recipes.common.results import History, drawn, plot_history
+from hf_memopt.recipes.landscapes import autoencoder
 from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
-from hf_memopt.recipes.lgt.scenes import autoencoder
 from hf_memopt.training.repeatable import RandomState
 
 NUM_EVALUATED = 64
@@ -131,7 +131,7 @@ def decode(latents: Tensor, folder: str) -> Tensor:
 
     Args:
         latents: `(num, channels, height, width)`.
-        folder: of diffusers' AutoencoderKL, or of the autoencoder that `scenes.prepare` writes.
+        folder: of diffusers' AutoencoderKL, or of the autoencoder that `landscapes.prepare` writes.
     """
     if (Path(folder) / autoencoder.FILE).is_file():
         decoded = autoencoder.Autoencoder.load(Path(folder)).decode(latents)

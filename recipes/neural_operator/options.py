@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from hf_memopt.recipes.common.flags import flag, read_options
 from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive, Seed, TwoOrMore
-from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_loop, check_offloading
 
 
 @dataclass
@@ -71,6 +71,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
     check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
+    check_loop(options.training.loop, options.offload)
     check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 

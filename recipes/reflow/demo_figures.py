@@ -10,17 +10,11 @@ from matplotlib.patches import Circle
 from hf_memopt.recipes.common.results import drawn
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.recipes.reflow.demo_measurements import SampledPaths
+from hf_memopt.report.figures import KIND_COLORS
 from hf_memopt.units import MIB
 
-COLORS = {"teacher": "tab:blue", "student": "tab:orange"}
-HOLDERS = {
-    "student weights": "#4c72b0",
-    "optimizer state": "#8172b3",
-    "gradients": "#937860",
-    "saved activations": "#dd8452",
-    "teacher weights": "#c44e52",
-    "shared prefix": "#55a868",
-}
+COLORS = {"teacher": KIND_COLORS["teacher"], "student": KIND_COLORS["parameters"]}
+HOLDERS = ("student weights", "optimizer state", "gradients", "saved activations", "teacher weights", "shared prefix")
 LOSSES = {"teacher": "flow matching on the data", "student": "reflow on the teacher's couplings"}
 DPI = 120
 
@@ -75,9 +69,9 @@ def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> Non
     with drawn(file, 1, len(phases), DPI, figsize=(13, 4.5), sharey=True) as row:
         for axes, phase in zip(row, phases, strict=True):
             bottoms = [0.0] * len(designs)
-            for holder, color in HOLDERS.items():
+            for holder in HOLDERS:
                 heights = [memory[design][phase].get(holder, 0) / MIB for design in designs]
-                axes.bar(range(len(designs)), heights, bottom=bottoms, color=color, label=holder)
+                axes.bar(range(len(designs)), heights, bottom=bottoms, color=KIND_COLORS[holder], label=holder)
                 bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
             axes.set_title(phase)
             axes.set_xticks(range(len(designs)), [design.replace(" ", "\n") for design in designs], fontsize=8)

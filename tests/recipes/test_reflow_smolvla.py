@@ -210,6 +210,19 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
     assert timeline[-1]["memory/teacher_host_rss_gib"] > 0
 
 
+def test_an_out_of_memory_error_names_the_flags_that_help(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(SmolVLAReflowPolicy, "forward", fails)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(recipe, *train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2, batch_size=4))
+    assert "--batch_size=2 --gradient_accumulation_steps=2 --steps=4: the same updates" in caught.value.__notes__[0]
+    assert (tmp_path / "run" / "out_of_memory_rank0.txt").exists()
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(recipe, "--help")

@@ -1,11 +1,12 @@
 from pathlib import Path
 from typing import Any
 
-from run_folders import causal_lm_run, demo_run, logged_run
+from run_folders import causal_lm_run, demo_run, logged_run, write_json
 
+from hf_memopt.estimate.accounting.categories import CATEGORIES
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run
-from hf_memopt.report.figures import figures_of, render
+from hf_memopt.report.figures import KIND_COLORS, figures_of, render
 from hf_memopt.report.runs import LoggedPeak, Run
 
 
@@ -56,3 +57,23 @@ def test_light_and_dark_figures_differ(tmp_path: Path) -> None:
     light, dark = render(draw, dark=False), render(draw, dark=True)
     assert light != dark
     assert render(draw, dark=False) == light
+
+
+def test_losses_of_a_demo_and_of_a_recipe(tmp_path: Path) -> None:
+    demo = demo_run(tmp_path)
+    write_json(demo / "results.json", {"learning_curves": {"teacher": [[1, 2.0], [2, 1.0]], "student": [[1, 3.0]]}})
+    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
+    run = read_run(demo)
+    assert run.losses == {"teacher": [(1.0, 2.0), (2.0, 1.0)], "student": [(1.0, 3.0)]}
+    assert run.timeline[0]["memory/host_rss_gib"] == 1.5  # of the student's own log
+    (axes,) = drawn(run, "losses").axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[2.0, 1.0], [3.0]]
+    history = [{"update": 1, "loss": 2.0}, {"update": 2, "loss": 1.0, "eval_loss": 1.5}]
+    write_json(demo / "results.json", {"history": history})
+    assert read_run(demo).losses == {"training": [(1.0, 2.0), (2.0, 1.0)]}
+
+
+def test_each_kind_of_memory_has_a_colour_of_its_own() -> None:
+    colors = [KIND_COLORS[kind] for kind in CATEGORIES]
+    assert len(set(colors)) == len(CATEGORIES)
+    assert KIND_COLORS["saved activations"] == KIND_COLORS["activations"]

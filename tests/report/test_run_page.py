@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_folders import HOLDERS, PNG, RUNS, causal_lm_run, demo_run
+from run_folders import HOLDERS, PNG, RUNS, causal_lm_run, demo_run, write_json
 
 from hf_memopt.cli import main
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables, write_report
 from hf_memopt.report.figures import figures_of
 
@@ -93,6 +94,22 @@ def test_the_page_shows_the_table(tmp_path: Path) -> None:
     ]
     assert "The device is a CPU" in page.text
     assert (tmp_path / "results.png").read_bytes() in page.images  # the run's own figure
+
+
+def test_memory_losses_and_what_the_model_makes_come_first(tmp_path: Path) -> None:
+    demo = demo_run(tmp_path)
+    results = json.loads((demo / "results.json").read_text())
+    write_json(demo / "results.json", {**results, "learning_curves": {"teacher": [[1, 2.0], [2, 1.0]]}})
+    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
+    (demo / "figures").mkdir()
+    (demo / "figures" / "sampled_paths.png").write_bytes(PNG + b"paths")
+    html = write_report(read_run(demo), tmp_path / "out").read_text()
+    first = Page(html[html.index('<section class="first">') : html.index("</section>") + len("</section>")])
+    written = [(tmp_path / "out" / f"{name}.png").read_bytes() for name in ("memory_over_time", "losses")]
+    assert first.images[1] == written[0]  # after the one for dark screens
+    assert first.images[3] == written[1]
+    assert first.images[4] == PNG + b"paths"
+    assert html.index("<section") == html.index('<section class="first">')
 
 
 def test_an_out_of_memory_report_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ def test_modes_are_compared_with_the_first(tmp_path: Path) -> None:
         ["auto", 50.0, 50.0, None, 60.0, "1 of 2 equal"],
     ]
     assert tables.headlines(run) == [
-        "Saved activations on the device at the peak: 100.0 MiB in mode off, 25.0 MiB in mode <all> (0.25 of it)."
+        "Saved activations on the device at the peak: 100.0 MiB in mode off, 25.0 MiB in mode <all> (75% less)."
     ]
     run.facts["device"] = "Some GPU"
     run.modes[0]["peak_mib"], run.modes[2]["peak_mib"] = 400.0, 300.0
     assert tables.headlines(run) == [
-        "Peak of the device's memory: 400.0 MiB in mode off, 300.0 MiB in mode auto (0.75 of it), "
-        "in 1.20 times the time."
+        "Peak of the device's memory: 400.0 MiB in mode off, 300.0 MiB in mode auto (25% less), in 1.20 times the time."
     ]
 
 

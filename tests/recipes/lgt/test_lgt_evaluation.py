@@ -8,9 +8,9 @@ from lgt_toys import tiny
 from PIL import Image
 from torch import Tensor
 
+from hf_memopt.recipes.landscapes.autoencoder import Autoencoder
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
-from hf_memopt.recipes.lgt.scenes.autoencoder import Autoencoder
 from hf_memopt.recipes.lgt.step import build_model
 
 

@@ -1,6 +1,6 @@
 """Write latents of landscapes in two styles, painted and drawn, and the autoencoder that they are from.
 
-    python -m hf_memopt.recipes.lgt.scenes.prepare --output_dir outputs/landscapes
+    python -m hf_memopt.recipes.landscapes.prepare --output_dir outputs/landscapes
     accelerate launch -m hf_memopt.recipes.train_lgt --data.data_root outputs/landscapes \\
         --data.style_subdirs painted drawn --inference.vae_path outputs/landscapes
 
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from hf_memopt.command_line import check_output_folder, one_line_errors
 from hf_memopt.recipes.common.flags import flag, read_options
-from hf_memopt.recipes.common.landscapes import STRIDE, in_ink, landscape, painted
 from hf_memopt.recipes.common.numeric import Count, Seed, TwoOrMore
-from hf_memopt.recipes.lgt.scenes.autoencoder import Autoencoder, fit
+from hf_memopt.recipes.landscapes.autoencoder import Autoencoder, fit
+from hf_memopt.recipes.landscapes.draw import STRIDE, in_ink, landscape, painted
 
 STYLES: dict[str, Callable[[Image.Image, random.Random], Image.Image]] = {
     "painted": painted,
     "drawn": lambda scene, numbers: in_ink(scene),
 }
-logger = logging.getLogger("hf_memopt.recipes.lgt.scenes")
+logger = logging.getLogger("hf_memopt.recipes.landscapes")
 
 
 @dataclass

@@ -10,10 +10,10 @@ from lgt_toys import tiny
 from PIL import Image
 from safetensors.torch import load_file
 
-from hf_memopt.recipes.common.landscapes import STRIDE, in_ink, landscape, painted
+from hf_memopt.recipes.landscapes.autoencoder import Autoencoder
+from hf_memopt.recipes.landscapes.draw import STRIDE, in_ink, landscape, painted
+from hf_memopt.recipes.landscapes.prepare import images_of, main, psnr
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt.scenes.autoencoder import Autoencoder
-from hf_memopt.recipes.lgt.scenes.prepare import images_of, main, psnr
 
 
 def saturation(image: Image.Image) -> float:

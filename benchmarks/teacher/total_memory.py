@@ -1,0 +1,119 @@
+"""Everything that a reflow training step of a full-size SmolVLA holds on the device, predicted for each teacher's home.
+
+    python -m benchmarks.teacher.total_memory
+
+The step is lerobot's own on tensors without memory, as `hf-memopt plan` runs it: teacher's target by ten Euler steps,
+student's forward and backward, clipping, AdamW. SmolVLA is smolvla_base's shape: three cameras of 256x256, resized to
+512x512. The prefix is computed twice, by teacher and student, or once for both.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from lerobot.utils.constants import ACTION, OBS_STATE
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.teacher.smolvla import ROBOT_DIM, SIZES, Size
+from hf_memopt import estimate_peak_memory
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.recipes.common.auto_plan import PRECISION
+from hf_memopt.recipes.reflow.plan import SmolVLAReflow
+from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
+
+HOMES = ("resident", "swap", "stream")
+HEADER = ["teacher", "batch", "peak GiB", "teacher's", "student's", "states", "activations", "host GiB"]
+KINDS = (
+    ("teacher", "prefetch buffers"),
+    ("parameters", "frozen parameters", "buffers"),
+    ("gradients", "optimizer state"),
+    ("activations",),
+)
+
+
+def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
+    """Return the workload of a student and its teacher, of whom only configurations are written."""
+    cameras = {
+        f"observation.images.camera{index + 1}": PolicyFeature(
+            FeatureType.VISUAL, (3, size.image_size, size.image_size)
+        )
+        for index in range(size.num_cameras)
+    }
+    shape = {
+        **size.settings,
+        "device": "cpu",
+        "vlm_model_name": str(write_vlm(folder / "vlm", size.vlm)),
+        "input_features": {OBS_STATE: PolicyFeature(FeatureType.STATE, (ROBOT_DIM,)), **cameras},
+        "output_features": {ACTION: PolicyFeature(FeatureType.ACTION, (ROBOT_DIM,))},
+    }
+    teacher = folder / "teacher"
+    teacher.mkdir()
+    SmolVLAConfig(**shape).save_pretrained(teacher)
+    save_file({"nothing": torch.zeros(1)}, teacher / "model.safetensors")  # never read
+    reflow = {"use_reflow": True, "teacher_model_path": str(teacher), "share_prefix": share_prefix}
+    return SmolVLAReflow(SmolVLAReflowConfig(**{**shape, **reflow}), folder)
+
+
+def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> list[dict[str, Any]]:
+    """Return the prediction for each home of the teacher, prefix and batch."""
+    cells = [(share, home, batch) for share in ("off", "on") for home in HOMES for batch in batch_sizes]
+    found = []
+    for share_prefix, home, batch_size in tqdm(cells, unit="step"):
+        with tempfile.TemporaryDirectory() as folder:
+            workload = make_student(size, Path(folder), share_prefix)
+            workload.effective_batch = batch_size
+            step = workload.simulated({"teacher_offload": home, PRECISION: precision}, batch_size)
+            estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
+        found.append(
+            {
+                "share_prefix": share_prefix,
+                "teacher_offload": home,
+                "batch_size": batch_size,
+                "peak_bytes": estimate.peak_bytes,
+                "host_bytes": estimate.host_bytes,
+                "breakdown": estimate.breakdown,
+            }
+        )
+    return found
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """Print the table: at the peak, the weights of each, gradients and optimizer states, and activations; GiB."""
+    rows = []
+    for cell in results["cells"]:
+        name = f"{cell['teacher_offload']}{', one prefix' if cell['share_prefix'] == 'on' else ''}"
+        kinds = [sum(cell["breakdown"].get(name, 0) for name in names) for names in KINDS]
+        sizes = [f"{num_bytes / 2**30:.2f}" for num_bytes in (cell["peak_bytes"], *kinds, cell["host_bytes"])]
+        rows.append([name, str(cell["batch_size"]), *sizes])
+    print_table(HEADER, rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="real", help="of SmolVLA (default: %(default)s)")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64], help="default: %(default)s")
+    parser.add_argument("--precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
+    parser.add_argument("--gpu", default="rtx4090", help="whose kernels are chosen (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    cpu = torch.device("cpu")
+    results = {
+        **environment(cpu),
+        "benchmark": "teacher.total_memory",
+        "predicted_for": options.gpu,
+        "precision": options.precision,
+        "size": options.size,
+        "cells": measure(SIZES[options.size], options.batch_sizes, options.precision, options.gpu),
+    }
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("reflow-total-memory-predicted", cpu)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What a recipe does when memory runs out: it says which flags help, or goes on with half the micro-batch."""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from hf_memopt.memory import explain_oom
+from hf_memopt.memory.oom import CHECKPOINTING, HALF_MICRO_BATCH, OFFLOADING
+from hf_memopt.recipes.common.auto_plan import RecipeWorkload, with_changes
+from hf_memopt.recipes.common.options import OffloadOptions, checkpoints_folder
+
+logger = logging.getLogger(__name__)
+
+
+def explained(
+    model: nn.Module,
+    folder: str | Path,
+    offload: OffloadOptions,
+    checkpointing: str,
+    halving: str = "--auto_micro_batch",
+) -> AbstractContextManager[None]:
+    """Return a context that adds a report to an OutOfMemoryError: what held the memory, and which flags would help.
+
+    Args:
+        model: gives tensors their owners.
+        folder: the report is written there as well.
+        offload: of the recipe; levers that are on already are not named.
+        checkpointing: the flags that switch it on; empty where it is on.
+        halving: the flags that halve the micro-batch.
+    """
+    flags = {HALF_MICRO_BATCH: f"{halving}: the same update in more forward passes"}
+    if offload.offload == "off":
+        flags[OFFLOADING] = "--offload auto: the same gradients, copies over the host link"
+    elif offload.offload == "auto":
+        flags[OFFLOADING] = "--offload all, or a smaller --budget_gib: moves what --offload auto has kept"
+    if checkpointing:
+        flags[CHECKPOINTING] = f"{checkpointing}: forward is computed again; with --offload inputs its inputs move too"
+    return explain_oom(model, output_dir=folder, flags=flags)
+
+
+def halved_until_it_fits[R](
+    options: Any,
+    accelerator: Accelerator,
+    workload: RecipeWorkload,
+    make_accelerator: Callable[[Any], Accelerator],
+    train: Callable[[Accelerator, Any], R],
+) -> tuple[Any, Accelerator, R]:
+    """Train; with `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less.
+
+    An update stays what it was. The run goes on from its newest checkpoint, if it has one.
+
+    Args:
+        options: of the recipe.
+        accelerator: made from them.
+        workload: knows which micro-batches make the same update.
+        make_accelerator: from options.
+        train: prepares and trains.
+
+    Returns:
+        The options that fitted, their accelerator, and what `train` returned.
+
+    Raises:
+        ValueError: there are several processes: the others would wait for the one that has run out.
+        torch.OutOfMemoryError: the smallest micro-batch does not fit, or nobody asked for smaller ones.
+    """
+    if options.offload.auto_micro_batch and accelerator.num_processes > 1:
+        raise ValueError(
+            f"auto_micro_batch=True is for one process, and there are {accelerator.num_processes}; use --plan auto, "
+            "which finds the micro-batch beforehand"
+        )
+    while True:
+        try:
+            return options, accelerator, train(accelerator, options)
+        except torch.OutOfMemoryError:
+            size = workload.given_micro_batch(options)
+            smaller = [each for each in workload.micro_batches if 2 * each <= size]
+            if not options.offload.auto_micro_batch or not smaller:
+                raise
+        # Only here, where the error and the frames that it holds are gone, does memory come back.
+        logger.warning(f"Out of memory with micro-batches of {size}; beginning again with {max(smaller)}, more of them")
+        accelerator.free_memory()
+        options = with_changes(options, {**workload.batching(max(smaller)), **resuming(workload, options)})
+        accelerator = make_accelerator(options)
+
+
+def resuming(workload: RecipeWorkload, options: Any) -> Mapping[str, Any]:
+    """Return what has a run go on from its newest checkpoint, if there is one."""
+    folder = getattr(getattr(options, workload.FOLDER[0]), workload.FOLDER[1])
+    has_one = (checkpoints_folder(folder) / "latest").exists()
+    return {f"{workload.FOLDER[0]}.resume_from_checkpoint": "latest"} if has_one else {}
