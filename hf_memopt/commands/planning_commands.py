@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 # here, since `tuning.huggingface` is slow to import and not needed for `--help`.
 MODEL_CHOICES = {
     "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
-    "dtype": (("float32", "bfloat16"), "of the weights"),
+    "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
+    "quantize": (
+        ("none", "nf4"),
+        "frozen weights in 4 bits by bitsandbytes, with --lora-rank and --dtype for products",
+    ),
     "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
     "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
     "optimizer": (
@@ -44,7 +48,12 @@ def _add_model_options(parser: argparse.ArgumentParser, recipes_precisions: tupl
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument("--seq-len", type=number(COUNT), default=2048, help="tokens per sample (default: %(default)s)")
     group.add_argument(
-        "--lora-rank", type=number(COUNT), help="train adapters of this rank on all linear layers (default: none)"
+        "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
+    )
+    group.add_argument(
+        "--lora-targets",
+        default="all-linear",
+        help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
     )
     group.add_argument(
         "--max-grad-norm",
@@ -64,7 +73,7 @@ def _model(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceMode
     from hf_memopt.tuning.huggingface import HuggingFaceModel
 
     options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
-    options |= {name: getattr(parsed, name) for name in ("seq_len", "lora_rank", "max_grad_norm")}
+    options |= {name: getattr(parsed, name) for name in ("seq_len", "lora_rank", "lora_targets", "max_grad_norm")}
     return HuggingFaceModel(parsed.model, effective_batch=effective_batch, **options)
 
 

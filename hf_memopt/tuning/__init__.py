@@ -4,6 +4,7 @@
 - `settings_search`: `plan`, the search.
 - `settings_table`: its answer in words and as a table.
 - `model_config`, `huggingface`: workloads made from transformers' configurations.
+- `adapters`: PEFT's, on a model that is simulated.
 - `accelerate_config`: writes the answer for `accelerate launch`.
 """
 

@@ -23,9 +23,11 @@ from transformers import (
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.estimate.simulation.quantised_base import quantise_nf4
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
 from hf_memopt.tuning.model_config import building, read_config
 from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, SimulatedStep, divisors
 
@@ -50,7 +52,8 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 # What each option may be, the default first.
 CHOICES = {
     "task": ("auto", *_AUTO_CLASSES),
-    "dtype": ("float32", "bfloat16"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantize": ("none", "nf4"),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
     "optimizer": tuple(_OPTIMIZERS),
@@ -81,12 +84,15 @@ class HuggingFaceModel:
         effective_batch: samples per update.
         task: "causal", "masked", "seq2seq" or "image-classification"; "auto", that of the class which the
             configuration names.
-        dtype: of the weights: "float32" or "bfloat16".
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
+            bitsandbytes (QLoRA), multiplied in `dtype` and everything else in float32, as PEFT prepares such models.
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
         optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
             (torchao's), "sgd" (no momentum) or "adafactor".
-        lora_rank: train adapters of this rank on all linear layers (PEFT) and freeze the rest; None, train all weights.
+        lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
 
@@ -105,6 +111,8 @@ class HuggingFaceModel:
     attention: str = "auto"
     optimizer: str = "adamw"
     lora_rank: int | None = None
+    lora_targets: str = ALL_LINEAR
+    quantize: str = "none"
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
     levers: tuple[SearchDimension, ...] = field(
@@ -119,7 +127,11 @@ class HuggingFaceModel:
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         if self.lora_rank is not None:
-            _import_peft(self.lora_rank)
+            import_peft(self.lora_rank)
+        elif (self.quantize, self.lora_targets) != ("none", ALL_LINEAR):
+            raise ValueError(
+                f"quantize={self.quantize!r} and lora_targets={self.lora_targets!r} are for adapters; give a lora_rank"
+            )
         longest = getattr(self.config, "max_position_embeddings", None)
         if longest is not None and self.seq_len > longest and self.kind != "image-classification":
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's max_position_embeddings={longest}")
@@ -237,7 +249,8 @@ class HuggingFaceModel:
     def _is_for_the_recipe(self, checkpointing: str) -> bool:
         """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
-        return trains_all and checkpointing != "selective" and (self.optimizer, self.attention) == ("adamw", "auto")
+        plain = (self.optimizer, self.attention) == ("adamw", "auto") and self.dtype != "float16"
+        return trains_all and checkpointing != "selective" and plain
 
     def _class_name(self, task: str) -> str:
         model_class = _AUTO_CLASSES[task]._model_mapping[type(self.config)]
@@ -286,15 +299,18 @@ class _Update:
 def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    with building(f"model={options.model!r}"):
+    # Weights that are quantised reach the device in their final form alone.
+    place = torch.device("cpu") if options.quantize != "none" else nullcontext()
+    with building(f"model={options.model!r}"), place:
         model: Any = auto.from_config(
             options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     model.config.use_cache = False
     model.train()
+    if options.quantize == "nf4":
+        quantise_nf4(model, dtype)
     if options.lora_rank is not None:
-        peft = _import_peft(options.lora_rank)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora_rank, target_modules="all-linear"))
+        model = with_adapters(model, options.lora_rank, options.lora_targets)
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if checkpointing == "selective":
@@ -311,15 +327,6 @@ def _batch(options: HuggingFaceModel, micro_batch: int) -> dict[str, Tensor]:
         return {"pixel_values": torch.zeros(micro_batch, channels, height, width), "labels": labels}
     tokens = torch.zeros(micro_batch, options.seq_len, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
-
-
-def _import_peft(lora_rank: int) -> Any:
-    """Before processes are forked, since it takes a while."""
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
-    return peft
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -37,7 +37,7 @@ _WITH_BIAS = {_aten.addmm, _aten._addmm_activation}
 _LT_WORKSPACE_BYTES = MIB
 
 
-class Block(NamedTuple):
+class KernelBlock(NamedTuple):
     """Memory that a kernel takes.
 
     Attributes:
@@ -62,10 +62,10 @@ class KernelMemory:
         self._cublas_bytes = cublas_workspace_bytes(compute_capability)
         self._taken: set[tuple[str, bool]] = set()
 
-    def taken_by(self, function: Any, args: Any) -> Iterator[Block]:
+    def taken_by(self, function: Any, args: Any) -> Iterator[KernelBlock]:
         """Yield what an operation on the device takes, after its results are allocated."""
         if function.overloadpacket is _aten._softmax_backward_data:
-            yield Block("softmax's backward", args[0].nbytes, stays=False)
+            yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)
         if function.overloadpacket not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}
@@ -75,7 +75,7 @@ class KernelMemory:
             handle = library, in_backward()
             if handle not in self._taken:
                 self._taken.add(handle)
-                yield Block(library, num_bytes, stays=True)
+                yield KernelBlock(library, num_bytes, stays=True)
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:

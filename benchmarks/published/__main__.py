@@ -1,0 +1,163 @@
+"""Estimate what others have measured on real GPUs, and show both.
+
+    python -m benchmarks.published
+
+Every configuration is estimated once, without a GPU, in about half a minute of one core; the results file and the table
+of docs/estimating.md are written. With --only, rows whose name holds a text are estimated, and nothing is written.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS_FOLDER, environment, write_results
+from benchmarks.published.measurements import Measurement, measurements, sources
+from benchmarks.published.steps import estimate
+
+RESULTS = RESULTS_FOLDER / "published.json"
+PAGE = Path(__file__).parents[2] / "docs" / "estimating.md"
+BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
+MIB = 2**20
+FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
+# Not part of what is simulated.
+_RECORD = ("id", "source", "role", "stack", "unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
+
+
+def configuration(measured: Measurement) -> str:
+    """Return what is simulated, as a key: rows that were measured again have one estimate."""
+    return json.dumps({key: value for key, value in asdict(measured).items() if key not in _RECORD}, sort_keys=True)
+
+
+def figures(measured: Measurement) -> dict[str, float | None]:
+    """Estimate a row, in MiB and seconds."""
+    found = estimate(measured)
+    return {
+        "allocated_mib": found.peak_bytes / MIB,
+        "reserved_mib": found.reserved_bytes / MIB,
+        "step_s": None if found.step_ms is None else found.step_ms / 1e3,
+    }
+
+
+def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
+    """Return each row with its estimate; None for one that is not simulated."""
+    known: dict[str, dict[str, float | None]] = {}
+    compared = []
+    for row in tqdm(rows, unit="row"):
+        key = configuration(row)
+        if not row.not_simulated and key not in known:
+            known[key] = figures(row)
+        compared.append({"source": row.source, "id": row.id, "estimate": None if row.not_simulated else known[key]})
+    return compared
+
+
+def deviations(results: dict[str, Any], figure: str, *, is_known: bool, source: str | None = None) -> list[float]:
+    """Return how far estimates are above what was measured, as shares of that.
+
+    Args:
+        results: as `RESULTS` holds them.
+        figure: of `FIGURES`.
+        is_known: those whose configuration is fully known, or the others.
+        source: only of this one.
+    """
+    rows = {row.name: row for row in measurements()}
+    found = []
+    for compared in results["rows"]:
+        row = rows[f"{compared['source']} {compared['id']}"]
+        measured = getattr(row, figure)
+        if compared["estimate"] and measured and (not row.unknown) == is_known and source in (None, row.source):
+            found.append(compared["estimate"][figure] / measured - 1)
+    return found
+
+
+def report(results: dict[str, Any]) -> str:
+    """Return the summary and the tables, as Markdown."""
+    return "\n".join([*_summary(results), *(line for source in sources() for line in _table(results, source))])
+
+
+def _summary(results: dict[str, Any]) -> Iterator[str]:
+    yield "| configuration | figure | rows | median deviation | worst |"
+    yield "|---|---|---|---|---|"
+    for is_known, name in ((True, "fully known"), (False, "with gaps")):
+        for figure, title in FIGURES.items():
+            found = deviations(results, figure, is_known=is_known)
+            if found:
+                median = statistics.median(map(abs, found))
+                worst = max(found, key=abs)
+                yield f"| {name} | {title} | {len(found)} | {median:.2%} | {worst:+.2%} |"
+
+
+def _table(results: dict[str, Any], source: str) -> Iterator[str]:
+    file = sources()[source]
+    estimates = {row["id"]: row["estimate"] for row in results["rows"] if row["source"] == source}
+    yield ""
+    yield f"**{file['source']}** ({file['licence']}); {file['kind']}:"
+    yield ""
+    yield "| model | step | allocated MiB | estimate | reserved MiB | estimate | remark |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in (row for row in measurements() if row.source == source):
+        cells = [row.model, _step(row)]
+        for figure in FIGURES:
+            cells += _cells(getattr(row, figure), (estimates.get(row.id) or {}).get(figure))
+        remarks = [row.not_simulated and f"not simulated: {row.not_simulated}", row.unknown]
+        if row.other_mib:
+            remarks.insert(0, f"{row.other_mib:,.0f} MiB measured")
+        yield f"| {' | '.join(cells)} | {'; '.join(filter(None, remarks))} |"
+
+
+def _cells(measured: float | None, guess: float | None) -> list[str]:
+    shown = "" if measured is None else f"{measured:,.1f}"
+    if guess is None:
+        return [shown, ""]
+    return [shown, f"{guess:,.1f}" + ("" if measured is None else f" ({guess / measured - 1:+.2%})")]
+
+
+def _step(row: Measurement) -> str:
+    size = f"{row.batch_size}" if row.seq_len is None else f"{row.batch_size} x {row.seq_len}"
+    weights = row.base or {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[row.dtype]
+    training = "full" if row.lora_rank is None else f"LoRA {row.lora_rank}"
+    parts = [weights, training, row.attention, size, row.gpu.upper()]
+    return ", ".join([*parts, *(["checkpointed"] if row.checkpointing else [])])
+
+
+def write_page(results: dict[str, Any], page: Path) -> None:
+    """Put the report between its marks.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page}: there is no {BEGIN!r} with {END!r} after it; put them where the table belongs")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{report(results)}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose source, place or model holds this text")
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page again, from the results that are there"
+    )
+    options = parser.parse_args(arguments)
+    if options.page:
+        results = json.loads(RESULTS.read_text())
+    else:
+        rows = [row for row in measurements() if options.only in f"{row.name} {row.model}"]
+        results = {**environment(torch.device("cpu")), "benchmark": "published", "rows": compare(rows)}
+    print(report(results))
+    if not options.only:
+        write_results(results, RESULTS)
+        write_page(results, PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Adapters of PEFT on a model that is simulated."""
+
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.estimate.simulation.quantised_base import copy_before_adding
+
+ALL_LINEAR = "all-linear"
+
+
+def import_peft(lora_rank: int) -> Any:
+    """Return PEFT; import it before processes are forked, since it takes a while.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
+    return peft
+
+
+def with_adapters(model: nn.Module, rank: int, targets: str) -> nn.Module:
+    """Freeze a transformers model and add LoRA adapters.
+
+    Args:
+        model: changed in place.
+        rank: of the adapters.
+        targets: names of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
+
+    Raises:
+        ValueError: the model has no such layers.
+    """
+    peft = import_peft(rank)
+    names = targets if targets == ALL_LINEAR else targets.split(",")
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=names))
+    except ValueError as error:
+        raise ValueError(f"lora_targets={targets!r}: PEFT finds no such layers in the model: {error}") from error
+    copy_before_adding(adapted)
+    return adapted
