@@ -45,6 +45,8 @@ def _run(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
+    # diffusers, which lerobot imports, warns of a torchao that nothing here makes it load.
+    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     status: int = parsed.run(parsed)
     return status
 

@@ -16,6 +16,8 @@ them this takes any lifetimes and sources, decides for each storage, and models 
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
@@ -28,7 +30,9 @@ class InfeasibleBudgetError(ValueError):
     """No plan fits the budget.
 
     Attributes:
+        budget_bytes: the budget.
         smallest_bytes: the smallest budget for which there is a plan.
+        is_device_limit: whether the budget is what the device has left.
     """
 
     def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
@@ -47,7 +51,12 @@ class InfeasibleBudgetError(ValueError):
                 "or use a smaller batch"
             )
         super().__init__(message)
-        self.smallest_bytes = smallest_bytes
+        self.budget_bytes, self.smallest_bytes, self.is_device_limit = budget_bytes, smallest_bytes, is_device_limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It travels between processes, and its arguments are not the message.
+        remake = partial(type(self), is_device_limit=self.is_device_limit)
+        return remake, (self.budget_bytes, self.smallest_bytes)
 
 
 @dataclass(frozen=True)

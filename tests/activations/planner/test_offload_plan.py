@@ -1,5 +1,7 @@
 """Plans are what they say. How good they are: test_plan_budget.py."""
 
+import pickle
+
 import planner_profiles
 import pytest
 
@@ -75,6 +77,8 @@ def test_infeasible_budget_names_the_smallest_one(decoder: Profile, decoder_link
     assert error.value.smallest_bytes <= shown_gib * 2**30
     plan = plan_for(decoder, decoder_link, 2, error.value.smallest_bytes)
     assert plan.predicted_peak_bytes == error.value.smallest_bytes
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.smallest_bytes) == (str(error.value), error.value.smallest_bytes)
 
 
 def test_profile_without_storages() -> None:
