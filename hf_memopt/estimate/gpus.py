@@ -39,9 +39,11 @@ class Card:
 
 # MiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability.
 #
-# Memory is what torch reports (`total_memory`, or "total capacity" of an error), the smallest that users of public
-# repositories have shown: 1 to 8 % below the data sheet, which error correction and the driver take. The other figures
-# are from the vendor's data sheets; links at 80 % of what the PCIe generation and width give.
+# Memory is what torch reports (`total_memory`, or "total capacity" of an error), the smallest that was found: 1 to 8 %
+# below the data sheet, which error correction and the driver take. Repositories are named where users have shown it
+# there; the others are from logs that name none, and where nobody has shown a card (rtx4080, rtx4060ti-16gb) it has the
+# figure of another one of its size. The other figures are from the vendors' data sheets; links at 80 % of what the PCIe
+# generation and width give.
 _FIGURES = {
     "v100-16gb": (16144, 15.7, 125, 900, 12.6, (7, 0)),
     "v100-32gb": (32502, 15.7, 125, 900, 12.6, (7, 0)),  # liucongg/ChatGLM-Finetuning#73: 31.74 GiB
