@@ -265,6 +265,23 @@ def test_saved_bytes_compares_the_same_step(load: Load, tmp_path: Path) -> None:
     assert cases["frozen"]["shared_bytes"] < cases["trained"]["shared_bytes"]
 
 
+def test_a_shared_prefix_takes_less_of_the_whole_memory(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = load("teacher.total_memory")
+    monkeypatch.setattr(benchmark, "HOMES", ("resident",))
+    output = tmp_path / "results.json"
+    benchmark.main(["--size", "toy", "--batch-sizes", "4", "--output", str(output)])
+    own, shared = json.loads(output.read_text())["cells"]
+    assert (own["share_prefix"], shared["share_prefix"]) == ("off", "on")
+    for cell in (own, shared):
+        assert cell["peak_bytes"] >= sum(cell["breakdown"].values()) > 0
+        assert 0 < cell["breakdown"]["teacher"] < cell["breakdown"]["parameters"] + cell["breakdown"]["teacher"]
+    assert shared["breakdown"]["teacher"] < own["breakdown"]["teacher"]
+    assert shared["peak_bytes"] < own["peak_bytes"]
+    assert "resident, one prefix" in capsys.readouterr().out
+
+
 def test_copies_of_a_trace_are_summed_by_direction(load: Load) -> None:
     def copy(name: str, num_bytes: int) -> dict[str, Any]:
         return {"cat": "gpu_memcpy", "name": f"Memcpy {name}", "args": {"bytes": num_bytes}}
