@@ -77,14 +77,15 @@ style: $(READY) ## format and fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# mypy has to see callbacks/ where it is installed, inside hf_memopt.
-quality: $(READY) ## what continuous integration checks before the tests
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-# mypy sees the tree as it is installed: with callbacks/ and recipes/ inside hf_memopt.
+# mypy and mkdocs see the tree as it is installed: with callbacks/ and recipes/ inside hf_memopt.
+installed-tree:
 	@rm -rf build/types && mkdir -p build/types/hf_memopt
 	@ln -s $(CURDIR)/hf_memopt/* build/types/hf_memopt/
 	@ln -sfn $(CURDIR)/callbacks $(CURDIR)/recipes build/types/hf_memopt/
+
+quality: $(READY) installed-tree ## what continuous integration checks before the tests
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
 # Without lerobot, whose pins decide everybody's versions. Warnings of new versions are shown, not errors.
@@ -99,10 +100,10 @@ wheel: $(READY) ## source archive and wheel in dist
 	rm -rf dist
 	$(PY) -m build
 
-docs: $(READY) ## the site, with the API from the docstrings, in build/site; warnings are errors
+docs: $(READY) installed-tree ## the site, with the API from the docstrings, in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
 
-docs-serve: $(READY) ## the site on this machine, rebuilt at each change
+docs-serve: $(READY) installed-tree ## the site on this machine, rebuilt at each change
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 
 bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
@@ -122,4 +123,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean

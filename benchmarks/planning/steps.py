@@ -31,21 +31,25 @@ MODELS = {
     "vit": {"image_size": 224, "patch_size": 16},
 }
 TOY_VOCABULARY = 512
+_KEPT = {"offload": {"offload": "off"}}
 
 
-def _llama(hidden: int, layers: int, block: int, batch: int) -> list[str]:
+def _llama(hidden: int, layers: int, block: int, batch: int) -> dict[str, Any]:
     shape = f"hidden_size={hidden},intermediate_size={4 * hidden},num_hidden_layers={layers}"
     heads = f"num_attention_heads={hidden // 64},num_key_value_heads={hidden // 64},head_dim=64"
-    overrides = f"--config_overrides={shape},{heads},max_position_embeddings={block}"
-    return [overrides, f"--block_size={block}", f"--per_device_batch_size={batch}", "--offload=off"]
+    overrides = f"{shape},{heads},max_position_embeddings={block}"
+    sizes = {"data": {"block_size": block}, "training": {"per_device_batch_size": batch}}
+    return {"model": {"config_overrides": overrides}, **sizes, **_KEPT}
 
 
-def _darcy(resolution: int) -> list[str]:
-    return [f"--resolution={resolution}", f"--test_resolutions={resolution}", "--batch_size=8", "--offload=off"]
+def _darcy(resolution: int) -> dict[str, Any]:
+    data = {"resolution": resolution, "test_resolutions": [resolution]}
+    return {"data": data, "training": {"batch_size": 8}, **_KEPT}
 
 
-def _images(resolution: int) -> list[str]:
-    return [f"--resolution={resolution}", "--batch_size=2", "--lpips_weights=random", "--offload=off"]
+def _images(resolution: int) -> dict[str, Any]:
+    sizes = {"data": {"resolution": resolution}, "training": {"batch_size": 2}}
+    return {**sizes, "losses": {"lpips_weights": "random"}, **_KEPT}
 
 
 def _latents(batch_size: int, num_steps: int) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def _latents(batch_size: int, num_steps: int) -> dict[str, Any]:
     return {"training": {**sizes, "use_amp": True}}
 
 
-# What each recipe is started with: flags, or a configuration.
+# The configuration that each recipe is started with.
 RECIPES: dict[str, dict[str, Any]] = {
     "causal_lm": {
         "small": _llama(512, 8, 1024, 4),
@@ -115,14 +119,12 @@ def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
 
 def _recipe_step(definition: Definition, folder: Path) -> SimulatedStep:
     """With its levers at their first values."""
-    file = Path(definition["file"]) if "file" in definition else _written(definition["start"], folder / "start")
+    if "file" in definition:
+        file = Path(definition["file"])
+    else:
+        file = folder / "start.json"
+        file.write_text(json.dumps(definition["start"]), encoding="utf-8")
     workload: Any = recipe_workload(definition["recipe"], file)
     settings = {lever.name: lever.values[0] for lever in workload.levers}
     step: SimulatedStep = workload.simulated(settings, workload.effective_batch)
     return step
-
-
-def _written(start: dict[str, Any] | list[str], file: Path) -> Path:
-    text = json.dumps(start) if isinstance(start, dict) else "".join(f"{line}\n" for line in start)
-    file.write_text(text, encoding="utf-8")
-    return file
