@@ -27,7 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not device.is_loaded():
         raise pytest.UsageError("fake_cuda.plugin needs a process that fake_cuda.launch has started")
-    config.addinivalue_line("markers", "leaves_on_device: holds device memory or registrations beyond its end")
     device.install_operators()
 
 
