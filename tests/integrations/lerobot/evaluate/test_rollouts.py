@@ -24,10 +24,10 @@ def test_success_is_the_environments_verdict_and_each_chunk_takes_its_steps(
     monkeypatch.setattr(modeling_smolvla.VLAFlowMatching, "denoise_step", counted)
     state = torch.get_rng_state()
     found = rollouts.evaluate_in_environment(
-        str(toy_student), "tiny_environment:ReachTheImpossible-v0", [1, 3], num_episodes=3
+        str(toy_student), "tiny_environment:ReachTheImpossible-v0", [1, 4], num_episodes=3
     )
-    assert found == dict.fromkeys([1, 3], rollouts.RolloutResult(3, 0.0, 3.0))
-    assert num_evaluations == 1 + 3  # one chunk of eight actions lasts the whole episode
+    assert found == dict.fromkeys([1, 4], rollouts.RolloutResult(3, 0.0, 3.0))
+    assert num_evaluations == 1 + 4  # one chunk of eight actions lasts the whole episode
     assert torch.equal(torch.get_rng_state(), state)
 
 
