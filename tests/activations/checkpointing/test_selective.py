@@ -29,7 +29,6 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.activations.checkpointing.save_policies import may_be_kept
 from hf_memopt.activations.checkpointing.selective import SelectiveCheckpoint, apply_selective_checkpointing
 from hf_memopt.memory import SavedBytes
 from hf_memopt.transfer import SyncCopier
@@ -137,31 +136,6 @@ def test_random_operations_are_recomputed() -> None:
         torch.manual_seed(0)
         found.append(torch.autograd.grad(run(x).sum(), [x])[0])
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(
-    ("operation", "before"),
-    [
-        (torch.ops.aten._scaled_dot_product_flash_attention.default, 3),
-        (torch.ops.aten._scaled_dot_product_efficient_attention.default, 5),
-        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, 5),
-    ],
-)
-def test_attention_is_kept_unless_it_drops_out(operation: Any, before: int) -> None:
-    """These kernels are for accelerators; that recomputation runs them again is all that dropout takes."""
-    query_to_dropout = (None,) * before
-    assert may_be_kept(operation, query_to_dropout, {})
-    assert may_be_kept(operation, (*query_to_dropout, 0.0), {})
-    assert may_be_kept(operation, query_to_dropout, {"dropout_p": 0.0})
-    assert not may_be_kept(operation, (*query_to_dropout, 0.1), {})
-    assert not may_be_kept(operation, query_to_dropout, {"dropout_p": 0.1})
-
-
-def test_views_and_writes_are_recomputed() -> None:
-    aten = torch.ops.aten
-    assert may_be_kept(aten.mm.default, (), {})
-    for operation in (aten.t.default, aten.mm.out, aten.relu_.default, aten._foreach_mul_.Scalar):
-        assert not may_be_kept(operation, (), {})
 
 
 # ------------------------------------------------------------------------------------------------ bytes and operations
