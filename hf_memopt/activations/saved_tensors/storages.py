@@ -118,7 +118,8 @@ class LiveStorage(VersionGuard, ABC):
     def _forget(self, num_bytes: int) -> None:
         """The storage dies, with `num_bytes` on the device. Another of its key may have been registered since."""
         entry = self.device.storages.get(self.key)
-        if entry is not None and entry() is None:
+        # While `__del__` runs, a weak reference still gives the dying object.
+        if entry is not None and entry() in (None, self):
             del self.device.storages[self.key]
         self.device.held.now_bytes -= num_bytes
 
