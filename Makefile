@@ -4,6 +4,7 @@
 UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.uv/bin/uv)
 PY := .venv/bin/python
 READY := .venv/.ready
+PLUGIN := plugins/lerobot_policy_smolvla_reflow
 EXTRAS ?= dev
 PYTHON_VERSION ?= 3.12
 
@@ -24,37 +25,42 @@ setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PY
 	@mv .uv-draft .uv
 
 # A complete environment is brought up to date; one that an interrupt left incomplete is made anew.
-$(READY): setup.cfg pyproject.toml constraints.txt .python-version | $(UV)
+$(READY): setup.cfg pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .python-version | $(UV)
 	@echo "setup: Python $(PYTHON_VERSION) and the pinned packages into .venv (several GB; minutes the first time)"
 	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
 	"$(UV)" venv --allow-existing --python $(PYTHON_VERSION) .venv
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
-	  --compile-bytecode --editable ".[$(EXTRAS)]"
+	  --compile-bytecode --editable ".[$(EXTRAS)]" --editable $(PLUGIN)
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.reflow.demo --output outputs/demo --overwrite
 
+LAUNCH := .venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no -m
+COMPARE := $(LAUNCH) hf_memopt.cli compare
+# Copies on a CPU, which saves no memory there.
+TRY_OUT := --cpu_copies --offload_threshold_mb 0.25 --budget_gib
+
 demo-lm: $(READY) ## a small language model with offloading on the CPU, in about 2 minutes: results in outputs/demo_lm
 	rm -rf outputs/demo_lm
-	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_causal_lm --config_path recipes/configs/causal_lm_demo.yaml
+	$(COMPARE) causal_lm --modes off,all,auto --config_path recipes/configs/causal_lm_demo.yaml
+	$(LAUNCH) hf_memopt.recipes.train_causal_lm --config_path recipes/configs/causal_lm_demo.yaml
 
-demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the CPU, in some minutes: results in outputs/demo_darcy
+demo-darcy: $(READY) ## a neural operator on Darcy flow with offloading on the CPU, in about 2 minutes: results in outputs/demo_darcy
 	rm -rf outputs/demo_darcy
-	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_neural_operator --config_path recipes/configs/neural_operator_demo.yaml
+	$(COMPARE) neural_operator --modes off,all,auto --steps 8 --config_path recipes/configs/neural_operator_demo.yaml
+	$(LAUNCH) hf_memopt.recipes.train_neural_operator --config_path recipes/configs/neural_operator_demo.yaml
 
 demo-lgt: $(READY) ## style transfer in a latent space on the CPU, in about 3 minutes: results in outputs/demo_lgt
 	rm -rf outputs/demo_lgt
 	$(PY) -m hf_memopt.recipes.landscapes.prepare --output_dir=outputs/demo_lgt/landscapes
-	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
+	$(COMPARE) lgt --modes off,all,auto --steps 8 --config_path recipes/configs/lgt_demo.json $(TRY_OUT) 0.02
+	$(LAUNCH) hf_memopt.recipes.train_lgt --config_path recipes/configs/lgt_demo.json
 
 demo-fluxflow: $(READY) ## a VAE-GAN on painted landscapes on the CPU, in about 4 minutes: results in outputs/demo_fluxflow
 	rm -rf outputs/demo_fluxflow
-	.venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no \
-	  -m hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
+	$(COMPARE) fluxflow --modes off,all,auto --steps 8 --config_path recipes/configs/fluxflow_demo.yaml $(TRY_OUT) 0.04
+	$(LAUNCH) hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
 # Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
 test: $(READY) ## the default test suite (CPU, no network)
@@ -96,9 +102,10 @@ canaries: | $(UV) ## what we rely on in torch, transformers and others, tried wi
 	.newest/canaries/bin/python -m pytest -m canary -W default tests/canaries --ignore-glob="*lerobot*" \
 	  --ignore-glob="*smolvla*" --ignore-glob="*coupling*" --ignore-glob="*reflow_plan*"
 
-wheel: $(READY) ## source archive and wheel in dist
+wheel: $(READY) ## source archives and wheels in dist: the library, and its plug-in for lerobot
 	rm -rf dist
 	$(PY) -m build
+	$(PY) -m build --outdir dist $(PLUGIN)
 
 docs: $(READY) installed-tree ## the site, with the API from the docstrings, in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site

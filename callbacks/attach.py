@@ -8,17 +8,24 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
+from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
+from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
 from hf_memopt.callbacks.offloading import ActivationOffloadCallback, log_stats, make_offloader, refuse_what_conflicts
 from hf_memopt.memory import explain_oom
 
 
 def attach(
-    trainer: Trainer, *, offloader: ActivationOffloader | str | None = None, memory: bool = True
+    trainer: Trainer,
+    *,
+    offloader: ActivationOffloader | str | None = "auto",
+    memory: bool = True,
+    leak_check: bool = False,
+    memory_report: bool = False,
 ) -> "Attachment":
     """Switch on parts of this library for a transformers Trainer or a descendant, such as TRL's trainers.
 
-    Call it before `trainer.train()`; it holds for every later one, whatever exceptions there are in between.
+    `attach(trainer)` alone offloads by plan, logs memory and explains a lack of it. Call it before `trainer.train()`.
+    It holds for every later one, whatever exceptions there are in between.
 
     Args:
         trainer: its training steps, and nothing else, are affected.
@@ -26,13 +33,16 @@ def attach(
             losses save for backward. None, no offloading.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), and explain a lack
             of memory in the output folder and in the error itself (`explain_oom`).
+        leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
+        memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder
+            (needs matplotlib).
 
     Returns:
         A handle whose `remove()` restores the trainer.
 
     Raises:
-        ValueError: something else offloads activations already, naming what to switch off; or the trainer has an
-            attached offloader.
+        ValueError: something else offloads activations already, naming what to switch off; the trainer has an
+            attached offloader; or `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -43,6 +53,10 @@ def attach(
         parts.append(OffloadedLoss(trainer, make_offloader(offloader)))
     if memory:
         parts.append(MemoryReports(trainer))
+    if leak_check:
+        parts.append(AddedCallback(trainer, LeakDetectionCallback()))
+    if memory_report:
+        parts.append(AddedCallback(trainer, MemoryPageCallback()))
     return Attachment(parts)
 
 
@@ -133,6 +147,17 @@ class MemoryReports:
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         with explain_oom(self._trainer.model, output_dir=self._trainer.args.output_dir):
             return self._plain_train(*args, **kwargs)
+
+
+class AddedCallback:
+    """A callback for as long as it is attached."""
+
+    def __init__(self, trainer: Trainer, callback: TrainerCallback) -> None:
+        self._trainer, self._callback = trainer, callback
+        trainer.add_callback(callback)
+
+    def remove(self) -> None:
+        self._trainer.remove_callback(self._callback)
 
 
 _SEAM = "compute_loss_context_manager"

@@ -1,5 +1,6 @@
 """Memory in a Trainer's progress bar, log and experiment trackers."""
 
+import importlib.util
 import inspect
 import logging
 import time
@@ -13,6 +14,8 @@ from transformers.trainer_callback import CallbackHandler
 from hf_memopt.memory import Counters, MemoryTracker
 from hf_memopt.memory.logger import check_warn_at, high_memory_message, largest_of_ranks, memory_metrics, short_figure
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.report import read_run, write_report
+from hf_memopt.report.runs import TRAINER_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +154,30 @@ class MemoryLoggingCallback(TrainerCallback):
         callbacks = [] if self._handler is None else self._handler.callbacks
         bars = (callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback))
         return next(bars, None)
+
+
+class MemoryPageCallback(TrainerCallback):
+    """When training ends, writes what `hf-memopt report` writes about a run, from the figures that were logged.
+
+    `report/report.html` in the output folder, and `trainer_state.json` beside it, which has the losses.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("memory_report=True needs matplotlib, which the extra 'report' installs")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        folder = Path(args.output_dir)
+        if state.is_world_process_zero and not (folder / METRICS_FILE).exists():
+            logger.warning("no report: no memory was logged, with logging_steps=%s", args.logging_steps)
+        elif state.is_world_process_zero:
+            state.save_to_json(str(folder / TRAINER_FILE))
+            logger.info("report: %s", write_report(read_run(folder), folder / "report"))
 
 
 class _ModelWatch:

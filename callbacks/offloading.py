@@ -108,13 +108,17 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def log_stats(stats: OffloadStats, state: TrainerState) -> None:
-    """One line, from the first process, with what offloading did; a warning where it did nothing."""
-    if not state.is_world_process_zero:
-        return
+    """`log_what_was_done`, in the first process alone."""
+    if state.is_world_process_zero:
+        log_what_was_done(stats)
+
+
+def log_what_was_done(stats: OffloadStats) -> None:
+    """One line with what offloading did; a warning where it did nothing."""
     if stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
         logger.warning(
             "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator was of at least "
-            "offload_threshold_mb (on the CPU it needs copier=SyncCopier())"
+            "offload_threshold_mb (on the CPU it needs copier=SyncCopier(), or the flag --cpu_copies)"
         )
     else:
         logger.info("activation offloading: %s", summary(stats))

@@ -25,6 +25,12 @@ if TYPE_CHECKING:  # spelled "x as x": what type checkers are to take for export
     from hf_memopt.activations import apply_selective_checkpointing as apply_selective_checkpointing
     from hf_memopt.activations import estimate_offloading_memory_savings as estimate_offloading_memory_savings
     from hf_memopt.activations import wrap_forward_with_offload as wrap_forward_with_offload
+    from hf_memopt.callbacks import ActivationOffloadCallback as ActivationOffloadCallback
+    from hf_memopt.callbacks import ClearCacheOnSaveCallback as ClearCacheOnSaveCallback
+    from hf_memopt.callbacks import LeakDetectionCallback as LeakDetectionCallback
+    from hf_memopt.callbacks import MemoptArguments as MemoptArguments
+    from hf_memopt.callbacks import MemoryLoggingCallback as MemoryLoggingCallback
+    from hf_memopt.callbacks import StopOnNonFiniteCallback as StopOnNonFiniteCallback
     from hf_memopt.callbacks import attach as attach
     from hf_memopt.checkpoint import Checkpoints as Checkpoints
     from hf_memopt.couplings import CouplingSource as CouplingSource
@@ -45,7 +51,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "activations": "ActivationOffloader SelectiveCheckpoint apply_selective_checkpointing "
     "estimate_offloading_memory_savings wrap_forward_with_offload",
-    "callbacks": "attach",
+    "callbacks": "ActivationOffloadCallback ClearCacheOnSaveCallback LeakDetectionCallback MemoptArguments "
+    "MemoryLoggingCallback StopOnNonFiniteCallback attach",
     "checkpoint": "Checkpoints",
     "couplings": "CouplingSource",
     "estimate": "estimate_peak_memory",

@@ -14,18 +14,22 @@ _COMMANDS = {
     "smolvla_commands": ("prepare-student", "precompute", "evaluate", "export"),
     "machine_commands": ("doctor", "report"),
     "planning_commands": ("estimate", "plan"),
+    "launch_command": ("launch",),
+    "compare_command": ("compare",),
 }
 
 _GREETING = """\
-hf-memopt: train in the memory you have. Six things that it does:
+hf-memopt: train in the memory you have. Seven things that it does:
 
   hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
   hf-memopt plan --model MODEL --gpu 8GiB   which settings are the fastest that fit, and the command to run them
+  hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
+  hf-memopt compare RECIPE                  memory and time with and without offloading; that the weights are the same
   hf-memopt doctor                          what this machine can do, and which features are on
   hf-memopt report RUN_DIR                  a page of a run: memory, losses, time
   hf-memopt prepare-student                 a SmolVLA policy that needs one step: then precompute, evaluate, export
   from hf_memopt import ...                 in your own loop: ActivationOffloader, OffloadedTeacher, train_step;
-                                            in a Trainer: attach(trainer, offloader=ActivationOffloader())
+                                            in a Trainer: attach(trainer)
 
 hf-memopt --help lists all commands, COMMAND --help the options of one; hf-memopt completion bash completes both."""
 
@@ -41,7 +45,11 @@ def _run(arguments: list[str]) -> int:
     if not arguments:
         print(_GREETING)
         return 0
-    parsed = _parser(arguments[0] if arguments else "").parse_args(arguments)
+    parser = _parser(arguments[0])
+    parsed, others = parser.parse_known_args(arguments)
+    parsed.passed_on = others
+    if others and not getattr(parsed, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -98,6 +99,13 @@ def argparse_raising() -> Iterator[None]:
     """Let parsers that other libraries make raise ValueError too."""
     with patch.object(argparse.ArgumentParser, "error", Parser.error):
         yield
+
+
+def flag(default: Any, text: str) -> Any:
+    """Return a field with its help text; a list becomes the default of each instance anew."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 def number(allowed: Range) -> Callable[[str], Any]:

@@ -1,9 +1,10 @@
 """Ranges of numeric options: one form of complaint for the library, the commands and the recipes."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,30 @@ class Range:
         }
         violated = next((bound for bound, holds in bounds.items() if not holds), None)
         return violated and f"must be {violated}{self.why}"
+
+
+def check_ranges(group: Any, names: Mapping[str, str] | None = None) -> None:
+    """Refuse numbers outside of the ranges in the types of a dataclass's fields, such as `Annotated[int, COUNT]`.
+
+    Args:
+        group: the dataclass.
+        names: what errors call the fields; None, by their names.
+
+    Raises:
+        ValueError: names the field, its value and the range.
+    """
+    for name, hint in get_type_hints(type(group), include_extras=True).items():
+        for allowed in ranges_in(hint):
+            value = getattr(group, name)
+            for each in value if isinstance(value, list) else [value]:
+                allowed.check(name if names is None else names[name], each)
+
+
+def ranges_in(hint: Any) -> Iterator[Range]:
+    """Yield the ranges of a number, an optional one, or a list of numbers."""
+    yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
+    for part in get_args(hint):
+        yield from ranges_in(part)
 
 
 def _is_number(value: Any, whole: bool) -> bool:

@@ -34,17 +34,23 @@ from pathlib import Path
 from accelerate import PartialState
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
-from lerobot.scripts.lerobot_train import train
 
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.memory import explain_oom
-from hf_memopt.memory.oom import HALF_MICRO_BATCH
+from hf_memopt.memory.oom import HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
 from hf_memopt.recipes.common.auto_plan import card_of
 from hf_memopt.recipes.common.flags import check_card
-from hf_memopt.recipes.reflow.accumulation import ACCUMULATION_FLAG, MemoryLog, check_windows, make_accelerator
+from hf_memopt.recipes.reflow.accumulation import MemoryLog, check_windows
+from hf_memopt.recipes.reflow.lerobot_loop import (
+    ACCUMULATION_FLAG,
+    ACCUMULATION_VARIABLE,
+    settle_accumulation,
+    train,
+)
 from hf_memopt.recipes.reflow.plan import SmolVLAReflow
 from hf_memopt.tuning import plan
 from hf_memopt.tuning.settings_table import explain, headline
@@ -63,7 +69,7 @@ logger = logging.getLogger(__name__)
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
     """Split the recipe's own flag off the command line; without it, accelerate's environment variable counts."""
     value, others = take_flag(ACCUMULATION_FLAG, arguments)
-    value = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if value is None else value
+    value = os.environ.get(ACCUMULATION_VARIABLE, "1") if value is None else value
     if not value.isdigit():
         raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is no whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
     return int(value), others
@@ -72,6 +78,25 @@ def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
 def take_flag(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split a flag of the recipe's own off lerobot's command line; its value is None where it is not there."""
     return parser.parse_arg(name, arguments), parser.filter_arg(name, arguments)
+
+
+def check_is_student(arguments: Sequence[str]) -> None:
+    """Refuse a plain SmolVLA before lerobot refuses the flags of reflow, which its configuration does not have.
+
+    Raises:
+        ValueError: says the command that makes a student of it.
+    """
+    path, kind = parser.get_path_arg("policy", arguments), parser.get_type_arg("policy", arguments)
+    if path is not None:
+        kind = load_config(resolve_checkpoint(path)).type
+    if kind == "smolvla":
+        teacher = parser.parse_arg("policy.teacher_model_path", arguments) or path or "<your fine-tuned smolvla>"
+        raise ValueError(
+            "policy type 'smolvla': this recipe trains smolvla_reflow, which starts as its teacher's copy. Run "
+            f"`hf-memopt prepare-student --teacher {teacher} --output outputs/student_init`, and pass "
+            "--policy.path=outputs/student_init in place of --policy.type, --policy.path, --policy.use_reflow and "
+            "--policy.teacher_model_path"
+        )
 
 
 def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
@@ -92,11 +117,17 @@ def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card:
 
 
 def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, str]:
-    """Return the flags that halve the micro-batch and leave the update as it is, if a batch has two halves."""
+    """Return the flags for as many updates of as many samples in half the micro-batch, if a batch has two halves.
+
+    lerobot counts batches everywhere, so that steps and the schedule's double.
+    """
     if cfg.batch_size % 2:
         return {}
-    batch = f"--batch_size={cfg.batch_size // 2} --{ACCUMULATION_FLAG}={2 * num_accumulation_steps}"
-    return {HALF_MICRO_BATCH: f"{batch} --steps={2 * cfg.steps}: the same updates in more forward passes"}
+    flags = {"batch_size": cfg.batch_size // 2, ACCUMULATION_FLAG: 2 * num_accumulation_steps, "steps": 2 * cfg.steps}
+    for name in ("scheduler_warmup_steps", "scheduler_decay_steps"):
+        flags[f"policy.{name}"] = 2 * getattr(cfg.policy, name)
+    words = " ".join(f"--{name}={value}" for name, value in flags.items())
+    return {HALF_MICRO_BATCH: f"{words}: updates of the same samples in more forward passes"}
 
 
 def check_numbers(cfg: TrainPipelineConfig) -> None:
@@ -114,24 +145,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_accumulation_steps, sys.argv[1:] = take_accumulation_flag(sys.argv[1:])
     card, sys.argv[1:] = take_flag("plan", sys.argv[1:])
     check_card(card)
+    check_is_student(sys.argv[1:])
     cfg = read_training_flags()
     if not isinstance(cfg.policy, SmolVLAReflowConfig):
         kind = None if cfg.policy is None else cfg.policy.type
-        raise ValueError(
-            f"policy type {kind!r}: this recipe trains smolvla_reflow; make a student with `hf-memopt prepare-student` "
-            "and pass it as --policy.path"
-        )
+        raise ValueError(f"policy type {kind!r}: this recipe trains smolvla_reflow")
+    cfg.policy.check_start()
     check_numbers(cfg)
+    num_accumulation_steps = settle_accumulation(cfg, num_accumulation_steps)
     check_windows(cfg, num_accumulation_steps)
+    if card is not None and cfg.policy.pretrained_path is None:
+        raise ValueError(f"plan={card} simulates the student that --policy.path names; pass one, or leave --plan out")
     if card is not None:
         cfg.policy.teacher_offload = planned_offload(cfg, num_accumulation_steps, card)
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
-        accelerator.memory_log = MemoryLog(cfg)
-        with explain_oom(output_dir=cfg.output_dir, flags=halving(cfg, num_accumulation_steps)):
-            train(cfg, accelerator=accelerator)
+        flags = {OFFLOADING: "--policy.activation_offload=auto", **halving(cfg, num_accumulation_steps)}
+        with explain_oom(output_dir=cfg.output_dir, flags=flags):
+            train(cfg, num_accumulation_steps, MemoryLog(cfg).after_backward)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from hf_memopt.recipes.causal_lm.plan import CausalLM
 from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, update
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(options)
     with loop.writing_to(options.training.output_dir, accelerator):
         with accelerator.main_process_first():  # the others find tokenized datasets in the cache
-            texts = data.read_texts(options.data)
-            tokenizer = data.make_tokenizer(options.model, texts)
-            blocks = data.pack(texts, tokenizer, options.data, options.training.seed)
+            tokenizer, blocks = load(options)
         logger.info(
             f"Data: {data.describe_corpus(options.data)}; {len(blocks['train']):,} blocks of {options.data.block_size} "
             f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
@@ -64,20 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         make_workload = partial(CausalLM, options, tokenizer)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        constant = replace(options.training, lr_scheduler_type="constant", max_steps=options.offload.compare_steps)
-        prepare_alike = partial(prepare, tokenizer=tokenizer, blocks=blocks)
-        costs = loop.compare_modes(
-            options._replace(training=constant), make_accelerator, prepare_alike, endless_updates
-        )
         if options.training.loop == "trainer":
             from hf_memopt.recipes.causal_lm.trainer import train_with_trainer
 
             history, cost = train_with_trainer(options, tokenizer, blocks)
         else:
             begin = options, accelerator, make_workload("no"), make_accelerator
-            options, accelerator, trained = halved_until_it_fits(*begin, lambda *given: train(prepare_alike(*given)))
-            history, cost = trained
-        results = report.results(options, accelerator, history, training_cost=cost, compared_costs=costs)
+            options, accelerator, (history, cost) = halved_until_it_fits(
+                *begin, lambda accelerator, options: train(prepare(accelerator, options, tokenizer, blocks))
+            )
+        results = report.results(options, accelerator, history, cost)
         loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:
             tokenizer.save_pretrained(options.training.output_dir)
@@ -91,6 +85,13 @@ def make_accelerator(options: Options) -> Accelerator:
     # Windows run across the ends of epochs, so that every update is made of equally many blocks.
     windows = GradientAccumulationPlugin(num_steps=training.gradient_accumulation_steps, sync_with_dataloader=False)
     return loop.make_accelerator(training, training.output_dir, gradient_accumulation_plugin=windows)
+
+
+def load(options: Options) -> tuple[Any, DatasetDict]:
+    """Return the tokenizer, and the corpus in blocks of tokens."""
+    texts = data.read_texts(options.data)
+    tokenizer = data.make_tokenizer(options.model, texts)
+    return tokenizer, data.pack(texts, tokenizer, options.data, options.training.seed)
 
 
 def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: DatasetDict) -> Run:
@@ -186,10 +187,17 @@ def save_model(run: Run, folder: str) -> None:
     )
 
 
-def endless_updates(run: Run) -> Iterator[Tensor]:
-    batches = endless_batches(run.accelerator, run.batches)
-    while True:
-        yield update(run, batches)
+def comparable(options: Options) -> Begin:
+    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    tokenizer, blocks = load(options)
+
+    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
+        run = prepare(make_accelerator(options), options, tokenizer, blocks)
+        run.model.train()
+        batches = endless_batches(run.accelerator, run.batches)
+        return run, iter(lambda: update(run, batches), None)
+
+    return begin
 
 
 if __name__ == "__main__":

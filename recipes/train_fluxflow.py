@@ -16,7 +16,6 @@ FILE reads any flags from YAML or JSON.
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from torch import Tensor
 
-from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
@@ -50,8 +49,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says; return what is written to `results.json`."""
     options = parse(__doc__, arguments)
-    if options.levers.expandable_segments:
-        use_expandable_segments()
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
     with loop.writing_to(output, accelerator):
@@ -75,6 +72,8 @@ def make_accelerator(options: Options) -> Accelerator:
     Raises:
         ValueError: float16, for which the losses would have to be scaled.
     """
+    if options.levers.expandable_segments:
+        use_expandable_segments()
     accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision={accelerator.mixed_precision!r} is not for this recipe; use bf16 or no")
@@ -194,7 +193,7 @@ def train(run: Run) -> tuple[Run, RunCost]:
     watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
     with (
         checkpoints.stopping_on_signal(),
-        saving_after_errors(run, checkpoints),
+        loop.saving_after_errors(run, checkpoints),
         explained(run.gan.models.vae, training.output_dir, options.offload, checkpointing),
         tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
     ):
@@ -217,31 +216,22 @@ def train(run: Run) -> tuple[Run, RunCost]:
     return run, timer.cost()
 
 
-@contextmanager
-def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
-    """Save what has been trained when an error ends the run.
-
-    Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
-    whole steps, so that going on begins that step anew. The other processes of a run cannot take part in saving when
-    one fails; it leaves the checkpoint before.
-    """
-    try:
-        yield
-    except Exception:
-        if run.accelerator.num_processes > 1:
-            logger.exception("Stopped by an error on this process; resume from the last checkpoint")
-        elif run.progress.num_updates > 0:
-            saved = checkpoints.save(run.progress.num_updates, run.position())
-            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}")
-        raise
-
-
 def record(run: Run, figures: Figures) -> None:
     """Record the means over processes and the learning rate."""
     names = sorted(figures)
     means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
     entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.scheduler[0].get_last_lr()[0]}
     loop.record(run, "step", run.progress.num_updates, entry)
+
+
+def comparable(options: Options) -> Begin:
+    """Return what begins a run, for `hf-memopt compare`."""
+
+    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
+        run = prepare(make_accelerator(options), options)
+        return run, (torch.stack(list(train_batch(run, images).values())).sum() for images in run.batches)
+
+    return begin
 
 
 if __name__ == "__main__":

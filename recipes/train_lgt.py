@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import batched, islice
+from itertools import batched, cycle, islice
 from typing import Any
 
 import torch
@@ -33,13 +33,15 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
-from hf_memopt.recipes.lgt.config import Config, read_config
+from hf_memopt.recipes.lgt.config import Config
+from hf_memopt.recipes.lgt.config import read_config as parse
 from hf_memopt.recipes.lgt.evaluation import evaluate
 from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
@@ -50,12 +52,11 @@ logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as file and command line say; return what is written to `results.json`."""
-    config = read_config(__doc__, arguments)
+    config = parse(__doc__, arguments)
     saving = config.checkpoint
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
     accelerator = make_accelerator(config)
     with loop.writing_to(saving.save_dir, accelerator):
-        torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
         train_data, held_out = data.load(config)
         shape = tuple(train_data.latents.shape[1:])
         logger.info(
@@ -64,14 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
         make_workload = partial(LatentTransferWorkload, config)
         config, accelerator, predicted = apply_auto_plan(config, accelerator, make_workload, make_accelerator)
-        prepare_alike = partial(prepare, train_data=train_data)
-        costs = loop.compare_modes(config, make_accelerator, prepare_alike, endless_updates)
         shown = data.Latents(*(each.to(accelerator.device) for each in held_out))
         begin = config, accelerator, make_workload(), make_accelerator
         config, accelerator, (run, cost) = halved_until_it_fits(
-            *begin, lambda *given: train(prepare_alike(*given), shown)
+            *begin, lambda accelerator, config: train(prepare(accelerator, config, train_data), shown)
         )
-        results = report.results(run, shape[1] * shape[2], training_cost=cost, compared_costs=costs)
+        results = report.results(run, shape[1] * shape[2], cost)
         loop.conclude(results, config.offload, predicted, accelerator)
         if accelerator.is_main_process:
             report.write(results, run, held_out)
@@ -82,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def make_accelerator(config: Config) -> Accelerator:
     training = config.training
+    torch.backends.cudnn.benchmark = training.cudnn_benchmark
     precision = {"bfloat16": "bf16", "float16": "fp16"}[training.amp_dtype] if training.use_amp else "no"
     # The schedule is stepped once per epoch.
     settings = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
@@ -130,7 +130,6 @@ def update(run: Run, window: list[Tensor]) -> dict[str, float]:
     if run.average is not None and not result.skipped:
         run.average.update_parameters(run.accelerator.unwrap_model(run.model))
     progress.num_updates += 1
-    run.memory.log(progress.num_updates)
     means = run.accelerator.reduce(run.objective.take_means(), "mean")
     return {name: value.item() for name, value in means.items()} | {"grad_norm": result.grad_norm}
 
@@ -183,6 +182,7 @@ def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
     timer.begin()
     losses = update(run, window)
     timer.end()
+    run.memory.log(progress.num_updates)
     progress.num_windows += 1
     progress.sums = {name: progress.sums.get(name, 0.0) + value for name, value in losses.items()}
     progress.seconds += time.perf_counter() - begun
@@ -207,11 +207,18 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
     loop.record(run, "epoch", progress.epoch, figures)
 
 
-def endless_updates(run: Run) -> Iterator[Tensor]:
-    batches = endless_batches(run.accelerator, run.batches)
-    while True:
-        for size in window_sizes(run):
-            yield torch.tensor(update(run, list(islice(batches, size)))["loss"])
+def comparable(config: Config) -> Begin:
+    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    train_data, _ = data.load(config)
+
+    def begin(config: Config) -> tuple[Run, Iterator[Tensor]]:
+        run = prepare(make_accelerator(config), config, train_data)
+        run.model.train()
+        batches = endless_batches(run.accelerator, run.batches)
+        windows = (list(islice(batches, size)) for size in cycle(window_sizes(run)))
+        return run, (torch.tensor(update(run, window)["loss"]) for window in windows)
+
+    return begin
 
 
 if __name__ == "__main__":

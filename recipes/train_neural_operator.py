@@ -29,6 +29,7 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
+from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
@@ -56,8 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
         make_workload = partial(NeuralOperator, options)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        prepare_alike = partial(prepare, samples=samples)
-        costs = loop.compare_modes(options, make_accelerator, prepare_alike, endless_updates)
         if options.training.loop == "neuralop":
             from hf_memopt.recipes.neural_operator.trainer import train_with_trainer
 
@@ -66,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         else:
             begin = options, accelerator, make_workload("no"), make_accelerator
             options, accelerator, (run, cost) = halved_until_it_fits(
-                *begin, lambda *given: train(prepare_alike(*given))
+                *begin, lambda accelerator, options: train(prepare(accelerator, options, samples))
             )
             model, history = accelerator.unwrap_model(run.model), run.progress.history
-        results = report.results(options, accelerator, model, history, training_cost=cost, compared_costs=costs)
+        results = report.results(options, accelerator, model, history, cost)
         loop.conclude(results, options.offload, predicted, accelerator)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -154,10 +153,17 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
     loop.record(run, "epoch", epoch, figures)
 
 
-def endless_updates(run: Run) -> Iterator[Tensor]:
-    run.processor.train()
-    for batch in endless_batches(run.accelerator, run.batches):
-        yield update(run, batch)
+def comparable(options: Options) -> Begin:
+    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    samples = data.load(options.data, make_accelerator(options).device)
+
+    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
+        run = prepare(make_accelerator(options), options, samples)
+        run.model.train()
+        run.processor.train()
+        return run, map(partial(update, run), endless_batches(run.accelerator, run.batches))
+
+    return begin
 
 
 if __name__ == "__main__":

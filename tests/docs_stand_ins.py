@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import coupling_toys
 import torch
+from late_imports import LateModule
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
+
+coupling_toys = LateModule("coupling_toys")
 
 VOCABULARY, LENGTH, NUM_SAMPLES = 32, 16, 8
 

@@ -62,7 +62,8 @@ def causal_lm_run(folder: Path) -> Path:
         "versions": {"torch": "2.11.0"},
         "history": [{"update": 1, "loss": 2.0}],
     }
-    write_json(folder / "results.json", {**results, "training_cost": costs[2], "compared_costs": costs})
+    write_json(folder / "results.json", {**results, "training_cost": costs[2]})
+    write_json(folder / "comparison.json", {"recipe": "train_causal_lm", "device": "cpu", "modes": costs})
     (folder / "results.png").write_bytes(PNG + b"drawn by the recipe")
     return folder
 

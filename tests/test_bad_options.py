@@ -21,8 +21,7 @@ from hf_memopt import activations, checkpoint, estimate, memory, teacher, traini
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory.leaks.detect import LeakMonitor
-from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import ranges_in
+from hf_memopt.ranges import Range, ranges_in
 
 Capture = pytest.CaptureFixture[str]
 
@@ -49,9 +48,10 @@ COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "export": ({"--policy": "PLACE", "--output": "new"}, []),
     "doctor": ({}, []),
     "report": ({}, ["PLACE"]),
+    "compare": ({}, ["lgt"]),
 }
 # Numbers that these take.
-GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70))}
+GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70)), "--steps": (str(2**70),)}
 BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "estimate": {
         "--recipe": ("a.b", "../x"),
@@ -67,6 +67,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--gpu": ("x", "-8GiB"),
         "--json": ("PLACE", "missing/file"),
         "--timeline": ("PLACE", "missing/file"),
+        "--snapshot": ("PLACE", "missing/file"),
     },
     "plan": {
         "--config": ("missing", "PLACE/file"),
@@ -95,6 +96,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "export": {"--policy": ("PLACE/missing",), "--output": ("PLACE/file", "PLACE")},
     "doctor": {"--policy": ("PLACE/missing",), "--device": ("x", "cuda:99")},
     "report": {"--output": ("PLACE/file",)},
+    "compare": {},
 }
 # Tested where what they belong to is: they mean something only beside others, or to a policy that was loaded.
 ELSEWHERE = {
@@ -173,7 +175,6 @@ TEXTS = {
     "save_dir": "FILE",
     "resume_from_checkpoint": "missing",
     "plan": "x",
-    "compare": "off,some",
 }
 
 
@@ -193,7 +194,7 @@ def bad_values(hint: Any, field: str, file: Path) -> list[str]:
     ranges = list(ranges_in(hint))
     plain = get_type_of(hint)
     if plain in (int, float):
-        assert len(ranges) == 1, "a number needs a range in its type: see recipes/common/numeric.py"
+        assert len(ranges) == 1, "a number needs a range in its type: see recipes/common/flags.py"
         return [*outside(ranges[0]), "many"]
     if get_origin(plain) is Literal or plain is bool:
         return ["perhaps"]
@@ -250,6 +251,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "ActivationOffloader": hf_memopt.ActivationOffloader,
     "Checkpoints": lambda **bad: hf_memopt.Checkpoints(None, "x", **bad),
     "LeakMonitor": LeakMonitor,
+    "MemoryLoggingCallback": lambda **bad: hf_memopt.MemoryLoggingCallback(**bad),
     "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),

@@ -163,7 +163,7 @@ def test_a_name_that_is_too_long_is_refused(check: Callable[..., None], tmp_path
     assert "File name too long; use a shorter name" in capsys.readouterr().err
 
 
-RECIPES = ("train_causal_lm", "train_neural_operator", "train_lgt", "train_fluxflow", "reflow_smolvla")
+RECIPES = ("train_causal_lm", "train_neural_operator", "train_lgt", "train_fluxflow", "train_sft", "reflow_smolvla")
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "reflow.demo"])

@@ -169,8 +169,7 @@ def _complaint_about_part(importer: str, part: str, imported: Import) -> str | N
     if part in (importer, "__version__"):
         return None
     if importer in LAZY:
-        above = LAYER["recipes" if importer == "" else "callbacks"]  # `attach`, of the callbacks, is a public name
-        allowed = LAYER.get(part, 0) < above or part == "integrations.lerobot"
+        allowed = LAYER.get(part, 0) < LAYER["recipes"]
         if allowed and not imported.deferred and part not in LIGHT:
             return f"{importer!r} imports {imported.module} before it is used"
     elif part in LAYER:

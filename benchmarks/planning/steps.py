@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from hf_memopt.commands.recipe_workloads import recipe_workload
+from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.tuning.huggingface import HuggingFaceModel
-from hf_memopt.tuning.workload import SimulatedStep
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {

@@ -24,7 +24,7 @@ from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
-from hf_memopt.transfer import Copier, copier_for
+from hf_memopt.transfer import Copier, SyncCopier, copier_for
 from hf_memopt.transfer.host_memory import available_bytes
 from hf_memopt.units import GIB, MIB
 
@@ -270,6 +270,10 @@ class ActivationOffloader:
     def _context(self, device: torch.device) -> DeviceContext | None:
         if device not in self._devices:
             copier = self._given_copier
+            if isinstance(copier, SyncCopier) and device.type != "cpu":
+                raise ValueError(
+                    f"copier=SyncCopier() moves memory of the CPU alone, and tensors are on {device}; leave copier out"
+                )
             if copier is None and device.type not in _HOST_MEMORY:
                 copier = copier_for(device, pin_memory=self._pin_memory)
             if copier is None and device.type == "cpu":

@@ -146,9 +146,7 @@ class Recorder:
         """Note how a storage could be computed again; keeps nothing of it but times and keys."""
         sources = [self._source(source, index) for source in computation.sources()]
         marks = [step.record.marks for step in computation.steps()]
-        self._computable[index] = _Computable(
-            marks, list(dict.fromkeys(sources)), computation.modules(), computation.checks()
-        )
+        self._computable[index] = _Computable(marks, sources, computation.modules(), computation.checks())
 
     def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
         # The planner knows by its index what autograd has saved. Any other source would have to be saved for this

@@ -40,8 +40,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest.pop("sha256")
         unchanged = render(manifest) == written
         name = checkpoint_name(manifest["step"])
-        if not isinstance(manifest["run"], str):
-            raise TypeError("run is no name")
+        _check_fields(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not unchanged:
@@ -49,6 +48,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if is_checkpoint_name(checkpoint.name) and checkpoint.name != name:
         raise ValueError(f"{file} is that of {name}: another checkpoint has been put into this folder")
     return manifest
+
+
+def _check_fields(manifest: Manifest) -> None:
+    # A digest shows that nothing was changed; it does not show that this was written here.
+    for name, kind in (("run", str), ("position", dict), ("launch", dict), ("files", dict)):
+        if not isinstance(manifest[name], kind):
+            raise TypeError(f"{name} is no {kind.__name__}")
+    for name, entry in manifest["files"].items():
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+        ):
+            raise TypeError(f"files: {name} lacks its bytes or its sha256")
 
 
 def verify_files(checkpoint: Path) -> Manifest:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,7 +37,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
     if parsed.policy:
         from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
 
-        policy_text = diagnose(parsed.policy, parsed.device)
+        with redirect_stdout(sys.stderr):  # lerobot prints while it loads
+            policy_text = diagnose(parsed.policy, parsed.device)
     if parsed.json:
         policy = {} if policy_text is None else {"policy": policy_text.splitlines()}
         print(json.dumps({**asdict(machine), **policy}, indent=2))
@@ -52,7 +55,9 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="show a run's memory and time as an HTML page and figures",
         description="Write report.html, one file that needs no network, and its figures as PNG files.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a recipe, the demo or Trainer wrote")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="folder that a recipe, the demo or Trainer wrote, or one of such"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--output", type=Path, help="folder to write to (default: RUN_DIR/report)")
     instead.add_argument("--json", action="store_true", help="print what was found as JSON, and write nothing")
@@ -61,13 +66,24 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _report(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.report import read_run, write_report
+    from hf_memopt.report import read_run, run_folders, write_report
 
-    run = read_run(parsed.run_dir)
+    folders = run_folders(parsed.run_dir) or [parsed.run_dir]  # reading the latter says what it lacks
+    runs = {}
+    for folder in folders:
+        try:
+            runs[folder] = read_run(folder)
+        except ValueError as error:
+            if len(folders) == 1:
+                raise
+            print(f"not reported: {error}", file=sys.stderr)  # below a folder there may be other programs' files
     if parsed.json:
-        print(json.dumps(run.to_dict(), indent=2))
+        found = [run.to_dict() for run in runs.values()]
+        print(json.dumps(found if len(folders) > 1 else found[0], indent=2))
         return 0
-    print(f"report: {write_report(run, parsed.output or parsed.run_dir / 'report')}")
-    for missing in run.missing:
-        print(f"not in the report: {missing}")
-    return 0
+    for folder, run in runs.items():
+        output = folder / "report" if parsed.output is None else parsed.output / folder.relative_to(parsed.run_dir)
+        print(f"report: {write_report(run, output)}")
+        for missing in run.missing:
+            print(f"not in the report: {missing}")
+    return 0 if runs else 2

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from hf_memopt.command_line import check_output_file, check_output_folder, numbe
 from hf_memopt.ranges import COUNT, POSITIVE
 
 if TYPE_CHECKING:
-    from hf_memopt.tuning import SearchDimension, SimulatedStep, TrainingPlan, Workload
+    from hf_memopt.estimate.simulated_step import SimulatedStep
+    from hf_memopt.tuning import SearchDimension, TrainingPlan, Workload
     from hf_memopt.tuning.huggingface import HuggingFaceModel
 
 # Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
@@ -29,6 +31,13 @@ MODEL_CHOICES = {
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
     ),
 }
+# The other options of `HuggingFaceModel`, and all their defaults on the command line.
+_MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
+    "seq_len": 2048,
+    "lora_rank": None,
+    "lora_targets": "all-linear",
+    "max_grad_norm": 1.0,
+}
 _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 ACTIVATION_CHOICES = {
     "checkpointing": (("none", "selective", "full"), "of activations"),
@@ -46,21 +55,20 @@ def _add_model_options(parser: argparse.ArgumentParser, recipes_precisions: tupl
     group = parser.add_argument_group("with a model")
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
-    group.add_argument("--seq-len", type=number(COUNT), default=2048, help="tokens per sample (default: %(default)s)")
+    group.add_argument("--seq-len", type=number(COUNT), help="tokens per sample (default: %(default)s)")
     group.add_argument(
         "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
     )
     group.add_argument(
         "--lora-targets",
-        default="all-linear",
         help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
     )
     group.add_argument(
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),
-        default=1.0,
         help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
     )
+    parser.set_defaults(**_MODEL_DEFAULTS)
     return group
 
 
@@ -73,7 +81,7 @@ def _model(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceMode
     from hf_memopt.tuning.huggingface import HuggingFaceModel
 
     options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
-    options |= {name: getattr(parsed, name) for name in ("seq_len", "lora_rank", "lora_targets", "max_grad_norm")}
+    options |= {name: getattr(parsed, name) for name in _MODEL_DEFAULTS.keys() - MODEL_CHOICES.keys()}
     return HuggingFaceModel(parsed.model, effective_batch=effective_batch, **options)
 
 
@@ -112,21 +120,29 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     output.add_argument("--check", action="store_true", help="exit status 1 if it does not fit on --gpu")
     output.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     output.add_argument("--timeline", type=Path, metavar="FILE.html", help="also draw memory over the step, by kind")
+    output.add_argument(
+        "--snapshot",
+        type=Path,
+        metavar="FILE.pickle",
+        help="also write a memory snapshot, which https://pytorch.org/memory_viz opens like that of a real run",
+    )
     parser.set_defaults(run=_run_estimate)
 
 
 def _run_estimate(parsed: argparse.Namespace) -> int:
     check_output_file("json", parsed.json)
     check_output_file("timeline", parsed.timeline)
-    from hf_memopt.estimate import estimate_report, memory_page
-    from hf_memopt.estimate.estimate import estimate_peak_memory
+    check_output_file("snapshot", parsed.snapshot)
+    from hf_memopt.estimate import estimate_report, memory_page, memory_snapshot
+    from hf_memopt.estimate.estimate import simulate_step
     from hf_memopt.estimate.gpus import find_card
+    from hf_memopt.estimate.simulation.child_process import run_isolated
 
     if parsed.check and not parsed.gpu:
         raise ValueError("check=True asks whether it fits on a card, so it needs --gpu")
     card = find_card(parsed.gpu) if parsed.gpu else None
     workload, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
-    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=card)
+    estimate = run_isolated(lambda: simulate_step(step, gpu=card))
     accumulation = workload.effective_batch // parsed.batch_size
     estimate = estimate.with_passes(accumulation / step.num_micro_batches)
     if parsed.json:
@@ -134,7 +150,25 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}")
     if parsed.timeline:
         print(f"\ntimeline: {memory_page.write_timeline(estimate, workload.name, parsed.timeline)}")
-    return 1 if parsed.check and card is not None and not estimate_report.fits(estimate, card) else 0
+    if parsed.snapshot:
+        written = memory_snapshot.write_snapshot(estimate, parsed.snapshot)
+        print(f"\nsnapshot, for https://pytorch.org/memory_viz: {written}")
+    if card is None or estimate_report.fits(estimate, card):
+        return 0
+    if parsed.model:
+        print(f"\nSettings that fit, if there are any: {_plan_command(parsed)}")
+    return 1 if parsed.check else 0
+
+
+def _plan_command(parsed: argparse.Namespace) -> str:
+    """Return the command that looks for settings with which the same model fits the same card."""
+    batch = parsed.batch_size * (parsed.accumulation or 1)
+    words = ["hf-memopt", "plan", "--model", parsed.model, "--gpu", parsed.gpu, "--effective-batch", str(batch)]
+    for name, default in _MODEL_DEFAULTS.items():
+        value = getattr(parsed, name)
+        if value != default:
+            words += [f"--{name.replace('_', '-')}", "none" if value is None else str(value)]
+    return shlex.join(words)
 
 
 def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
@@ -205,11 +239,11 @@ def _run_plan(parsed: argparse.Namespace) -> int:
     check_output_file("json", parsed.json)
     check_output_folder("output", parsed.output)
     from hf_memopt.tuning import plan
-    from hf_memopt.tuning.settings_table import as_json, explain, headline, table
+    from hf_memopt.tuning.settings_table import as_json, explain
 
     workload = _workload(parsed)
     found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)
-    print(f"{headline(found)}\n\n{table(found)}")
+    print(found)
     if parsed.explain:
         print("\n" + "\n".join(explain(found)))
     if parsed.json:

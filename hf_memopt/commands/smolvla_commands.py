@@ -34,8 +34,7 @@ def _prepare_student(parsed: argparse.Namespace) -> int:
         f"{output} is ready. Train it with\n"
         f"  accelerate launch -m hf_memopt.recipes.reflow_smolvla --policy.path={output} --dataset.repo_id=<repo>\n"
         "or, in lerobot's own loop, with\n"
-        "  lerobot-train --discover_packages_path=hf_memopt.integrations.lerobot "
-        f"--policy.path={output} --dataset.repo_id=<repo>"
+        f"  lerobot-train --policy.path={output} --dataset.repo_id=<repo>"
     )
     return 0
 

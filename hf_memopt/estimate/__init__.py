@@ -3,8 +3,9 @@
 - `gpus`: the devices that can be predicted for.
 - `simulation/`: an accelerator without hardware, on which the step really runs with fake tensors.
 - `accounting/`: what was allocated for what, and what CUDA's allocator would reserve for it.
+- `simulated_step`: what is simulated.
 - `estimate`: `estimate_peak_memory`.
-- `estimate_report`, `memory_page`: its answer in words and as an HTML page.
+- `estimate_report`, `memory_page`, `memory_snapshot`: its answer in words, as an HTML page, and for torch's viewer.
 """
 
 from hf_memopt.estimate.estimate import estimate_peak_memory

@@ -1,15 +1,20 @@
 """Peak memory of a training step, without the accelerator that it is for."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_memopt.estimate.accounting import allocation_log, caching_allocator, categories
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, StorageRecord, tensors_in
+from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, tensors_in
 from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
+from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
@@ -17,8 +22,31 @@ from hf_memopt.ranges import COUNT
 
 Like = Literal["cuda", "cpu"]
 
+logger = logging.getLogger(__name__)
+
 # How many tensors `MemoryEstimate.top` lists.
 _NUM_TOP = 10
+# A first and a last group of layers, which may be special, and one between them.
+_FEW_GROUPS = 3
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What was seen in a simulation.
+
+    Attributes:
+        history: of memory.
+        guesses: what was assumed, and how often.
+        unreached: names of the trainable parameters without a gradient.
+        phases_ms: time of the newest step, by phase.
+        stall_ms: for how long it waited for copies.
+    """
+
+    history: AllocationHistory
+    guesses: Counter[str]
+    unreached: tuple[str, ...]
+    phases_ms: dict[str, float]
+    stall_ms: float
 
 
 def estimate_peak_memory(
@@ -80,13 +108,66 @@ def simulate(
     gpu: str | Card | None = None,
 ) -> MemoryEstimate:
     """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
+    return _estimate(_run(setup, step, like, num_steps, gpu), has_card=gpu is not None)
+
+
+def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
+    """Simulate a step in this process; of a model with many layers, those that repeat each other only once.
+
+    Arguments, errors and result are those of `estimate_peak_memory`. The bytes are those of the whole simulation; times
+    may differ from its in the last digits.
+    """
+    if simulated.repeated is not None:
+        try:
+            return _estimate(_repeated(simulated.repeated, gpu), has_card=gpu is not None)
+        except NotRepeatedError as error:
+            logger.debug("all layers are simulated: %s", error)
+    return simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=gpu)
+
+
+def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
+    """Run models with three and four groups of layers, and add the others.
+
+    Raises:
+        NotRepeatedError: the fourth does not do what the second and the third did.
+    """
+    layers = repeated.layers
+    few = _FEW_GROUPS * layers.period + layers.count % layers.period
+    num_more = (layers.count - few) // layers.period - 1
+    if num_more < 1:
+        raise NotRepeatedError(f"there are but {layers.count} of them")
+    shorter, longer = (
+        _run(simulated.setup, simulated.step, "cuda", simulated.num_steps, gpu)
+        for simulated in (repeated.step_with(few), repeated.step_with(few + layers.period))
+    )
+    each_adds = growth(shorter.history, longer.history, layers)
+    if shorter.unreached != longer.unreached or shorter.guesses.keys() != longer.guesses.keys():
+        raise NotRepeatedError("another layer adds assumptions, or weights without a gradient")
+    return _Run(
+        history=add_groups(longer.history, layers, num_more, each_adds),
+        guesses=Counter(
+            {what: _line(shorter.guesses[what], longer.guesses[what], num_more) for what in longer.guesses}
+        ),
+        unreached=longer.unreached,
+        phases_ms={phase: _line(shorter.phases_ms[phase], ms, num_more) for phase, ms in longer.phases_ms.items()},
+        stall_ms=longer.stall_ms,
+    )
+
+
+def _line[Number: (int, float)](first: Number, second: Number, num_more: int) -> Number:
+    return second + num_more * (second - first)
+
+
+def _run(
+    setup: Callable[[Any], Any], step: Callable[[Any], Any], like: Like, num_steps: int, gpu: str | Card | None
+) -> _Run:
     COUNT.check("num_steps", num_steps)
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
     # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
     phases = StepPhases()
-    clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu))
+    clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     kernels = KernelMemory(clock.card.compute_capability)
 
     def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
@@ -98,46 +179,46 @@ def simulate(
 
     log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
-    begins = []
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
         with log, labels.following():
             state = setup(device)
             labels.add_state(state)
             for _ in range(num_steps):
-                begins.append(len(log.changes))
+                log.history.step_begins.append(log.history.position)
                 phases.begin_step()
                 clock.begin_step()
                 step(state)
             unreached = labels.unreached()
-        # Read before the simulation ends, which frees what autocast has cached.
-        return _estimate(log, begins, data_dependent.guesses, unreached, None if gpu is None else clock)
+        # Closed before the simulation ends, which frees what autocast has cached.
+        history = log.closed()
+    return _Run(history, data_dependent.guesses, unreached, clock.phases_ms, clock.stall_ms)
 
 
-def _estimate(
-    log: AllocationLog, begins: list[int], guesses: Counter[str], unreached: tuple[str, ...], clock: VirtualClock | None
-) -> MemoryEstimate:
-    """Read the answer off the log; `begins` are the positions in it at which the steps began."""
-    trace = log.trace(begins[0])
+def _estimate(run: _Run, has_card: bool) -> MemoryEstimate:
+    """Read the answer off the history."""
+    history = run.history
+    trace = history.trace()
     peak_bytes, peak_at = trace.peak()
-    live = categories.alive_at(log, trace.positions[peak_at])
-    assumptions = tuple(f"{what} ({count} times)" for what, count in guesses.items())
+    live = categories.alive_at(history, trace.positions[peak_at])
+    assumptions = tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
     return MemoryEstimate(
         peak_bytes=peak_bytes,
         reserved_bytes=trace.unlimited.peak_reserved_bytes,
         phase=trace.phases[peak_at],
-        step=sum(begin <= trace.positions[peak_at] for begin in begins),
+        step=sum(begin <= trace.positions[peak_at] for begin in history.step_begins),
         phases=trace.peaks_by_phase(),
         breakdown=categories.breakdown(live, peak_bytes),
         top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
-        host_bytes=log.host_peak_bytes(begins[0]),
-        confidence="low" if unreached else "medium" if assumptions else "high",
+        host_bytes=history.host_peak_bytes(),
+        confidence="low" if run.unreached else "medium" if assumptions else "high",
         assumptions=assumptions,
-        unreached=unreached,
-        step_ms=sum(clock.phases_ms.values()) if clock else None,
-        phases_ms=clock.phases_ms if clock else {},
-        stall_ms=clock.stall_ms if clock else None,
+        unreached=run.unreached,
+        step_ms=sum(run.phases_ms.values()) if has_card else None,
+        phases_ms=run.phases_ms if has_card else {},
+        stall_ms=run.stall_ms if has_card else None,
         trace=trace,
-        storage_kinds=categories.of_storages(log),
+        storage_kinds=categories.of_storages(history),
+        storage_makers=tuple((record.owner, record.operation) for record in history.records),
     )
 
 

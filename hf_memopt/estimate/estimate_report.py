@@ -49,6 +49,7 @@ class MemoryEstimate:
         stall_ms: for how long compute would wait for copies in the last step; None without a card.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
         storage_kinds: what each storage of `trace` is for, by its number.
+        storage_makers: the module and the operation that made each, "" where none is known.
     """
 
     peak_bytes: int
@@ -67,6 +68,7 @@ class MemoryEstimate:
     stall_ms: float | None
     trace: MemoryTrace = field(repr=False)
     storage_kinds: tuple[str, ...] = field(repr=False)
+    storage_makers: tuple[tuple[str, str], ...] = field(repr=False)
 
     def __str__(self) -> str:
         return text(self)

@@ -9,6 +9,6 @@ Read in this order:
 """
 
 from hf_memopt.report.run_page import write_report
-from hf_memopt.report.runs import Run, read_run
+from hf_memopt.report.runs import Run, read_run, run_folders
 
-__all__ = ["Run", "read_run", "write_report"]
+__all__ = ["Run", "read_run", "run_folders", "write_report"]

@@ -40,7 +40,7 @@ def figures_of(run: Run) -> dict[str, Draw]:
     if run.timeline:
         figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
     if run.losses:
-        figures["losses"] = lambda figure: _draw_losses(figure, run.losses)
+        figures["losses"] = lambda figure: _draw_losses(figure, run.losses, f"{run.losses_by}s")
     if run.phases:
         figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
     if run.holders:
@@ -115,13 +115,13 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
     figure.legend(loc="outside lower center", ncols=3)
 
 
-def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> None:
     figure.set_size_inches(6.4, 3.4)
     axes = figure.subplots()
     for name, curve in losses.items():
         color = _CURVES.get(name, COLORS[6])
         axes.plot(*zip(*curve, strict=True), ".-", color=color, label=name)
-    axes.set(title="Loss", xlabel="steps")
+    axes.set(title="Loss", xlabel=unit)
     values = [loss for curve in losses.values() for _, loss in curve]
     if 0 < 10 * min(values) < max(values):
         axes.set_yscale("log")
@@ -189,7 +189,7 @@ def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:
     memory, speed = figure.subplots(1, 2, sharey=True)
     for axes, color, figures, heading, unit in (
         (memory, _BAR, [mode.get(key) or 0 for mode in modes], title, "MiB"),
-        (speed, _TIME, [mode["step_ms"] for mode in modes], "Median time of an update", "ms"),
+        (speed, _TIME, [mode["step_ms"] or 0 for mode in modes], "Median time of an update", "ms"),
     ):
         bars = axes.barh([mode["mode"] for mode in modes], figures, color=color)
         axes.bar_label(bars, fmt="{:,.1f}", padding=4)

@@ -10,13 +10,26 @@ from typing import Any
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
 
 RESULTS_FILE = "results.json"
+COMPARISON_FILE = "comparison.json"
 TRAINER_FILE = "trainer_state.json"
 
 _FACTS = ("device", "mode", "loop", "mixed_precision", "num_processes", "corpus", "seed")
 # Where a run's memory is logged: by the run itself, or by the student's training within the demo.
 _METRICS_PLACES = (METRICS_FILE, f"student/{METRICS_FILE}")
+_OOM_REPORTS = "out_of_memory_rank*.txt"
+# By these a folder is known to be a run's.
+_RUN_FILES = (
+    RESULTS_FILE,
+    COMPARISON_FILE,
+    *_METRICS_PLACES,
+    TRAINER_FILE,
+    f"checkpoint-*/{TRAINER_FILE}",
+    _OOM_REPORTS,
+)
 # The recipes' figures of what a model makes.
 _STRIPS = ("sampled_paths", "panels")
+# Of a history's losses those that are shown; the VAE-GAN's have no sum that falls.
+_LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "l1"}
 # What a record of a recipe's or a Trainer's history counts, the first that it has.
 _COUNTERS = ("update", "epoch", "step")
 _NO_TIMELINE = (
@@ -24,11 +37,12 @@ _NO_TIMELINE = (
     "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in a loop of your own"
 )
 _NO_PHASES = 'peaks by phase: the logged figures name no phase. Use `with memory.phase("forward"):` and so on'
+_COMPARE = "hf-memopt compare RECIPE --modes off,all,auto with the run's own flags"
 _NO_MODES = (
-    f"memory and time of compared modes: there is no {RESULTS_FILE} with 'compared_costs' or 'training_cost', as "
-    "train_causal_lm writes it"
+    f"memory and time of compared modes: there is no {COMPARISON_FILE}, and no {RESULTS_FILE} with 'training_cost', as "
+    f"train_causal_lm writes it. Run {_COMPARE}"
 )
-_ONE_MODE = "a comparison: the run has one mode only. Give the recipe --compare off,all,auto"
+_ONE_MODE = f"a comparison: the run has one mode only. Run {_COMPARE}"
 _NO_TIME = f"time of each design: 'memory_bytes' in {RESULTS_FILE} counts bytes only"
 
 
@@ -51,10 +65,11 @@ class Run:
     Attributes:
         name: of the folder.
         facts: what the run was, for the page's head.
-        modes: memory and time of each compared mode, the reference first; fields of the recipes' `Cost`.
+        modes: memory and time of each compared mode, the reference first; fields of the recipes' `RunCost`.
         holders: bytes on the device by design, phase of a step, and what they are used for.
         policies: error and latency by policy and number of Euler steps.
         losses: (step, loss) by what was trained or evaluated.
+        losses_by: what these steps are: "update", "epoch" or "step".
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
@@ -67,6 +82,7 @@ class Run:
     holders: dict[str, dict[str, dict[str, int]]]
     policies: list[dict[str, Any]]
     losses: dict[str, list[tuple[float, float]]]
+    losses_by: str
     timeline: list[dict[str, float]]
     oom_reports: dict[str, str]
     figures: list[Path]
@@ -91,6 +107,16 @@ class Run:
         }
 
 
+def run_folders(folder: Path, depth: int = 3) -> list[Path]:
+    """Return the folder if it holds a run, and otherwise those below it that do, up to `depth` levels down."""
+    if any(next(folder.glob(name), None) for name in _RUN_FILES):
+        return [folder]
+    if depth == 0 or not folder.is_dir():
+        return []
+    below = sorted(each for each in folder.iterdir() if each.is_dir())
+    return [run for each in below for run in run_folders(each, depth - 1)]
+
+
 def read_run(folder: Path) -> Run:
     """Read a folder that a recipe, the demo or a Trainer with `MemoryLoggingCallback` wrote.
 
@@ -99,19 +125,22 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise ValueError(f"run_dir={str(folder)!r} is no folder; name the output folder of a run")
-    results = _read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).exists() else {}
-    modes, holders = _modes(results, folder), _holders(results, folder)
+    results, comparison = (_read_json(folder / name) for name in (RESULTS_FILE, COMPARISON_FILE))
+    modes, holders = _modes(results, comparison, folder), _holders(results, folder)
     timeline = _timeline(folder)
-    oom_reports = {file.name: file.read_text() for file in sorted(folder.glob("out_of_memory_rank*.txt"))}
+    oom_reports = {file.name: file.read_text() for file in sorted(folder.glob(_OOM_REPORTS))}
     if not (modes or holders or timeline or oom_reports):
         raise ValueError(f"{folder} holds nothing to report. It lacks {_NO_TIMELINE}. It lacks {_NO_MODES}.")
     return Run(
         name=folder.resolve().name,
-        facts=_facts(results, folder),
+        facts=_facts(results or comparison, folder),
         modes=modes,
         holders=holders,
         policies=_policies(results, folder),
         losses=_losses(results, folder),
+        losses_by=next(
+            (name for name in _COUNTERS for record in results.get("history") or [] if name in record), "step"
+        ),
         timeline=timeline,
         oom_reports=oom_reports,
         figures=sorted([*folder.glob("*.png"), *folder.glob("figures/*.png")]),
@@ -151,6 +180,9 @@ def _missing(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) 
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Return what is in the file; nothing where there is none."""
+    if not file.exists():
+        return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -172,11 +204,15 @@ def _facts(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return facts | {"versions": ", ".join(f"{name} {found}" for name, found in versions.items())} if versions else facts
 
 
-def _modes(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    modes = results.get("compared_costs") or [results[key] for key in ("training_cost",) if key in results]
+def _modes(results: Mapping[str, Any], comparison: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Return the compared modes, or that of the training where none were compared."""
+    file, field, modes = COMPARISON_FILE, "modes", comparison.get("modes")
+    if not comparison:
+        file, field = RESULTS_FILE, "training_cost"
+        modes = [results[field]] if field in results else []
     if not isinstance(modes, list) or not all(_is_mode(mode) for mode in modes):
         form = "made of objects with mode, step_ms above 0, and other figures that are numbers or null"
-        raise _malformed(folder / RESULTS_FILE, "compared_costs or training_cost", form)
+        raise _malformed(folder / file, field, form)
     return modes
 
 
@@ -184,11 +220,9 @@ def _is_mode(mode: Any) -> bool:
     if not isinstance(mode, dict) or not {"mode", "step_ms"} <= mode.keys():
         return False
     figures = [mode[key] for key in mode if key.endswith(("_ms", "_mib")) and mode[key] is not None]
-    return (
-        mode["step_ms"] is not None
-        and all(isinstance(figure, int | float) for figure in figures)
-        and mode["step_ms"] > 0
-    )
+    if not all(isinstance(figure, int | float) for figure in figures):
+        return False
+    return mode["step_ms"] > 0 if mode["step_ms"] is not None else isinstance(mode.get("failure"), str)
 
 
 def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, dict[str, int]]]:
@@ -240,7 +274,7 @@ def _losses(results: Mapping[str, Any], folder: Path) -> dict[str, list[tuple[fl
         if curves is not None:
             return {name: [(float(step), float(loss)) for step, loss in curve] for name, curve in curves.items()}
         history = results.get("history") or _trainer_history(folder)
-        read = {name: _curve(history, key) for name, key in (("training", "loss"), ("held out", "eval_loss"))}
+        read = {name: _curve(history, key) for name, key in _LOSSES.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise _malformed(folder / RESULTS_FILE, "learning_curves or history", "made of steps and losses") from error
     return {name: curve for name, curve in read.items() if len(curve) > 1}

@@ -199,9 +199,11 @@ class OpenStep:
         accelerator, optimizer = self.accelerator, self.optimizer
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
         # All ranks hold the same gradient, so they all see the same norm and decide alike.
+        # Under a loss scaler this unscales the gradient first, and float() waits for the device.
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
         if not math.isfinite(grad_norm) and not scaler_takes_care(optimizer):
             raise NonFiniteGradientError(accelerator.step + 1, gather_from_ranks(self.watch.findings()))
+        # With a scaler, an overflow leaves the parameters as they are, and the step counts all the same.
         optimizer.step()
         accelerator.step += 1
         if self.scheduler is not None and not optimizer.step_was_skipped:

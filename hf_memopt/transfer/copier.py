@@ -3,6 +3,12 @@
 A caller allocates through the copier, starts a copy, and makes the compute stream wait for it before it reads the
 destination. It never touches streams or events itself, so that a test can put a copier in its place that performs each
 copy as early, as late or as randomly as these rules allow and poisons what has been released.
+
+The life of an offloaded tensor on the three streams of `StreamCopier` (`|` records an event, `->` waits for it):
+
+compute     produce x |        forward goes on ...        -> wait | read x' in backward
+to host               -> x to host |
+to device                                  -> host to x' |
 """
 
 import os

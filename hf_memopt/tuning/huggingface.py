@@ -23,13 +23,16 @@ from transformers import (
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.estimate.accounting.repeated_layers import Layers
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.quantised_base import quantise_nf4
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
-from hf_memopt.tuning.model_config import building, read_config
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, SimulatedStep, divisors
+from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
+from hf_memopt.tuning.model_config import batch_for, building, read_config
+from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, divisors
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 _AUTO_CLASSES = {
@@ -115,9 +118,7 @@ class HuggingFaceModel:
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
-    levers: tuple[SearchDimension, ...] = field(
-        default=(SearchDimension("activations", tuple(ACTIVATIONS)),), init=False
-    )
+    levers: tuple[SearchDimension, ...] = field(default=_LEVERS, init=False)
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -203,12 +204,30 @@ class HuggingFaceModel:
             raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
         num_micro_batches = min(2, self.effective_batch // micro_batch)
         _ = self.kind, self._class_name(self.kind)  # imported once, before processes are forked
-        return SimulatedStep(
-            setup=lambda device: _Update(self, checkpointing, offload, micro_batch, num_micro_batches),
-            step=lambda update: update.run(),
-            num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
-            num_micro_batches=num_micro_batches,
-        )
+        # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes. And
+        # torchao's optimizers keep tables for the process, so that a second simulation is not like the first.
+        has_tables = self.optimizer in ("adamw-8bit", "adamw-4bit")
+        layers = None if offload != "off" or has_tables else self._equal_layers
+
+        def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+            return SimulatedStep(
+                setup=lambda device: _Update(self, config, checkpointing, offload, micro_batch, num_micro_batches),
+                step=lambda update: update.run(),
+                num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
+                num_micro_batches=num_micro_batches,
+                repeated=repeated,
+            )
+
+        if layers is None:
+            return step_of(self.config)
+        few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(self.config, layers, count)))
+        return step_of(self.config, few)
+
+    @cached_property
+    def _equal_layers(self) -> Layers | None:
+        with building(f"model={self.model!r}"), torch.device("meta"):
+            model: Any = _AUTO_CLASSES[self.kind].from_config(self.config, trust_remote_code=False)
+        return equal_layers(model)
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
         """An accelerate config; the settings as JSON; and flags for `train_causal_lm.py` if it can train with them."""
@@ -261,14 +280,20 @@ class _Update:
     """One update with Accelerate, on the device that its `Accelerator` finds."""
 
     def __init__(
-        self, options: HuggingFaceModel, checkpointing: str, offload: str, micro_batch: int, num_micro_batches: int
+        self,
+        options: HuggingFaceModel,
+        config: Any,
+        checkpointing: str,
+        offload: str,
+        micro_batch: int,
+        num_micro_batches: int,
     ) -> None:
         windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         precision = "bf16" if options.precision == "fp16" else options.precision
         self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
         with self._accelerator.device:
-            model = _build(options, checkpointing)
-            self._batch = _batch(options, micro_batch)
+            model = _build(options, config, checkpointing)
+            self._batch = batch_for(config, options.kind, micro_batch, options.seq_len)
         optimizer = _OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
@@ -296,15 +321,13 @@ class _Update:
         return loss
 
 
-def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
+def _build(options: HuggingFaceModel, config: Any, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
     # Weights that are quantised reach the device in their final form alone.
     place = torch.device("cpu") if options.quantize != "none" else nullcontext()
     with building(f"model={options.model!r}"), place:
-        model: Any = auto.from_config(
-            options.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
+        model: Any = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     model.config.use_cache = False
     model.train()
     if options.quantize == "nf4":
@@ -316,17 +339,6 @@ def _build(options: HuggingFaceModel, checkpointing: str) -> nn.Module:
     if checkpointing == "selective":
         apply_selective_checkpointing(model)
     return model  # type: ignore[no-any-return]
-
-
-def _batch(options: HuggingFaceModel, micro_batch: int) -> dict[str, Tensor]:
-    if options.kind == "image-classification":
-        size = getattr(options.config, "image_size", 224)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        channels = getattr(options.config, "num_channels", 3)
-        labels = torch.zeros(micro_batch, dtype=torch.long)
-        return {"pixel_values": torch.zeros(micro_batch, channels, height, width), "labels": labels}
-    tokens = torch.zeros(micro_batch, options.seq_len, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

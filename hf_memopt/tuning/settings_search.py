@@ -3,65 +3,18 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from tqdm import tqdm
 
-from hf_memopt.estimate.estimate import simulate
-from hf_memopt.estimate.estimate_report import MemoryEstimate, fits, needed_bytes
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
+from hf_memopt.tuning.settings_table import Row, TrainingPlan, describe
 from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 from hf_memopt.units import format_gib
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate, simulated.
-
-    Attributes:
-        settings: value of each lever.
-        micro_batch: samples per forward pass.
-        accumulation: forward passes per update.
-        update_ms: predicted time of one update, of `effective_batch` samples; good for ratios.
-        needed_bytes: the least device memory with which the allocator gets through, allowances included.
-        fits: whether that and the host's memory suffice.
-        estimate: of the step.
-    """
-
-    settings: Settings
-    micro_batch: int
-    accumulation: int
-    update_ms: float
-    needed_bytes: int
-    fits: bool
-    estimate: MemoryEstimate
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What was simulated for a card, and the best of it.
-
-    Attributes:
-        workload: its name.
-        levers: that were tried.
-        card: that it must fit.
-        host_bytes: of the host's memory that may be used; None, any.
-        rows: all candidates that were simulated, those that fit first, then by time.
-    """
-
-    workload: str
-    levers: tuple[SearchDimension, ...]
-    card: Card
-    host_bytes: int | None
-    rows: tuple[Row, ...]
-
-    @property
-    def best(self) -> Row:
-        """The fastest that fits."""
-        return self.rows[0]
 
 
 class NothingFitsError(ValueError):
@@ -190,9 +143,7 @@ class _Search:
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
         accumulation = self._workload.effective_batch // micro_batch
-        estimate = simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=self._card).with_passes(
-            accumulation / simulated.num_micro_batches
-        )
+        estimate = simulate_step(simulated, gpu=self._card).with_passes(accumulation / simulated.num_micro_batches)
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
         assert estimate.step_ms is not None
         return Row(
@@ -225,9 +176,3 @@ def _nothing_fits(result: TrainingPlan) -> NothingFitsError:
         "or fewer trainable parameters (LoRA)",
         smallest,
     )
-
-
-def describe(row: Row) -> str:
-    """Settings in words."""
-    settings = [f"{name} {value}" for name, value in row.settings.items()]
-    return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

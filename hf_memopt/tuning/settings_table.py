@@ -1,14 +1,66 @@
-"""A plan in words and as a table."""
+"""What was simulated for a card, in words and as a table."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_memopt.estimate.gpus import allowances
+from hf_memopt.estimate.estimate_report import MemoryEstimate
+from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import align
-from hf_memopt.tuning.settings_search import Row, TrainingPlan, describe
-from hf_memopt.tuning.workload import SearchDimension
+from hf_memopt.tuning.workload import SearchDimension, Settings
 from hf_memopt.units import GIB, MIB, format_gib
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate, simulated.
+
+    Attributes:
+        settings: value of each lever.
+        micro_batch: samples per forward pass.
+        accumulation: forward passes per update.
+        update_ms: predicted time of one update, of `effective_batch` samples; good for ratios.
+        needed_bytes: the least device memory with which the allocator gets through, allowances included.
+        fits: whether that and the host's memory suffice.
+        estimate: of the step.
+    """
+
+    settings: Settings
+    micro_batch: int
+    accumulation: int
+    update_ms: float
+    needed_bytes: int
+    fits: bool
+    estimate: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was simulated for a card, and the best of it.
+
+    Attributes:
+        workload: its name.
+        levers: that were tried.
+        card: that it must fit.
+        host_bytes: of the host's memory that may be used; None, any.
+        rows: all candidates that were simulated, those that fit first, then by time.
+
+    `str` gives the choice in one line, and the table of all candidates.
+    """
+
+    workload: str
+    levers: tuple[SearchDimension, ...]
+    card: Card
+    host_bytes: int | None
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row:
+        """The fastest that fits."""
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        return f"{headline(self)}\n\n{table(self)}"
 
 
 def table(plan: TrainingPlan) -> str:
@@ -128,3 +180,9 @@ def _assumptions(plan: TrainingPlan) -> list[str]:
     if estimate.unreached:
         lines.append(f"Got no gradient in the simulation: {', '.join(estimate.unreached[:5])}.")
     return lines
+
+
+def describe(row: Row) -> str:
+    """Settings in words."""
+    settings = [f"{name} {value}" for name, value in row.settings.items()]
+    return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

@@ -1,10 +1,12 @@
 """What can be planned: a training step that depends on settings."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hf_memopt.estimate.simulated_step import SimulatedStep
 
 Settings = Mapping[str, Any]
 
@@ -23,24 +25,6 @@ class SearchDimension:
 
     name: str
     values: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class SimulatedStep:
-    """What `estimate_peak_memory` needs to run a step.
-
-    Attributes:
-        setup: called with the device.
-        step: called with what `setup` returned; runs `num_micro_batches` micro-batches and one update.
-        num_steps: how many steps show the whole behaviour: 2 for a lazy optimizer state, more where plans are made
-            from recorded passes.
-        num_micro_batches: in `step`.
-    """
-
-    setup: Callable[[Any], Any]
-    step: Callable[[Any], Any]
-    num_steps: int = 2
-    num_micro_batches: int = 1
 
 
 def divisors(number: int) -> list[int]:

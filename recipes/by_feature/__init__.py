@@ -7,4 +7,5 @@ Run one by `python recipes/by_feature/<name>.py`, on a GPU where there is one. I
 - `exact_accumulation`, `gradient_cache`: steps on more samples than fit at once.
 - `memory_reports`: what memory was used for, and what leaks.
 - `estimate_then_train`: the peak before the run.
+- `trainers`: TRL's trainers, attached to.
 """

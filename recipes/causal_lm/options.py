@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from transformers.trainer_utils import get_last_checkpoint
-
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import flag, read_options
-from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive
+from hf_memopt.recipes.common.flags import Count, CountOrZero, HeldOut, NotNegative, Positive, flag, read_options
 from hf_memopt.recipes.common.options import (
     OffloadOptions,
     RunOptions,
@@ -17,6 +13,7 @@ from hf_memopt.recipes.common.options import (
     check_loop,
     check_offloading,
     check_unused,
+    trainers_checkpoint,
 )
 
 BlockSize = Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")]
@@ -73,9 +70,19 @@ class Options(NamedTuple):
     training: TrainingOptions
     offload: OffloadOptions
 
+    @property
+    def output_dir(self) -> str:
+        """Return the run's folder."""
+        return self.training.output_dir
 
-def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+
+def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
     """Read the command line.
+
+    Args:
+        description: for `--help`.
+        arguments: None, the command line's.
+        compared: modes of offloading that are to be compared; none for training, which needs a folder of its own.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
@@ -83,30 +90,13 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     options = read_options(Options, description, arguments)
     training = options.training
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
-    check_offloading(options.offload, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
+    check_offloading(options.offload, compared, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
     check_loop(training.loop, options.offload)
+    if compared:
+        return options
     if training.loop == "accelerate":
         check_folder(training.output_dir, training.resume_from_checkpoint)
     else:  # Trainer has checkpoints of its own
         check_unused(training.output_dir, training.resume_from_checkpoint)
-        trainers_checkpoint(training)
+        trainers_checkpoint(training.output_dir, training.resume_from_checkpoint)
     return options
-
-
-def trainers_checkpoint(training: TrainingOptions) -> str | None:
-    """Return the checkpoint of Trainer's to resume from; None for a new run.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    name = training.resume_from_checkpoint
-    if name is None:
-        return None
-    output = Path(training.output_dir)
-    folder = get_last_checkpoint(output) if name == "latest" and output.is_dir() else name
-    if folder is None or not Path(folder).is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint={name!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
-            f"where output_dir={training.output_dir!r} holds one"
-        )
-    return str(folder)

@@ -8,30 +8,36 @@ from accelerate import Accelerator
 
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.causal_lm.options import Options
-from hf_memopt.recipes.common.cost import shown_costs, table
+from hf_memopt.recipes.common.comparison import read_costs
+from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, drawn, plot_history, run_results, write_results
 
 logger = logging.getLogger(__name__)
 
 
-def results(options: Options, accelerator: Accelerator, history: History, **costs: Any) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+def results(options: Options, accelerator: Accelerator, history: History, cost: RunCost) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
     final = [entry for entry in history if "eval_loss" in entry][-1]
     more = {"loop": options.training.loop, "corpus": describe_corpus(options.data), "final": final}
-    return run_results(options, accelerator, history, libraries=("transformers", "datasets"), **costs, **more)
+    return run_results(
+        options, accelerator, history, libraries=("transformers", "datasets"), training_cost=cost, **more
+    )
 
 
 def write(results: dict[str, Any], output: Path) -> None:
-    """Write `results.json`, and `results.png` where matplotlib is installed; the log gets the table."""
+    """Write `results.json`, and `results.png` where matplotlib is installed; the log gets the table.
+
+    The figure shows the modes that `hf-memopt compare` measured in this folder, where it has.
+    """
     write_results(results, output)
+    training = [results["training_cost"]]
     if can_draw("results.png"):
-        draw(results, output / "results.png")
-    logger.info("\n" + table(results))
+        draw(results, read_costs(output) or training, output / "results.png")
+    logger.info("\n" + table(training, results["device"]))
 
 
-def draw(results: dict[str, Any], file: Path) -> None:
+def draw(results: dict[str, Any], costs: list[RunCost], file: Path) -> None:
     """Draw losses by update, and memory and time by mode. Needs matplotlib."""
-    costs = shown_costs(results)
     modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
     with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
         plot_history(learning, results["history"], "update", {"loss": "training"}, "-")

@@ -16,9 +16,10 @@ from transformers import (
 
 from hf_memopt.callbacks import attach
 from hf_memopt.recipes.causal_lm.model import make_model
-from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, trainers_checkpoint
+from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.loop import make_offloader, pins_memory
+from hf_memopt.recipes.common.loop import pins_memory
+from hf_memopt.recipes.common.options import trainers_checkpoint
 from hf_memopt.recipes.common.results import History
 
 # Flags that Trainer has under the same names.
@@ -36,7 +37,7 @@ def train_with_trainer(
     Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
     forward passes, which is the same for blocks of equal size.
     """
-    resumed = trainers_checkpoint(options.training)
+    resumed = trainers_checkpoint(options.training.output_dir, options.training.resume_from_checkpoint)
     set_seed(options.training.seed)
     trainer = Trainer(
         make_model(options.model, tokenizer, options.data.block_size),
@@ -45,7 +46,7 @@ def train_with_trainer(
         eval_dataset=with_labels(blocks["test"]),
         data_collator=default_data_collator,
     )
-    offloader = make_offloader(options.offload, trainer.accelerator.device)
+    offloader = options.offload.make_offloader(trainer.accelerator.device)
     attach(trainer, offloader=offloader)
     timer = StepTimer(options.offload.offload, trainer.accelerator.device, offloader)
     trainer.add_callback(TimerCallback(timer))

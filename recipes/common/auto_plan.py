@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
+from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, Settings, SimulatedStep, divisors
+from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, Settings, Workload, divisors
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class RecipeWorkload(ABC):
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Any:
         """Return the options of a candidate."""
-        changes: dict[str, Any] = {"offload.compare": None, "offload.plan": None}
+        changes: dict[str, Any] = {"offload.plan": None}
         for lever, values in self.LEVERS.items():
             changes |= values[settings[lever]]
         return with_changes(self.options, changes | dict(self.batching(micro_batch)))
@@ -176,15 +177,30 @@ def apply_auto_plan(
         return options, accelerator, None
     precision = "no" if accelerator.mixed_precision == "no" else "bf16"  # fp16 takes as much memory
     workload = make_workload(precision)
-    # Each process would find the same, but planning takes seconds and all cores.
-    found: list[Any] = [None]
-    if accelerator.is_main_process:
-        result = plan(workload, gpu=card_of(accelerator.device) if card == "auto" else card)
-        logger.info("Plan: %s", "\n  ".join([headline(result), *explain(result)]))
-        found = [result.best]
-    (best,) = broadcast_object_list(found)
+    best = best_row(workload, card, accelerator)
     options = workload.with_settings(best.settings, best.micro_batch)
     return options, make_accelerator(options), best
+
+
+def best_row(workload: Workload, card: str, process: Accelerator | PartialState) -> Row:
+    """Return what a plan for a card chooses, the same on all processes. Logs the choice and why.
+
+    Args:
+        workload: what to plan.
+        card: a name or a size; "auto", the card that the process computes on.
+        process: this one; the main process plans.
+
+    Raises:
+        ValueError: on the main process: no settings fit, the card is unknown, or "auto" without an accelerator.
+    """
+    # Each process would find the same, but planning takes seconds and all cores.
+    found: list[Any] = [None]
+    if process.is_main_process:
+        result = plan(workload, gpu=card_of(process.device) if card == "auto" else card)
+        logger.info("Plan: %s", "\n  ".join([headline(result), *explain(result)]))
+        found = [result.best]
+    best: Row = broadcast_object_list(found)[0]
+    return best
 
 
 def weights_from_config(kind: Any) -> AbstractContextManager[Any]:

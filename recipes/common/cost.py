@@ -1,8 +1,12 @@
-"""What a run cost: measured update by update, as a table and in `results.json`."""
+"""What a run cost: measured update by update, as a table and in JSON."""
 
 import logging
+import os
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,11 +22,14 @@ from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)
 
+# Linux' files of this process: writing 5 to the first has the second's VmHWM begin again.
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
 SAVED_CAPTION = """\
 saved MiB: saved activations on the device at the peak, by the offloader's own count (storages above the threshold)."""
 CPU_CAPTION = """\
-The device is a CPU: it holds the copies in the same memory, so that nothing was saved, and step times say nothing about
-a GPU."""
+process MiB: resident memory of the process at its peak. The device is a CPU: it holds the copies in the same memory, so
+that nothing was saved, and step times say nothing about a GPU."""
 DEVICE_CAPTION = """\
 peak MiB: all of the device's memory, weights and optimizer included, as torch counts it."""
 
@@ -35,6 +42,7 @@ class RunCost:
         mode: of the offloader, or "off".
         step_ms: median time of an update, all of its forward passes included; None where there was no update.
         peak_mib: largest memory of the accelerator.
+        process_mib: on a CPU under Linux, largest resident memory of the process.
         saved_mib: largest amount of saved activations on the device.
         moved_mib: copied to the host per update.
         host_mib: host memory that the offloader held.
@@ -42,12 +50,15 @@ class RunCost:
         predicted_saved_mib: by the planner of mode "auto".
         predicted_step_ms: likewise, for one forward and backward pass.
         measured_step_ms: the offloader's own measurement of what it predicted.
-        losses: of all updates, those before measuring included.
+        losses: of the updates by which modes are compared.
+        weights_sha256: of the weights after these.
+        failure: why there are no figures.
     """
 
     mode: str
     step_ms: float | None = None
     peak_mib: float | None = None
+    process_mib: float | None = None
     saved_mib: float | None = None
     moved_mib: float | None = None
     host_mib: float | None = None
@@ -56,6 +67,8 @@ class RunCost:
     predicted_step_ms: float | None = None
     measured_step_ms: float | None = None
     losses: list[float] = field(default_factory=list)
+    weights_sha256: str | None = None
+    failure: str | None = None
 
 
 class StepTimer:
@@ -79,6 +92,8 @@ class StepTimer:
         self._before = None if self._offloader is None else self._offloader.stats
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
+        elif os.access(_RESET, os.W_OK):
+            _RESET.write_text("5")  # the kernel's own peak of resident memory begins again
 
     def begin(self) -> None:
         """Start an update."""
@@ -97,6 +112,9 @@ class StepTimer:
         found = RunCost(self._mode, step_ms=median(self._times_ms))
         if self._device.type != "cpu":
             found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / MIB
+        elif os.access(_RESET, os.W_OK):
+            (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+            found.process_mib = int(kib) / 1024
         if self._offloader is not None and self._before is not None:
             now, num_updates = self._offloader.stats, len(self._times_ms)
             found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB
@@ -114,15 +132,17 @@ def mib(gib: float | None) -> float | None:
     return None if gib is None else 1024 * gib
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return one row per compared mode, or one for the training; columns without any figure are left out."""
-    costs = mode_table([asdict(cost) for cost in shown_costs(results)])
-    return f"{costs}\n{SAVED_CAPTION}\n{CPU_CAPTION if results['device'] == 'cpu' else DEVICE_CAPTION}"
+def table(costs: Sequence[RunCost], device: str) -> str:
+    """Return one row per mode, the first of which is what the others are compared with.
 
+    Columns without any figure are left out.
 
-def shown_costs(results: dict[str, Any]) -> list[RunCost]:
-    """Return the compared modes' costs, or the training's where nothing was compared."""
-    return results["compared_costs"] or [results["training_cost"]]
+    Args:
+        costs: of a comparison, or of a training alone.
+        device: on which it ran, as in `results.json`.
+    """
+    rows = mode_table([asdict(cost) for cost in costs])
+    return f"{rows}\n{SAVED_CAPTION}\n{CPU_CAPTION if device == 'cpu' else DEVICE_CAPTION}"
 
 
 def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:

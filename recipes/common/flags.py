@@ -7,31 +7,34 @@ from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
 from hf_memopt.command_line import Parser
+from hf_memopt.command_line import flag as flag
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.ranges import Range
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range, check_ranges
 
+# Numbers within a range, as types of fields.
+Count = Annotated[int, COUNT]
+CountOrZero = Annotated[int, COUNT_OR_ZERO]
+Seed = Annotated[int, SEED]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+Share = Annotated[float, SHARE]
+TwoOrMore = Annotated[int, Range(at_least=2, whole=True)]
+HeldOut = Annotated[float, Range(above=0, below=1, why=", for example 0.02")]
 # Of transformers' schedules those that need nothing but the numbers of updates.
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
 
-def flag(default: Any, text: str) -> Any:
-    """Return a field with its help text; a list becomes the default of each instance anew."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
-
-
-class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
     """Shows defaults beside the flags, and the description as it was written."""
 
 
@@ -86,7 +89,7 @@ def as_words(name: str, value: Any) -> list[str]:
 
 
 def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
-    parser = Parser(description=description, formatter_class=_Formatter, allow_abbrev=False)
+    parser = Parser(description=description, formatter_class=Formatter, allow_abbrev=False)
     for section, group in get_type_hints(kind).items():
         box, hints = parser.add_argument_group(section), get_type_hints(group)
         for each in map(copy, fields(group)):  # it is changed here, and by transformers
@@ -127,7 +130,7 @@ def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, 
     for section, group in get_type_hints(kind).items():
         names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}
         sections[section] = group(**{name: getattr(found, flag) for name, flag in names.items()})
-        _check_ranges(sections[section], names)
+        check_ranges(sections[section], names)
     return kind(**sections)
 
 
@@ -145,22 +148,6 @@ def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
             if value is None and getattr(sections[section], name, None) is not None:
                 raise ValueError(f"{section}.{name}=null: this field needs a value; leave it out for its default")
             yield from as_words(f"{section}.{name}", value)
-
-
-def _check_ranges(group: Any, names: dict[str, str]) -> None:
-    """Refuse numbers outside of the ranges in the types of their fields; `names` are those of the flags."""
-    for name, hint in get_type_hints(type(group), include_extras=True).items():
-        for allowed in ranges_in(hint):
-            value = getattr(group, name)
-            for each in value if isinstance(value, list) else [value]:
-                allowed.check(names[name], each)
-
-
-def ranges_in(hint: Any) -> Iterator[Range]:
-    """Yield the ranges of a number, an optional one, or a list of numbers."""
-    yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
-    for part in get_args(hint):
-        yield from ranges_in(part)
 
 
 def check_card(plan: str | None) -> None:

@@ -1,36 +1,30 @@
-"""What the loops of the Accelerate recipes share: accelerator, offloader, comparison of modes, log, checkpoints."""
+"""What the loops of the Accelerate recipes share: accelerator, offloader, run, log, checkpoints."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers  # Its parts are slow to import, and are when they are named.
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, tqdm
-from torch import Tensor
+from accelerate.utils import DataLoaderConfiguration
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import get_scheduler
 
-from hf_memopt.activations import ActivationOffloader
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.checkpoint.folder_lock import lock_of
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.auto_plan import log_prediction
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, mib, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.cost import StepTimer, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
-from hf_memopt.transfer import SyncCopier
 from hf_memopt.tuning import Row
 
 logger = logging.getLogger(__name__)
-
-# Flags that the offloader takes as they are.
-PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib")
 
 
 def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator:
@@ -55,21 +49,9 @@ def pins_memory() -> bool:
     return device is not None and device.type != "mps"
 
 
-def make_offloader(options: OffloadOptions, device: torch.device) -> ActivationOffloader | None:
-    """Return a new offloader for a model on `device`; None in mode "off"."""
-    if options.offload == "off":
-        return None
-    return ActivationOffloader(
-        mode=options.offload,
-        budget_gib=options.budget_gib if options.offload == "auto" else None,
-        copier=SyncCopier() if options.cpu_copies and device.type == "cpu" else None,
-        **{name: getattr(options, name) for name in PASSED_ON},
-    )
-
-
 def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_processes: int) -> Any:
     """Return the flags' schedule, to be prepared by accelerate, which steps it once per process."""
-    return get_scheduler(
+    return transformers.get_scheduler(
         training.lr_scheduler_type,
         optimizer,
         num_warmup_steps=training.warmup_steps * num_processes,
@@ -128,7 +110,7 @@ class Run:
     memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))
 
     def __post_init__(self) -> None:
-        self.offloader = make_offloader(self.options.offload, self.accelerator.device)
+        self.offloader = self.options.offload.make_offloader(self.accelerator.device)
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass that backward will follow."""
@@ -181,6 +163,25 @@ def save_and_stop(run: Run, checkpoints: Checkpoints, *, due: bool, flag: str = 
     return stop
 
 
+@contextmanager
+def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
+    """Save what has been trained when an error ends the run.
+
+    Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
+    whole steps, so that going on begins that step anew. The other processes of a run cannot take part in saving when
+    one fails; it leaves the checkpoint before.
+    """
+    try:
+        yield
+    except Exception:
+        if run.accelerator.num_processes > 1:
+            logger.exception("Stopped by an error on this process; resume from the last checkpoint")
+        elif run.progress.num_updates > 0:
+            saved = checkpoints.save(run.progress.num_updates, run.position())
+            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}")
+        raise
+
+
 def is_due(number: int, interval: int) -> bool:
     """Return whether a number is a multiple of the interval, of which 0 has none."""
     return interval > 0 and number % interval == 0
@@ -190,50 +191,3 @@ def conclude(results: dict[str, Any], options: OffloadOptions, predicted: Row | 
     """Log what a plan predicted beside what was measured, and why nothing was offloaded where that is so."""
     log_prediction(predicted, accelerator)
     warn_if_nothing_offloaded(results, options)
-
-
-def compare_modes[R: Run](
-    options: Any,
-    make_accelerator: Callable[[Any], Accelerator],
-    prepare: Callable[[Accelerator, Any], R],
-    train: Callable[[R], Iterator[Tensor]],
-) -> list[RunCost]:
-    """Measure a short run of its own in each mode of `--compare`.
-
-    Args:
-        options: of the recipe.
-        make_accelerator: from options.
-        prepare: makes a run from an accelerator and options, the same for every call but for the mode.
-        train: yields the loss of one update after the other, endlessly.
-    """
-    costs = []
-    for mode in options.offload.compared_modes:
-        changed = options._replace(offload=replace(options.offload, offload=mode))
-        run = prepare(make_accelerator(changed), changed)
-        costs.append(_measure(run, train(run)))
-    return costs
-
-
-def _measure(run: Run, updates: Iterator[Tensor]) -> RunCost:
-    """Return the cost of the second half of a few updates, and the losses of all."""
-    offload = run.options.offload
-    # The first half takes what happens once: allocations, and the plan of mode "auto".
-    run.model.train()
-    timer, losses = run.timer(), []
-    for step in tqdm(range(offload.compare_steps), desc=f"Comparing: {offload.offload}", unit="update", leave=False):
-        if step == offload.compare_steps // 2:
-            timer.restart()
-        timer.begin()
-        loss = next(updates)
-        timer.end()
-        losses.append(loss.item())
-    cost = replace(timer.cost(), losses=losses)
-    if run.offloader is None:
-        # One more update under an offloader that has no room to move anything counts what the others move.
-        keep_all = replace(offload, offload="all", host_budget_gib=0, cpu_copies=True)
-        run.offloader = counter = make_offloader(keep_all, run.accelerator.device)
-        next(updates)
-        assert counter is not None
-        cost.saved_mib = mib(counter.stats.measured_peak_gib)
-    run.accelerator.free_memory()
-    return cost

@@ -1,17 +1,15 @@
 """The sections of flags that recipes share, and what is refused before any work."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
+import transformers
+
+from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.command_line import check_output_folder
-from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import Schedule, check_card, explained, flag
-from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Seed
-
-ComparedSteps = Annotated[int, Range(at_least=4, whole=True, why=": the first half only warms up")]
-MODES = ("off", "all", "inputs", "auto")
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Schedule, Seed, check_card, explained, flag
 
 
 @dataclass
@@ -30,44 +28,30 @@ class RunOptions:
 
 
 @dataclass
-class OffloadOptions:
-    offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
-    budget_gib: NotNegative | None = flag(None, "auto: device memory that saved activations may hold, in GiB")
-    max_slowdown: NotNegative = flag(0.03, "auto without a budget: share of the step's time that offloading may cost")
-    offload_threshold_mb: NotNegative = flag(10.0, "storages smaller than this many MiB stay on the device")
-    prefetch_ahead: CountOrZero = flag(2, "how many storages backward brings back ahead of their use")
-    pin_memory: bool = flag(True, "use page-locked host memory")
-    host_budget_gib: NotNegative | None = flag(None, "host memory to use at most, in GiB")
+class OffloadOptions(OffloadArguments):
+    """Adds what all recipes but reflow have: plans, and micro-batches that are halved."""
+
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
     auto_micro_batch: bool = flag(False, "where memory runs out, begin again with half the micro-batch, twice as often")
-    cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
-    compare: str | None = flag(None, "modes to compare before training, such as off,all,auto: same weights and batches")
-    compare_steps: ComparedSteps = flag(12, "updates per compared mode, the second half of which is measured")
-
-    @property
-    def compared_modes(self) -> list[str]:
-        return self.compare.split(",") if self.compare else []
 
 
-def check_offloading(offload: OffloadOptions, *, checkpointed: bool, remedy: str) -> None:
-    """Refuse modes that are none or find nothing to move, and a budget that no mode reads.
+def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkpointed: bool, remedy: str) -> None:
+    """Refuse modes that find nothing to move, and a budget that no mode reads.
 
     Args:
         offload: what the flags say.
+        compared: modes that `hf-memopt compare` is to run with these options; none for training.
         checkpointed: whether there are checkpointed blocks, whose inputs mode "inputs" moves.
         remedy: what there would have to be, and the flag for it.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    used = {offload.offload, *offload.compared_modes}
-    unknown = sorted(used - set(MODES))
-    if unknown:
-        raise ValueError(f"compare={offload.compare!r}: no mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+    used = {offload.offload, *compared}
     if offload.budget_gib is not None and "auto" not in used:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
-    if offload.plan is not None and offload.compare is not None:
-        raise ValueError(f"plan={offload.plan!r} chooses the mode; leave --compare={offload.compare} out")
+    if offload.plan is not None and compared:
+        raise ValueError(f"plan={offload.plan!r} chooses the mode, and modes are to be compared; leave --plan out")
     if "inputs" in used and not checkpointed:
         raise ValueError(f"offload='inputs' moves {remedy}")
     check_card(offload.plan)
@@ -114,3 +98,27 @@ def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> 
             f"{name}={folder!r} already holds {used[0]}; go on with --{section}{dot}resume_from_checkpoint latest, "
             "or name another folder"
         )
+
+
+def trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
+    """Return the checkpoint of Trainer's to resume from; None for a new run.
+
+    Args:
+        folder: of the run.
+        resumed: a checkpoint's folder, "latest" for the newest of the run, or None.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if resumed is None:
+        return None
+    output = Path(folder)
+    found = (
+        transformers.trainer_utils.get_last_checkpoint(output) if resumed == "latest" and output.is_dir() else resumed
+    )
+    if found is None or not Path(found).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={resumed!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={folder!r} holds one"
+        )
+    return str(found)

@@ -34,17 +34,19 @@ def run_results(
         accelerator: of the run.
         history: what was recorded.
         libraries: whose versions matter, besides torch's and accelerate's.
-        more: entries of the recipe's own, `training_cost` and `compared_costs` among them.
+        more: entries of the recipe's own, `training_cost` among them.
     """
+    return {"mode": options.offload.offload, **environment(accelerator, libraries), "history": history, **more}
+
+
+def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict[str, Any]:
+    """Return where figures come from: device, processes, precision, and versions of torch, accelerate and others."""
     device = accelerator.device
     return {
-        "mode": options.offload.offload,
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "versions": {name: version(name) for name in ("torch", "accelerate", *libraries)},
-        "history": history,
-        **more,
     }
 
 

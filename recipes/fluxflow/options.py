@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import flag, read_options
-from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive
+from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Positive, flag, read_options
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 Ratio = Annotated[float, Range(above=0, why=": width / height, such as 0.75 1 1.33")]
@@ -100,13 +99,23 @@ class Options(NamedTuple):
     offload: OffloadOptions
 
     @property
+    def output_dir(self) -> str:
+        """Return the run's folder."""
+        return self.training.output_dir
+
+    @property
     def resolutions(self) -> list[int]:
         """Return those at which each batch is trained, in this order."""
         return self.training.resolutions or [self.data.resolution]
 
 
-def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
     """Read the command line.
+
+    Args:
+        description: for `--help`.
+        arguments: None, the command line's.
+        compared: modes of offloading that are to be compared; none for training, which needs a folder of its own.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
@@ -114,8 +123,9 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     options = read_options(Options, description, arguments)
     _check_resolutions(options)
     _check_data(options.data)
-    _check_levers(options)
-    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
+    _check_levers(options, compared)
+    if not compared:
+        check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 
@@ -139,13 +149,9 @@ def _check_data(data: DataOptions) -> None:
         raise ValueError(f"prefetch_factor={data.prefetch_factor} needs --num_workers; without them nobody reads ahead")
 
 
-def _check_levers(options: Options) -> None:
+def _check_levers(options: Options, compared: Sequence[str]) -> None:
     remedy = "the inputs of checkpointed blocks; add --checkpoint_vae"
-    check_offloading(options.offload, checkpointed=options.levers.checkpoint_vae, remedy=remedy)
-    if options.offload.compare is not None:
-        raise ValueError(
-            f"compare={options.offload.compare!r} is not for this recipe; benchmarks/fluxflow/memory.py compares levers"
-        )
+    check_offloading(options.offload, compared, checkpointed=options.levers.checkpoint_vae, remedy=remedy)
     if options.levers.checkpoint_discriminator and options.model.spectral_norm:
         raise ValueError(
             "checkpoint_discriminator=True with spectral_norm=True: each forward pass moves spectral normalisation's "

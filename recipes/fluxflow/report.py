@@ -53,7 +53,6 @@ def results(
         "levers": options.levers,
         "perceptual": None if models.perceptual is None else models.perceptual.description,
         "training_cost": cost,
-        "compared_costs": [],
     }
     return common.run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
 
@@ -85,7 +84,8 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
     save_image(panels, output / "panels.png", nrow=len(panels) // 2, normalize=True, value_range=(-1, 1), padding=4)
     if common.can_draw("losses.png"):
         draw(results["history"], output / "losses.png")
-    logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{table(results)}")
+    costs = table([results["training_cost"]], results["device"])
+    logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{costs}")
 
 
 def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.recipes.common.loop import make_offloader
 from hf_memopt.recipes.fluxflow.losses import (
     Figures,
     Weights,
@@ -96,7 +95,7 @@ def make_gan(models: Models, options: Options, accelerator: Accelerator, **hooks
         micro_batch_size=options.training.micro_batch_size,
         max_grad_norm=options.training.max_grad_norm,
         autocast=accelerator.autocast,
-        offloader=make_offloader(options.offload, accelerator.device),
+        offloader=options.offload.make_offloader(accelerator.device),
         **hooks,
     )
 

@@ -24,8 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hf_memopt.command_line import check_output_folder, one_line_errors
-from hf_memopt.recipes.common.flags import flag, read_options
-from hf_memopt.recipes.common.numeric import Count, Seed, TwoOrMore
+from hf_memopt.recipes.common.flags import Count, Seed, TwoOrMore, flag, read_options
 from hf_memopt.recipes.landscapes.autoencoder import Autoencoder, fit
 from hf_memopt.recipes.landscapes.draw import STRIDE, in_ink, landscape, painted
 

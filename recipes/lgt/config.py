@@ -5,8 +5,19 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
-from hf_memopt.recipes.common.flags import as_words, flag, read_options
-from hf_memopt.recipes.common.numeric import Count, CountOrZero, HeldOut, NotNegative, Positive, Seed, Share, TwoOrMore
+from hf_memopt.recipes.common.flags import (
+    Count,
+    CountOrZero,
+    HeldOut,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    TwoOrMore,
+    as_words,
+    flag,
+    read_options,
+)
 from hf_memopt.recipes.common.options import OffloadOptions, check_offloading
 
 FourOrMore = Annotated[int, Range(at_least=4, whole=True)]
@@ -120,13 +131,23 @@ class Config(NamedTuple):
     inference: InferenceConfig = InferenceConfig()
     offload: OffloadConfig = OffloadConfig()
 
+    @property
+    def output_dir(self) -> str:
+        """Return the run's folder."""
+        return self.checkpoint.save_dir
+
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return what a JSON file of this configuration holds."""
         return {name: asdict(section) for name, section in self._asdict().items()}
 
 
-def read_config(description: str, arguments: Sequence[str] | None = None) -> Config:
+def read_config(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Config:
     """Return the defaults, the file that `--config_path` names over them, and the command line's flags over these.
+
+    Args:
+        description: for `--help`.
+        arguments: None, the command line's.
+        compared: modes of offloading that are to be compared; none for training.
 
     Raises:
         ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
@@ -148,7 +169,7 @@ def read_config(description: str, arguments: Sequence[str] | None = None) -> Con
             "offload.auto_micro_batch=True divides batches, which have another loss then; add --training.gradient_cache"
         )
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
-    check_offloading(config.offload, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
+    check_offloading(config.offload, compared, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return config
 
 

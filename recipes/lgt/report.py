@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from safetensors.torch import save
 
-from hf_memopt.recipes.common.cost import table
+from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.config import Config
@@ -35,8 +35,8 @@ class Check:
     measured: str
 
 
-def results(run: Run, num_positions: int, **costs: Any) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
+    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
     config, history = run.options, run.progress.history
     on_cpu = run.accelerator.device.type == "cpu"
     more = {
@@ -46,7 +46,7 @@ def results(run: Run, num_positions: int, **costs: Any) -> dict[str, Any]:
         "memory_bytes": run.memory_bytes,
         "checklist": checklist(config, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
     }
-    return run_results(config, run.accelerator, history, libraries=(), **costs, **more)
+    return run_results(config, run.accelerator, history, libraries=(), training_cost=cost, **more)
 
 
 def checklist(
@@ -147,7 +147,8 @@ def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:
     (output / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read
     (output / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
     write_results(results, output)
-    logger.info(f"\n{checklist_text(results['checklist'])}\n\n{table(results)}")
+    costs = table([results["training_cost"]], results["device"])
+    logger.info(f"\n{checklist_text(results['checklist'])}\n\n{costs}")
     if can_draw("panels.png"):
         evaluation.draw_curves(results["history"], output / "curves.png")
         evaluation.draw_panels(model, run.bank, held_out, config, output / "panels.png")

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hf_memopt.recipes.common.flags import flag, read_options
-from hf_memopt.recipes.common.numeric import Count, CountOrZero, NotNegative, Positive, Seed, TwoOrMore
+from hf_memopt.recipes.common.flags import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Seed,
+    TwoOrMore,
+    flag,
+    read_options,
+)
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_loop, check_offloading
 
 
@@ -59,9 +67,19 @@ class Options(NamedTuple):
     training: TrainingOptions
     offload: OffloadOptions
 
+    @property
+    def output_dir(self) -> str:
+        """Return the run's folder."""
+        return self.training.output_dir
 
-def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+
+def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
     """Read the command line.
+
+    Args:
+        description: for `--help`.
+        arguments: None, the command line's.
+        compared: modes of offloading that are to be compared; none for training, which needs a folder of its own.
 
     Raises:
         ValueError: names a flag, its value and the remedy.
@@ -69,10 +87,11 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     options = read_options(Options, description, arguments)
     _check_model(options.model, options.data)
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
-    check_offloading(options.offload, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
+    check_offloading(options.offload, compared, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
     check_loop(options.training.loop, options.offload)
-    check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
+    if not compared:
+        check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
 
 

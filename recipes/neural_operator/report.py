@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hf_memopt.recipes.common.cost import table
+from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, drawn, num_parameters, run_results, write_results
 from hf_memopt.recipes.neural_operator.data import Data, describe
 from hf_memopt.recipes.neural_operator.options import Options
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def results(
-    options: Options, accelerator: Accelerator, model: nn.Module, history: History, **costs: Any
+    options: Options, accelerator: Accelerator, model: nn.Module, history: History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `costs` are those of `run_results`."""
+    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
     more = {
         "loop": options.training.loop,
         "model": options.model,
@@ -31,15 +31,17 @@ def results(
         "data": {"source": describe(options.data), **asdict(options.data)},
         "train_loss": options.training.train_loss,
         "final": history[-1],
+        "training_cost": cost,
     }
-    return run_results(options, accelerator, history, libraries=("neuraloperator",), **costs, **more)
+    return run_results(options, accelerator, history, libraries=("neuraloperator",), **more)
 
 
 def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path) -> None:
     """Write `results.json`, and `panels.png`; the log gets the tables."""
     write_results(results, output)
     draw(list(predictions(model, samples)), output / "panels.png")
-    logger.info(f"\n{errors_table(results)}\n\n{table(results)}")
+    costs = table([results["training_cost"]], results["device"])
+    logger.info(f"\n{errors_table(results)}\n\n{costs}")
 
 
 def errors_table(results: dict[str, Any]) -> str:

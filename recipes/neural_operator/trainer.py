@@ -11,7 +11,7 @@ from neuralop import Trainer
 from torch import nn
 
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.loop import make_offloader, make_schedule
+from hf_memopt.recipes.common.loop import make_schedule
 from hf_memopt.recipes.common.results import History
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
@@ -34,7 +34,7 @@ def train_with_trainer(
     set_seed(training.seed)
     model = make_model(options.model).to(accelerator.device)
     optimizer = make_optimizer(model, training)
-    offloader = make_offloader(options.offload, accelerator.device)
+    offloader = options.offload.make_offloader(accelerator.device)
     if offloader is not None:
         offloader.wrap(model)  # all that Trainer needs
     announce(model, options.offload, accelerator)

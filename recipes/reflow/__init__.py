@@ -1,6 +1,7 @@
 """Parts of `reflow_smolvla`, its toy model and the demo, in the order to read them.
 
-- `accumulation`: windows of several batches in lerobot's loop, and its log of memory.
+- `lerobot_loop`: lerobot's loop and its accelerator, in each version.
+- `accumulation`: windows of several batches, and the log of memory.
 - `plan`: lerobot's update on fake tensors.
 - `smolvla_toy`: a small SmolVLA and a task with two right answers.
 - `demo`: teacher, student, export and evaluation in one command.

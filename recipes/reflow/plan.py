@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
+from accelerate import Accelerator
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.optimizers import OptimizerConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -22,7 +23,7 @@ from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAR
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
-from hf_memopt.recipes.reflow.accumulation import ACCUMULATION_FLAG, AccumulatingAccelerator, make_accelerator
+from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
 from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
@@ -41,7 +42,7 @@ class Options(NamedTuple):
 class Run(NamedTuple):
     """What `step` needs; all but the optimizer and the accelerator's settings is on its device."""
 
-    accelerator: AccumulatingAccelerator
+    accelerator: Accelerator
     policy: SmolVLAReflowPolicy
     teacher: SmolVLAPolicy
     optimizer: Optimizer
@@ -166,6 +167,7 @@ def _check(config: SmolVLAReflowConfig) -> None:
         "couplings_path": (config.couplings_path is not None, "its pairs are read by the dataset's frames"),
         "couplings_seed": (config.couplings_seed is not None, "its pairs are made frame by frame"),
         "teacher_model_path": (config.teaches_itself, "there is no teacher to place"),
+        "activation_offload": (config.activation_offload != "off", "its plan is made from the run's own steps"),
         "compile_model": (config.compile_model, "compiled code is not seen"),
     }
     for field, (refused, reason) in reasons.items():

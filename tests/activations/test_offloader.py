@@ -189,6 +189,13 @@ def test_bad_options_are_refused(option: dict[str, float]) -> None:
         ActivationOffloader(**option)
 
 
+def test_a_copier_of_the_cpu_is_refused_elsewhere() -> None:
+    offloader = ActivationOffloader(copier=SyncCopier())
+    with pytest.raises(ValueError, match=r"copier=SyncCopier\(\) .* tensors are on meta; leave copier out"):
+        with offloader.offload_context(nn.Linear(2, 2, device="meta")):
+            pass
+
+
 def test_the_log_says_what_host_memory_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
     arena = HostArena(SyncCopier())
     with caplog.at_level(logging.INFO, "hf_memopt"):

@@ -72,8 +72,8 @@ def test_an_out_of_memory_error_is_explained_in_itself_and_in_a_file(trainer: An
     assert (tmp_path / "out_of_memory_rank0.txt").exists()
 
 
-def test_without_memory_nothing_is_attached(trainer: Any) -> None:
+def test_without_offloader_and_memory_nothing_is_attached(trainer: Any) -> None:
     before = list(trainer.callback_handler.callbacks)
-    hf_memopt.attach(trainer, memory=False)
+    hf_memopt.attach(trainer, offloader=None, memory=False)
     assert "train" not in vars(trainer)
     assert trainer.callback_handler.callbacks == before

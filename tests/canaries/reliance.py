@@ -14,6 +14,7 @@ CHECKPOINT_FILES = f"{INTEGRATION}/checkpoint_files.py"
 PROCESSORS = f"{INTEGRATION}/processors.py"
 CHECKPOINTS = f"{INTEGRATION}/policy_files.py"
 RECIPE = "recipes/reflow_smolvla.py"
+LOOP = "recipes/reflow/lerobot_loop.py"
 
 
 @contextmanager

@@ -104,9 +104,10 @@ def test_a_policy_in_training_is_told_its_dataset(
 
 def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
     with relied_on_by(f"{INTEGRATION}/reflow/precompute_pairs.py"):
-        source = inspect.getsource(lerobot_train.train)
+        # From 0.6.2 on in a function of its own.
+        source = inspect.getsource(getattr(lerobot_train, "_preprocess_dataset_batch", lerobot_train.train))
         convert = source.index(".to(dtype=torch.float32) / 255.0")
-        assert convert < source.index("batch = preprocessor(batch)", convert)
+        assert convert < source.index("preprocessor(batch)", convert)
         assert "return_uint8=True" in inspect.getsource(datasets_factory.make_dataset)
 
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from late_imports import LateModule
-from reliance import CHECKPOINT_FILES, CHECKPOINTS, INTEGRATION, MODELING, PREFIX, PROCESSORS, RECIPE, relied_on_by
+from reliance import (
+    CHECKPOINT_FILES,
+    CHECKPOINTS,
+    INTEGRATION,
+    LOOP,
+    MODELING,
+    PREFIX,
+    PROCESSORS,
+    RECIPE,
+    relied_on_by,
+)
 from safetensors.torch import load_file
 
 accelerate = LateModule("accelerate")
@@ -21,6 +32,8 @@ utils = LateModule("accelerate.utils")
 draccus_utils = LateModule("draccus.utils")
 checkpoint_files = LateModule("hf_memopt.integrations.lerobot.checkpoint_files")
 modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+lerobot_loop = LateModule("hf_memopt.recipes.reflow.lerobot_loop")
+train_utils = LateModule("lerobot.common.train_utils")
 processors = LateModule("hf_memopt.integrations.lerobot.processors")
 configs = LateModule("lerobot.configs")
 parser = LateModule("lerobot.configs.parser")
@@ -74,11 +87,16 @@ class Recorder:
     def __init__(self, calls: list[str], name: str) -> None:
         self._calls, self._name = calls, name
 
+    def __call__(self, *arguments: Any, **kwargs: Any) -> Any:
+        return self.forward(*arguments, **kwargs)
+
     def __getattr__(self, attribute: str) -> Any:
         def call(*arguments: Any, **kwargs: Any) -> Any:
             self._calls.append(f"{self._name}.{attribute}")
             if attribute == "forward":
                 return torch.tensor(1.0), {"loss": 1.0, "teacher_own_gib": 0.5}
+            if attribute == "accumulate":
+                return nullcontext()
             if attribute == "autocast":
                 return torch.autocast("cpu", enabled=False)
             return arguments[0] if attribute == "unwrap_model" else torch.tensor(1.0)
@@ -95,7 +113,7 @@ def test_order_of_a_training_step() -> None:
     accelerator.num_processes = 1  # type: ignore[attr-defined]
     policy.update = lambda: calls.append("policy.update")  # type: ignore[attr-defined]
     meters = {name: logging_utils.AverageMeter(name) for name in ("loss", "grad_norm", "lr", "update_s")}
-    tracker = logging_utils.MetricsTracker(1, 10, 1, meters, accelerator=accelerator)
+    tracker = logging_utils.MetricsTracker(1, 10, 1, meters)
     with relied_on_by(f"{RECIPE} and {MODELING}"):
         tracker, _ = lerobot_train_module.update_policy(
             tracker, policy, {}, optimizer, 1.0, accelerator, lr_scheduler=scheduler
@@ -112,6 +130,29 @@ def test_order_of_a_training_step() -> None:
         ]
         # Numbers that forward returns are logged.
         assert "teacher_own_gib:0.5" in str(tracker)
+
+
+def test_the_loop_is_one_of_the_two_that_are_known() -> None:
+    with relied_on_by(LOOP):
+        parameters = list(inspect.signature(inspect.unwrap(lerobot_train_module.train)).parameters)
+        if not lerobot_loop.LOOP_ACCUMULATES:
+            assert parameters == ["cfg", "accelerator"]
+            assert list(inspect.signature(train_utils.load_training_step).parameters) == ["save_dir"]
+            assert "accumulate(" not in inspect.getsource(lerobot_train_module.update_policy)
+            return
+        assert parameters == ["cfg"]
+        assert list(inspect.signature(lerobot_train_module.make_accelerator).parameters) == ["cfg"]
+        assert "accelerator = make_accelerator(cfg)" in inspect.getsource(lerobot_train_module.train)
+        assert list(inspect.signature(train_utils.load_training_metadata).parameters) == ["training_state_dir"]
+        settings = importlib.import_module("lerobot.configs.accelerator").AcceleratorConfig()
+        assert settings.gradient_accumulation.steps == 1
+        assert "with accelerator.accumulate(policy)" in inspect.getsource(lerobot_train_module.update_policy)
+
+
+def test_lerobot_declares_no_parts_of_a_smolvla_to_shard() -> None:
+    """Once it does, `check_replicated` may be wrong."""
+    with relied_on_by(f"{INTEGRATION}/reflow/velocity_teacher.py"):
+        assert not getattr(modeling_smolvla.SmolVLAPolicy, "_fsdp_wrap_modules", None)
 
 
 def test_accelerators_windows() -> None:

@@ -77,7 +77,6 @@ def prefix_of(policy: modeling_smolvla.SmolVLAPolicy, state: torch.Tensor) -> tu
             "train_metrics policy batch optimizer grad_clip_norm accelerator",
             RECIPE,
         ),
-        (lambda: lerobot_train.train, "cfg accelerator", RECIPE),
     ],
 )
 def test_leading_parameters(function: Callable[[], Any], names: str, module: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from late_imports import LateModule
 from reliance import relied_on_by
@@ -19,6 +20,7 @@ trainer_callback = LateModule("transformers.trainer_callback")
 
 ATTACH = "callbacks/attach.py"
 CALLBACK = "callbacks/offloading.py"
+EVERY_TRAINER = "callbacks/every_trainer.py"
 
 pytestmark = pytest.mark.canary
 
@@ -106,3 +108,56 @@ def test_the_options_that_are_refused_have_their_names() -> None:
         assert {"activation_checkpointing", "activation_checkpointing_offload"} <= plugin.keys()
         assert "gradient_checkpointing_kwargs" in transformers.TrainingArguments.__dataclass_fields__
         assert isinstance(transformers.TrainingArguments.n_gpu, property)
+
+
+def test_every_trainer_ends_in_the_init_of_transformers_trainer_and_has_an_accelerator(tmp_path: Path) -> None:
+    import trl
+
+    with relied_on_by(EVERY_TRAINER):
+        kinds = [getattr(trl, name) for name in dir(trl) if name.endswith("Trainer")]
+        assert {trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer} <= set(kinds)
+        assert all(issubclass(kind, transformers.Trainer) for kind in kinds)
+        assert all("super().__init__(" in inspect.getsource(kind.__init__) for kind in kinds)
+        assert isinstance(trainer(tmp_path, []).accelerator, Accelerator)
+
+
+def test_prepare_returns_its_models_in_a_tuple_or_alone() -> None:
+    with relied_on_by(EVERY_TRAINER):
+        accelerator, model = Accelerator(cpu=True), Regression()
+        alone = accelerator.prepare(model)
+        assert isinstance(alone, nn.Module)
+        prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        assert isinstance(prepared, tuple)
+        assert isinstance(prepared[0], nn.Module)
+
+
+def test_accelerates_launcher_is_a_module_that_runs_modules() -> None:
+    from accelerate.commands import launch
+
+    with relied_on_by("hf_memopt/commands/launch_command.py"):
+        assert '__name__ == "__main__"' in inspect.getsource(launch)
+        words = ["--cpu", "-m", "package.module", "train.py", "--lr", "1"]
+        parsed = launch.launch_command_parser().parse_args(words)
+        assert (parsed.module, parsed.training_script) == (True, "package.module")
+        assert parsed.training_script_args == ["train.py", "--lr", "1"]
+
+
+def test_hf_argument_parser_leaves_words_that_are_none_of_its_flags() -> None:
+    with relied_on_by("callbacks/arguments.py"):
+        parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False, add_help=False)
+        words = ["--num_processes", "2", "--learning_rat", "1", "--seed=3"]
+        found, others = parser.parse_args_into_dataclasses(
+            words, return_remaining_strings=True, look_for_args_file=False
+        )
+        assert found.seed == 3
+        assert others == words[:4]
+
+
+def test_grpo_and_rloo_have_no_activation_offloading_of_their_own() -> None:
+    """The documentation says so."""
+    import trl
+
+    with relied_on_by("docs/trainer.md"):
+        for name in ("GRPO", "RLOO", "SFT", "DPO", "KTO", "Reward"):
+            fields = getattr(trl, f"{name}Config").__dataclass_fields__
+            assert ("activation_offloading" in fields) == (name not in ("GRPO", "RLOO"))

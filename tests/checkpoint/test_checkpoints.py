@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import signal
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
 from hf_memopt.disk.files_on_disk import sha256
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """A shell starts what runs in the background with SIGINT ignored, and Python leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The state in which a run ends that neither saves nor stops."""
-    run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
-    run.train()
-    return run.state()
 
 
 def names(folder: Path) -> list[str]:
@@ -210,70 +193,25 @@ def test_bad_arguments_are_refused(saved: ToyRun, tmp_path: Path) -> None:
     assert names(checkpoints.folder) == ["latest", "step-000002", "step-000003"]
 
 
-def train_until_stopped(run: ToyRun, number: int) -> None:
-    """As recipes do; the signal comes during the third step."""
-    with run.checkpoints.stopping_on_signal():
-        for step in range(1, NUM_STEPS):
-            if step == 3:
-                os.kill(os.getpid(), number)
-            run.train(step)
-            if run.checkpoints.stop_requested():
-                run.save()
-                break
-    pytest.fail("went on")
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_each_signal_saves_and_ends_with_its_status(
-    number: int, status: int, uninterrupted: dict[str, Any], tmp_path: Path
-) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended:
-        train_until_stopped(ToyRun(tmp_path), number)
-    assert ended.value.code == status
-    assert signal.getsignal(number) is before
-    resumed = ToyRun(tmp_path)
-    resumed.resume()
-    assert resumed.num_steps == 3
-    resumed.train()
-    assert resumed.state() == uninterrupted
-
-
-def send(checkpoints: Checkpoints, *numbers: int, ask: bool, error: Exception | None = None) -> None:
-    """A loop that gets these signals in its last step, and fails there if it is given an error."""
-    with checkpoints.stopping_on_signal():
-        assert not checkpoints.stop_requested()
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            assert not ask or checkpoints.stop_requested()
-        if error is not None:
-            raise error
-
-
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
-    checkpoints = ToyRun(tmp_path).checkpoints
-    with pytest.raises(KeyboardInterrupt):  # and not SystemExit: launchers repeat SIGTERM
-        send(checkpoints, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, ask=True)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(SystemExit, match="143"):
-        send(checkpoints, signal.SIGTERM, signal.SIGTERM, ask=True)
-
-
-def test_a_signal_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
-    checkpoints = ToyRun(tmp_path).checkpoints
-    with pytest.raises(KeyboardInterrupt):
-        send(checkpoints, signal.SIGINT, ask=False)
-    send(checkpoints, ask=False)  # and not taken for one of the next loop
-
-
-def test_an_error_in_the_loop_comes_out_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        send(ToyRun(tmp_path).checkpoints, signal.SIGTERM, ask=True, error=ZeroDivisionError())
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 def test_the_position_is_kept_as_it_is(saved: ToyRun) -> None:
     saved.train(4)
     position = {"loss": float("nan"), "low": -0.0, "text": "ä\ud800", "list": [1, 2.5, None], "nested": {"a": True}}
     saved.checkpoints.save(4, position)
     np.testing.assert_equal(saved.checkpoints.resume("latest"), position)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_accelerators_whose_loaders_run_code_are_refused(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[kind])
+    with pytest.raises(ValueError, match=f"accelerator uses {DistributedType[kind].value}, .*use DDP"):
+        Checkpoints(accelerator, tmp_path)
+
+
+def test_a_used_folder_is_refused_before_the_loop(saved: ToyRun, folder: Path) -> None:
+    fresh = Checkpoints(saved.accelerator, folder)
+    with (
+        pytest.raises(ValueError, match="holds step-000003, which this run neither saved nor resumed from; resume"),
+        fresh.stopping_on_signal(),
+    ):
+        pytest.fail("trains")

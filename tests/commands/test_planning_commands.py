@@ -2,12 +2,15 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from late_imports import LateModule
 
 from hf_memopt.cli import main
+from hf_memopt.commands import planning_commands
 
 transformers = LateModule("transformers")
 
@@ -26,6 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, tmp_path: Path, capsys: Capture) -> None:
     files = ["--json", str(tmp_path / "estimate.json"), "--timeline", str(tmp_path / "timeline.html")]
+    files += ["--snapshot", str(tmp_path / "step.pickle")]
     assert main(["estimate", model, *SMALL, "--gpu", "rtx4070-laptop", *files]) == 0
     printed = capsys.readouterr().out
     assert re.match(
@@ -34,6 +38,8 @@ def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, t
     assert "assumed, device context 512 MiB" in printed
     assert "It fits on rtx4070-laptop (7.75 GiB)." in printed
     assert "Time of a step" in printed
+    assert f"snapshot, for https://pytorch.org/memory_viz: {tmp_path / 'step.pickle'}" in printed
+    assert (tmp_path / "step.pickle").stat().st_size > 1000
     found = json.loads((tmp_path / "estimate.json").read_text())
     assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 7936 * 2**20, "fits": True}
     assert found["peak_bytes"] == sum(found["breakdown"].values())
@@ -57,6 +63,22 @@ def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
     assert "It does not fit on 640MiB" in capsys.readouterr().out
     assert main([*arguments, "--check"]) == 1
     assert main([*arguments[:-1], "8GiB", "--check"]) == 0
+
+
+def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = ["--lora-rank", "2", "--lora-targets", "q_proj,v_proj", "--max-grad-norm", "none", "--dtype", "bfloat16"]
+    assert main(["estimate", model, *SMALL, "--accumulation", "3", *adapters, "--gpu", "640MiB"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1].partition("Settings that fit, if there are any: ")[2]
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(planning_commands, "_run_plan", lambda parsed: given.update(vars(parsed)) or 0)
+    assert main(shlex.split(said)[1:]) == 0
+    assert (given["model"], given["gpu"], given["effective_batch"], given["seq_len"]) == (model, "640MiB", 6, 32)
+    assert (given["lora_rank"], given["lora_targets"], given["max_grad_norm"]) == (2, "q_proj,v_proj", None)
+    assert (given["precision"], given["dtype"], given["quantize"]) == ("bf16", "bfloat16", None)
+    assert main(["estimate", model, *SMALL, "--gpu", "8GiB"]) == 0
+    assert "Settings that fit" not in capsys.readouterr().out
 
 
 def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
@@ -96,7 +118,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         (["--recipe", "train_causal_lm"], "needs --config FILE"),
         (
             ["--recipe", "train_nothing", "--config", "x"],
-            "choose from causal_lm, fluxflow, lgt, neural_operator, reflow_smolvla",
+            "choose from causal_lm, fluxflow, lgt, neural_operator, reflow_smolvla, sft",
         ),
     ],
 )

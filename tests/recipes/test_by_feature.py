@@ -13,6 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "recipes" / "by_feature"
 LONGEST = 80
 MARK = "# hf_memopt"
 PACKAGES = {"accelerate", "argparse", "hf_memopt", "torch", "transformers", "typing"}
+TRLS = {"copy", "datasets", "tempfile", "tokenizers", "trl"}  # of the scripts for its trainers
 # What each script prints, among other things.
 SHOWN = {
     "activation_offloading": r"\d+ MiB went to host memory and came back\nWeights equal to those without .*: True",
@@ -23,6 +24,8 @@ SHOWN = {
     "gradient_cache": r"(?s)gradient: \d\.\de-0[678] of the largest entry.*step 60  loss 0\.\d+",
     "memory_reports": r"(?s)backward +\d.*No memory leak: .*\nMemory leak: .*held by .*kept_losses\[49\]",
     "estimate_then_train": r"(?s)The peak is in backward.*Time of a step, by a roofline",
+    "trainers/dpo": r"[1-9]\d*\.\d MiB went to host memory and came back\nWeights equal to those without .*: True",
+    "trainers/grpo": r"(?s)reward 0\.[0-5]\d, later 0\.[6-9]\d\n[1-9]\d*\.\d MiB went to host .*offloading: True",
 }
 
 
@@ -31,7 +34,8 @@ def marked_lines(text: str) -> list[str]:
 
 
 def test_there_is_one_for_each_feature() -> None:
-    assert {file.stem for file in SCRIPTS.glob("*.py")} == {*SHOWN, "__init__"}
+    files = [file.relative_to(SCRIPTS).with_suffix("") for file in SCRIPTS.rglob("*.py") if file.stem != "__init__"]
+    assert {file.as_posix() for file in files} == {*SHOWN}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -45,7 +49,7 @@ def test_it_is_short_and_stands_alone(name: str) -> None:
             assert not node.module.startswith("hf_memopt.recipes")
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-        assert {module.partition(".")[0] for module in modules} <= PACKAGES
+        assert {module.partition(".")[0] for module in modules} <= PACKAGES | (TRLS if "/" in name else set())
 
 
 @pytest.mark.parametrize("name", SHOWN)

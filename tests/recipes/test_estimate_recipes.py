@@ -14,10 +14,10 @@ from plan_toys import causal_lm, fluxflow, lgt, neural_operator, smolvla
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import TEACHER
+from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
-from hf_memopt.tuning import SimulatedStep
 
 # Live storages, to the byte, in the same program: only what an operation keeps for itself may differ.
 TOLERANCE = 0.001

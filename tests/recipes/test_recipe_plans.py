@@ -11,25 +11,27 @@ import accelerators
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from late_imports import LateModule
 from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator, smolvla, write_student
 
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
-from hf_memopt.integrations.lerobot.policy_files import load_config
-from hf_memopt.integrations.lerobot.training_flags import read_training_flags
-from hf_memopt.recipes import reflow_smolvla
-from hf_memopt.recipes.causal_lm import options as causal_lm_options
-from hf_memopt.recipes.causal_lm import plan as causal_lm_plan
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
-from hf_memopt.recipes.fluxflow import options as fluxflow_options
-from hf_memopt.recipes.fluxflow import plan as fluxflow_plan
 from hf_memopt.recipes.lgt import config as lgt_config_module
 from hf_memopt.recipes.lgt import plan as lgt_plan
-from hf_memopt.recipes.neural_operator import options as neural_operator_options
-from hf_memopt.recipes.neural_operator import plan as neural_operator_plan
-from hf_memopt.recipes.reflow import plan as reflow_smolvla_plan
 from hf_memopt.tuning import NothingFitsError
+
+policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+training_flags = LateModule("hf_memopt.integrations.lerobot.training_flags")
+reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
+causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.plan")
+fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
+fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
+neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
+neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.plan")
+reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.plan")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
@@ -122,6 +124,7 @@ def test_a_teacher_is_no_student(student: Path) -> None:
         {"couplings_path": "couplings"},
         {"couplings_seed": 3},
         {"teacher_model_path": "self"},
+        {"activation_offload": "all"},
         {"compile_model": True},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -175,7 +178,7 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
     accumulation, flags = reflow_smolvla.take_accumulation_flag(shlex.split(written[0].read_text()))
     others = ["--dataset.repo_id=local/none", f"--output_dir={tmp_path / 'run'}", "--policy.push_to_hub=false"]
     monkeypatch.setattr(sys, "argv", ["reflow_smolvla", *flags, *others])
-    cfg = read_training_flags()
+    cfg = training_flags.read_training_flags()
     assert (cfg.batch_size, accumulation) == (4, 3)
     assert (cfg.policy.teacher_offload, cfg.policy.dtype) == ("stream", "bfloat16")
     assert cfg.policy.teacher_model_path == str(student.parent / "teacher")
@@ -226,7 +229,7 @@ def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
 
 def reflow_run(student: Path) -> Any:
     """What the recipe reads of lerobot's configuration for a plan: batches of 2."""
-    policy = load_config(student)
+    policy = policy_files.load_config(student)
     policy.pretrained_path = student
     return SimpleNamespace(policy=policy, batch_size=2)
 

@@ -13,38 +13,38 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 from alone import hide_what_is_alive
-from diffusers import AutoencoderKL
+from late_imports import LateModule
 from recipe_flags import FLUXFLOW as TINY
 from torch import Tensor, nn
 
 from hf_memopt import detect_leaks
-from hf_memopt.recipes import train_fluxflow
-from hf_memopt.recipes.fluxflow import report as fluxflow_report
 from hf_memopt.recipes.fluxflow.options import parse
-from hf_memopt.recipes.train_fluxflow import Run, main, make_accelerator, prepare, train_batch
+
+diffusers = LateModule("diffusers")
+train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also on a machine with a GPU, with nothing left over from other tests or for them, and without curves."""
-    monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)
+    monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.draw", lambda history, file: None)
     with accelerators.on_the_cpu():
         yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
     accelerators.forget_accelerator()
-    return main([*TINY, f"--output_dir={folder}", *flags])
+    return train_fluxflow.main([*TINY, f"--output_dir={folder}", *flags])
 
 
-def prepared(folder: Path, *flags: str) -> Run:
+def prepared(folder: Path, *flags: str) -> Any:
     accelerators.forget_accelerator()
     options = parse("", [*TINY, f"--output_dir={folder}", *flags])
-    return prepare(make_accelerator(options), options)
+    return train_fluxflow.prepare(train_fluxflow.make_accelerator(options), options)
 
 
 def weights(folder: Path, name: str = "vae") -> dict[str, Tensor]:
-    return AutoencoderKL.from_pretrained(folder / name).state_dict()
+    return diffusers.AutoencoderKL.from_pretrained(folder / name).state_dict()
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
@@ -75,14 +75,14 @@ def test_steps_warm_up_and_r1_are_counted(
         calls.append((with_r1, weights.kl, images.shape[-1]))
         return {"l1": torch.zeros(())}
 
-    monkeypatch.setattr(train_fluxflow, "step", step)
+    monkeypatch.setattr("hf_memopt.recipes.train_fluxflow.step", step)
     flags = ("--r1_interval=4", "--kl_warmup_steps=10", "--kl_weight=1", f"--training_steps={training_steps}")
     run = prepared(tmp_path, *flags, "--resolutions", *map(str, resolutions))
     run.gan.optimizers.vae.step()  # schedules want it
     run.gan.optimizers.discriminator.step()
     rates = []
     for _, images in zip(range(5), run.batches, strict=False):
-        train_batch(run, images)
+        train_fluxflow.train_batch(run, images)
         rates.append(run.scheduler[0].last_epoch)
     per_batch = training_steps * len(resolutions)
     assert run.progress.num_updates == 5
@@ -96,7 +96,7 @@ def test_steps_warm_up_and_r1_are_counted(
 
 def test_the_average_takes_every_update_in(tmp_path: Path) -> None:
     run = prepared(tmp_path, "--training_steps=3", "--resolutions", "16", "8")
-    train_batch(run, next(iter(run.batches)))
+    train_fluxflow.train_batch(run, next(iter(run.batches)))
     assert run.average is not None
     assert run.average.state_dict()["optimization_step"] == 6
 
@@ -149,12 +149,12 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(whole: Path, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         record = train_fluxflow.record
 
-        def interrupt(run: Run, figures: dict[str, Tensor]) -> None:
+        def interrupt(run: Any, figures: dict[str, Tensor]) -> None:
             record(run, figures)
             if run.progress.num_updates == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        patch.setattr(train_fluxflow, "record", interrupt)
+        patch.setattr("hf_memopt.recipes.train_fluxflow.record", interrupt)
         with pytest.raises(SystemExit) as left:
             train(tmp_path, *flags)
     assert left.value.code == 128 + signal.SIGTERM
@@ -178,7 +178,7 @@ def test_an_error_stops_the_run_and_what_was_trained_is_saved(
 
     failing.calls = 0
     with monkeypatch.context() as patch:
-        patch.setattr(train_fluxflow, "step", failing)
+        patch.setattr("hf_memopt.recipes.train_fluxflow.step", failing)
         with pytest.raises(RuntimeError, match="out of memory" if failure == "in the step" else "non-finite"):
             train(tmp_path, *flags)
     assert not (tmp_path / "results.json").exists()
@@ -204,10 +204,10 @@ def test_a_folder_in_use_is_refused(whole: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- leaks
 
 
-def steps_of(run: Run) -> Any:
+def steps_of(run: Any) -> Any:
     """A function that makes one global step each time."""
     batches = iter(run.batches)
-    return lambda: train_batch(run, next(batches))
+    return lambda: train_fluxflow.train_batch(run, next(batches))
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_leak_detection_is_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def step(self) -> None:
             made.append("step")
 
-    monkeypatch.setattr(train_fluxflow, "LeakMonitor", Monitor)
+    monkeypatch.setattr("hf_memopt.recipes.train_fluxflow.LeakMonitor", Monitor)
     train(tmp_path, "--max_steps=2", "--detect_leaks=raise")
     assert made == ["raise", "step", "step"]
 
@@ -283,7 +283,6 @@ def test_an_average_in_host_memory_is_the_same(whole: Path, tmp_path: Path) -> N
     [
         (["--checkpoint_discriminator"], "checkpoint_discriminator=True with spectral_norm=True: each forward pass"),
         (["--offload=inputs"], "offload='inputs' moves the inputs of checkpointed blocks; add --checkpoint_vae"),
-        (["--compare=off,all"], "compare='off,all' is not for this recipe"),
         (["--prefetch_factor=4"], "prefetch_factor=4 needs --num_workers"),
         (["--streaming"], "streaming=True needs --dataset or --image_folder"),
         (["--image_folder=a", "--dataset=b"], "give one of them"),
@@ -317,7 +316,7 @@ def test_a_trained_vae_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_demos_flags_are_known() -> None:
-    demo = Path(train_fluxflow.__file__).parent / "configs" / "fluxflow_demo.yaml"
+    demo = Path(__file__).parents[2] / "recipes" / "configs" / "fluxflow_demo.yaml"
     assert parse("", ["--config_path", str(demo)]).training.max_steps > 100
 
 

@@ -1,7 +1,6 @@
 """The LGT recipe: through its own entry point, the same training whatever lever is pulled, and resumed to the bit."""
 
 import json
-import logging
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -65,7 +64,7 @@ def test_a_run_leaves_its_model_figures_and_memory(plain: Path) -> None:
     assert results["history"][0]["learning_rate"] == 0.003
     steps = [json.loads(line)["step"] for line in (plain / METRICS_FILE).read_text().splitlines()]
     assert steps == list(range(1, 11))
-    config = train_lgt.read_config("", [f"--config_path={plain / 'config.json'}"])
+    config = train_lgt.parse("", [f"--config_path={plain / 'config.json'}"])
     build_model(config).load_state_dict(load_file(plain / "model.safetensors"))
 
 
@@ -194,18 +193,6 @@ def test_too_few_latents_are_refused(tmp_path: Path) -> None:
         train(tmp_path, "--training.batch_size=64")
 
 
-def test_compared_modes_share_weights_and_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags = ("--offload.compare=off,all", "--offload.compare_steps=4", "--training.num_epochs=1")
-    with caplog.at_level(logging.INFO, "hf_memopt"):
-        results = train(tmp_path, *flags)
-    off, offloaded = results["compared_costs"]
-    assert len(set(off.losses)) == 4
-    assert offloaded.losses == off.losses
-    assert offloaded.moved_mib > 0
-    assert offloaded.saved_mib < off.saved_mib
-    assert "bitwise equal" in caplog.text
-
-
 @pytest.mark.slow
 # Dynamo looks at the gradients of its inputs, of which all but the first step's are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -217,7 +204,7 @@ def test_compilation_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.M
     assert check.verdict == "passed"
     assert results["final"]["compile_seconds"] > 0
     assert torch._dynamo.config.recompile_limit == 16
-    config = train_lgt.read_config("", [f"--config_path={tmp_path / 'config.json'}"])
+    config = train_lgt.parse("", [f"--config_path={tmp_path / 'config.json'}"])
     build_model(config).load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 

@@ -1,7 +1,6 @@
 """The Darcy recipe: through its own entry point, and the same training whatever is offloaded."""
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -20,15 +19,14 @@ from torch import Tensor
 
 from hf_memopt import detect_leaks
 from hf_memopt.checkpoint import endless_batches
-from hf_memopt.recipes import train_neural_operator
-from hf_memopt.recipes.neural_operator import data as neural_operator_data
-from hf_memopt.recipes.neural_operator import report as neural_operator_report
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
-from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
-from hf_memopt.recipes.train_neural_operator import main, make_accelerator, prepare
 
 models = LateModule("neuralop.models")
+neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
+neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
+neural_operator_report = LateModule("hf_memopt.recipes.neural_operator.report")
+train_neural_operator = LateModule("hf_memopt.recipes.train_neural_operator")
 
 
 CPU = torch.device("cpu")
@@ -40,7 +38,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Without figures, which take longer than all the rest. The module's own runs draw them.
     """
-    monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
+    monkeypatch.setattr("hf_memopt.recipes.neural_operator.report.draw", lambda rows, file: None)
     with accelerators.on_the_cpu():
         yield
 
@@ -55,12 +53,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
     """A run without offloading, with a checkpoint in the middle of an epoch: the seventh update of twelve."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
-        main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
+        train_neural_operator.main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
     return folder
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
-    return main([*flags, f"--output_dir={folder}"])
+    return train_neural_operator.main([*flags, f"--output_dir={folder}"])
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -131,8 +129,8 @@ def test_another_seed_gives_other_weights(plain: Path, cache: str, tmp_path: Pat
 
 def test_every_epoch_has_every_sample_in_an_order_of_its_own(cache: str, tmp_path: Path) -> None:
     options = parse("", [*TINY, cache, f"--output_dir={tmp_path}", "--offload=off"])
-    accelerator = make_accelerator(options)
-    run = prepare(accelerator, options, neural_operator_data.load(options.data, CPU))
+    accelerator = train_neural_operator.make_accelerator(options)
+    run = train_neural_operator.prepare(accelerator, options, neural_operator_data.load(options.data, CPU))
 
     def order(epoch: int) -> list[float]:
         batches = endless_batches(accelerator, run.batches, 3 * epoch)
@@ -190,7 +188,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
     with pytest.raises(SystemExit, match="130"):
         train(tmp_path, *TINY, cache, "--offload=off")
     monkeypatch.undo()
-    monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
+    monkeypatch.setattr("hf_memopt.recipes.neural_operator.report.draw", lambda rows, file: None)
     accelerators.forget_accelerator()
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000001"]
     train(tmp_path, *TINY, cache, "--offload=off", "--resume_from_checkpoint=latest")
@@ -204,7 +202,8 @@ def test_a_saved_tfno_can_be_loaded(cache: str, tmp_path: Path) -> None:
 
 def test_a_saved_uno_can_be_loaded(cache: str, tmp_path: Path) -> None:
     train(tmp_path, *TINY, cache, "--model=uno", "--epochs=1", "--offload=off")
-    model = make_model(ModelOptions(**json.loads((tmp_path / "results.json").read_text())["model"]))
+    options = ModelOptions(**json.loads((tmp_path / "results.json").read_text())["model"])
+    model = neural_operator_model.make_model(options)
     model.load_state_dict(torch.load(tmp_path / "model_state_dict.pt"))
     assert equal(dict(model.named_parameters()), weights(tmp_path))
 
@@ -217,18 +216,6 @@ def test_neuralops_trainer_gives_the_same_weights_with_and_without_offloading(ca
     assert equal(weights(tmp_path / "all"), weights(tmp_path / "off"))
     assert plain["final"] == offloaded["final"]
     assert {"epoch", "loss", "l2_16", "h1_32"} <= plain["final"].keys()
-
-
-def test_compared_modes_share_weights_and_batches(cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags = ("--compare=off,all", "--compare_steps=4", "--offload=off", "--epochs=1", "--cpu_copies")
-    with caplog.at_level(logging.INFO, "hf_memopt"):
-        train(tmp_path, *TINY, cache, *flags)
-    plain, offloaded = json.loads((tmp_path / "results.json").read_text())["compared_costs"]
-    assert len(set(plain["losses"])) == 4  # it trains
-    assert offloaded["losses"] == plain["losses"]
-    assert offloaded["saved_mib"] < plain["saved_mib"]
-    assert 0 < offloaded["moved_mib"] <= plain["saved_mib"]
-    assert "bitwise equal" in caplog.text
 
 
 def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -> None:
@@ -256,7 +243,6 @@ def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -
         (["--solve_resolution=0", "--resolution=2", "--modes=2"], "resolution=2 must be at least 3"),
         (["--budget_gib=1", "--offload=all"], "budget_gib=1.0 needs --offload auto"),
         (["--offload=inputs"], "add --checkpoint_blocks or --checkpoint_mlps"),
-        (["--compare=off,some"], "no mode 'some'"),
         (["--loop=neuralop", "--checkpointing_steps=1"], "checkpointing_steps=1 is not for loop='neuralop'; use"),
         (["--checkpointing_steps=-1"], "checkpointing_steps=-1 must be at least 0"),
         (["--loop=neuralop", "--micro_batch_size=2"], "micro_batch_size=2 is not for loop='neuralop'"),
@@ -280,8 +266,8 @@ def test_a_folder_in_use_is_refused(plain: Path, cache: str) -> None:
 
 
 def test_the_demos_flags_are_known() -> None:
-    demo = Path(train_neural_operator.__file__).parent / "configs" / "neural_operator_demo.yaml"
-    assert parse("", ["--config_path", str(demo)]).offload.compared_modes == ["off", "all", "auto"]
+    demo = Path(__file__).parents[2] / "recipes" / "configs" / "neural_operator_demo.yaml"
+    assert parse("", ["--config_path", str(demo)]).offload.budget_gib == 0.02
 
 
 @pytest.mark.slow
@@ -303,8 +289,8 @@ def test_accelerate_launch_with_bfloat16(cache: str, tmp_path: Path, capfd: pyte
 @pytest.mark.parametrize("mode", ["off", "auto"])
 def test_training_leaks_nothing(mode: str, cache: str, tmp_path: Path) -> None:
     options = parse("", [*TINY, cache, "--cpu_copies", f"--offload={mode}", f"--output_dir={tmp_path}"])
-    accelerator = make_accelerator(options)
-    run = prepare(accelerator, options, neural_operator_data.load(options.data, CPU))
+    accelerator = train_neural_operator.make_accelerator(options)
+    run = train_neural_operator.prepare(accelerator, options, neural_operator_data.load(options.data, CPU))
     batches = endless_batches(accelerator, run.batches)
     leaks = detect_leaks(lambda: train_neural_operator.update(run, next(batches)), num_steps=36)
     assert not leaks.leaking, str(leaks)

@@ -71,6 +71,9 @@ def test_losses_of_a_demo_and_of_a_recipe(tmp_path: Path) -> None:
     history = [{"update": 1, "loss": 2.0}, {"update": 2, "loss": 1.0, "eval_loss": 1.5}]
     write_json(demo / "results.json", {"history": history})
     assert read_run(demo).losses == {"training": [(1.0, 2.0), (2.0, 1.0)]}
+    assert drawn(read_run(demo), "losses").axes[0].get_xlabel() == "updates"
+    write_json(demo / "results.json", {"history": [{"step": 1, "l1": 2.0}, {"step": 2, "l1": 1.0}]})
+    assert read_run(demo).losses == {"reconstruction (L1)": [(1.0, 2.0), (2.0, 1.0)]}
 
 
 def test_each_kind_of_memory_has_a_colour_of_its_own() -> None:

@@ -252,9 +252,14 @@ def test_what_shows_when_a_model_is_built_or_run(
 ) -> None:
     config = json.loads((Path(qwen3) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change | {"vocab_size": 2**31 - 1}))
-    step = huggingface.HuggingFaceModel(str(tmp_path), seq_len=seq_len, effective_batch=8).step_with("none", "off", 8)
-    with pytest.raises(ValueError, match=message):
+    workload = huggingface.HuggingFaceModel(str(tmp_path), seq_len=seq_len, effective_batch=8)
+
+    def simulated() -> None:
+        step = workload.step_with("none", "off", 8)
         estimate_peak_memory(step.setup, step.step)
+
+    with pytest.raises(ValueError, match=message):
+        simulated()
 
 
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:

@@ -1,7 +1,9 @@
 """What a simulated step allocates, and what for. Read in this order:
 
-- `allocation_log`: when each storage was born and died, in which phase and in which module.
+- `allocation_history`: every storage, and every change of memory.
+- `allocation_log`: follows a step, and writes its history.
 - `categories`: what each storage is for.
 - `kernel_memory`: what kernels take beside their results.
+- `repeated_layers`: the history of a model with more layers, from that of one with few.
 - `caching_allocator`: what CUDA's allocator reserves for a log.
 """

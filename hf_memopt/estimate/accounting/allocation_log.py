@@ -1,14 +1,11 @@
-"""A log of when each storage was born and died, in which phase of a training step and in which module.
+"""Follows a simulated step: when each storage is born and dies, in which phase and in which module.
 
-Peaks and breakdowns are read off it afterwards.
+Peaks and breakdowns are read off the history afterwards.
 """
 
-import itertools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
+from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
 
@@ -38,6 +35,9 @@ class StepPhases:
         self._running: list[str] = []
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
+        # From which number of autograd's nodes on which module was running, in two lists.
+        self._node_numbers: list[int] = []
+        self._node_modules: list[str] = []
 
     @property
     def module(self) -> str:
@@ -61,12 +61,23 @@ class StepPhases:
     def enter(self, module: nn.Module) -> None:
         """Note that a module begins to run: a forward pass, unless backward runs a checkpointed region again."""
         self._running.append(self._names[id(module)])
+        self._note_nodes()
         if self.name in (BACKWARD, OUTSIDE) and not in_backward():
             self.name = FORWARD
 
     def leave(self) -> None:
         """Note that the innermost module has returned, or raised."""
         self._running.pop()
+        self._note_nodes()
+
+    def module_of(self, node_number: int) -> str:
+        """Return the module that was running when autograd made a node; "" if none was."""
+        found = bisect_right(self._node_numbers, node_number) - 1
+        return self._node_modules[found] if found >= 0 else ""
+
+    def _note_nodes(self) -> None:
+        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._node_modules.append(self.module)
 
     def observe(self) -> bool:
         """Look whether backward runs, which begins and ends without telling; return whether it begins here.
@@ -84,36 +95,8 @@ class StepPhases:
 
 
 # What fake tensors are asked through the dispatcher, without computing anything.
-_QUESTIONS = {torch.ops.prim.device.default, torch.ops.prim.layout.default}
-
-
-@dataclass(slots=True)
-class StorageRecord:
-    """One storage, from its birth on.
-
-    Attributes:
-        num_bytes: as the allocator counts it, rounding included.
-        requested_bytes: as the program asked for it.
-        on_host: whether it is host memory.
-        operation: which operation made it, such as "aten.mm.default".
-        owner: the module that was running; "" outside of modules.
-        phase: in which it was born.
-        kind: what it is for, where that is known; "" for the results of operations.
-        born: position in the log.
-        died: position in the log; None while it lives.
-    """
-
-    num_bytes: int
-    requested_bytes: int
-    on_host: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    operation: str
-    owner: str
-    phase: str
-    kind: str
-    born: int
-    died: int | None = None
+_DEVICE = torch.ops.prim.device.default
+_QUESTIONS = {_DEVICE, torch.ops.prim.layout.default}
 
 
 class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,9 +109,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observe: called after each operation with the function, its arguments, its result and the running phase.
 
     Attributes:
-        records: all storages so far, in order of birth.
-        log: (index of a record, change in bytes), in order.
-        change_phases: the phase of each entry.
+        history: what has happened so far.
+        phases: the argument.
     """
 
     def __init__(
@@ -139,24 +121,26 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observe: Callable[[Any, Any, Any, Any, str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records: list[StorageRecord] = []
-        self.changes: list[tuple[int, int]] = []
-        self.change_phases: list[str] = []
+        self.history = AllocationHistory(in_blocks=counted != "cpu")
         self.phases = phases
         self._counted = counted
         self._block_bytes = block_bytes
         self._observe = observe
-        self._backwards: list[int] = []  # where backward passes begin
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
+        self._place = ""  # of the newest operation; see `Change`
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _QUESTIONS:
+            # Half of all that is dispatched asks for a device, and each mode below takes its time.
+            if function is _DEVICE and type(args[0]) is FakeTensor:
+                return args[0].fake_device
             return function(*args, **(kwargs or {}))
         if self.phases.observe():
-            self._backwards.append(len(self.changes))
+            self.history.backwards.append(self.history.position)
+        self._place = self._running_place()
         result = function(*args, **(kwargs or {}))
-        for leaf in tensors_in(result):
-            self._note(leaf, function)
+        for number, leaf in enumerate(tensors_in(result)):
+            self._note(leaf, function, None if self._place else self._source(args, number))
         if self._observe is not None:
             self._observe(function, args, kwargs, result, self.phases.name)
         return result
@@ -164,7 +148,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
         """Say what storages are for; one that operations never showed is entered now."""
         for tensor in tensors_in(list(tensors)):
-            record = self.record_of(tensor) or self._note(tensor, None)
+            record = self.record_of(tensor) or self._note(tensor, None, None)
             if record is not None:
                 record.kind = kind
                 record.owner = record.owner if owner is None else owner
@@ -181,46 +165,45 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner=owner,
             phase=self.phases.name,
             kind=kind,
-            born=len(self.changes),
+            born=self.history.position,
         )
-        self.records.append(record)
-        self._write(len(self.records) - 1, record.num_bytes)
+        index = self._add(record)
         if not stays:
-            record.died = len(self.changes)
-            self._write(len(self.records) - 1, -record.num_bytes)
+            record.died = self.history.position
+            self._write(index, -record.num_bytes)
+
+    def closed(self) -> AllocationHistory:
+        """Return the history, to which nothing is added any more, whatever dies later."""
+        self._live.clear()
+        return self.history
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage, if it is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else self.records[found[0]]
+        return None if found is None else self.history.records[found[0]]
 
-    def trace(self, first_step: int) -> MemoryTrace:
-        """Return what happened to device memory; `first_step` is a position in `log`."""
-        entries = [
-            (position, index, change)
-            for position, (index, change) in enumerate(self.changes)
-            if not self.records[index].on_host
-        ]
-        return MemoryTrace(
-            storages=tuple(index for _, index, _ in entries),
-            changes=tuple(change for _, _, change in entries),
-            phases=tuple(self.change_phases[position] for position, _, _ in entries),
-            positions=tuple(position for position, _, _ in entries),
-            first_step=sum(position < first_step for position, _, _ in entries),
-            in_blocks=self._counted != "cpu",
-        )
+    def _running_place(self) -> str:
+        """Return the running module, or in backward the one whose forward pass, or whose weight, it is about."""
+        if self.phases.module or self.phases.name != BACKWARD:
+            return self.phases.module
+        node: Any = torch._C._current_autograd_node()
+        if node is None:  # the engine itself adds up gradients
+            return self._place
+        if hasattr(node, "variable"):
+            record = self.record_of(node.variable)
+            return record.owner if record is not None else self._place
+        return self.phases.module_of(node._sequence_nr())
 
-    def host_peak_bytes(self, first_step: int) -> int:
-        """Return the most that tensors held in host memory from a position of `log` on."""
-        held = accumulate(change if self.records[index].on_host else 0 for index, change in self.changes)
-        return max(itertools.islice(held, first_step, None), default=0)
+    def _source(self, args: Any, number: int) -> int | None:
+        """Return the storage that an operation's result is made from: of a list, the one at the same place."""
+        if not args:
+            return None
+        tensors = list(tensors_in(args[0]))
+        tensor = tensors[number] if number < len(tensors) else next(iter(tensors), None)
+        found = None if tensor is None else self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[0]
 
-    def next_backward(self, position: int) -> int | None:
-        """Return where in the log the first backward after a position begins."""
-        later = bisect_right(self._backwards, position)
-        return self._backwards[later] if later < len(self._backwards) else None
-
-    def _note(self, tensor: Tensor, function: Any) -> StorageRecord | None:
+    def _note(self, tensor: Tensor, function: Any, source: int | None) -> StorageRecord | None:
         if device_type(tensor) not in (self._counted, "cpu"):
             return None
         storage = tensor.untyped_storage()
@@ -229,17 +212,13 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(address)
         if known is not None:
             self._resize(known[0], num_bytes)
-            return self.records[known[0]]
+            return self.history.records[known[0]]
         if num_bytes == 0:
             return None
-        return self._enter(tensor, storage, address, num_bytes, function)
-
-    def _enter(self, tensor: Tensor, storage: Any, address: int, requested: int, function: Any) -> StorageRecord:
-        index = len(self.records)
         on_host = device_type(tensor) != self._counted
         record = StorageRecord(
-            num_bytes=requested if on_host else self._rounded(requested),
-            requested_bytes=requested,
+            num_bytes=num_bytes if on_host else self._rounded(num_bytes),
+            requested_bytes=num_bytes,
             on_host=on_host,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
@@ -247,16 +226,22 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner=self.phases.module,
             phase=self.phases.name,
             kind="",
-            born=len(self.changes),
+            born=self.history.position,
+            source=source,
         )
-        self.records.append(record)
-        self._write(index, record.num_bytes)
+        index = self._add(record)
         # The weak reference itself is kept here; its callback runs when the last reference to the storage goes.
         self._live[address] = index, weakref.ref(storage, lambda _: self._bury(address, index))
         return record
 
+    def _add(self, record: StorageRecord) -> int:
+        index = len(self.history.records)
+        self.history.records.append(record)
+        self._write(index, record.num_bytes)
+        return index
+
     def _resize(self, index: int, requested: int) -> None:
-        record = self.records[index]
+        record = self.history.records[index]
         if requested != record.requested_bytes:
             num_bytes = requested if record.on_host else self._rounded(requested)
             self._write(index, num_bytes - record.num_bytes)
@@ -264,13 +249,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _bury(self, address: int, index: int) -> None:
         self._live.pop(address, None)
-        record = self.records[index]
-        record.died = len(self.changes)
+        record = self.history.records[index]
+        record.died = self.history.position
         self._write(index, -record.num_bytes)
 
-    def _write(self, index: int, change: int) -> None:
-        self.changes.append((index, change))
-        self.change_phases.append(self.phases.name)
+    def _write(self, index: int, num_bytes: int) -> None:
+        self.history.changes.append(Change(index, num_bytes, self.phases.name, self._place))
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._block_bytes) * self._block_bytes

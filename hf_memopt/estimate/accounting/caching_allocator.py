@@ -7,6 +7,7 @@ the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +25,7 @@ class OutOfDeviceMemoryError(MemoryError):
     """The modelled device has no room for an allocation."""
 
 
-class _Block:
+class MemoryBlock:
     """A piece of a segment; `previous` and `following` are its neighbours there, free or not."""
 
     __slots__ = ("address", "following", "free", "num_bytes", "previous", "small")
@@ -32,8 +33,8 @@ class _Block:
     def __init__(self, address: int, num_bytes: int, small: bool) -> None:
         self.address, self.num_bytes, self.small = address, num_bytes, small
         self.free = True
-        self.previous: _Block | None = None
-        self.following: _Block | None = None
+        self.previous: MemoryBlock | None = None
+        self.following: MemoryBlock | None = None
 
 
 class CachingAllocator:
@@ -45,16 +46,17 @@ class CachingAllocator:
     Attributes:
         allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
         reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
+        lowest_address: of the newest segment. Addresses fall from 0.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
-        self._lowest_address = 0
+        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}  # by size, then address
+        self.lowest_address = 0
 
-    def allocate(self, num_bytes: int) -> _Block:
+    def allocate(self, num_bytes: int) -> MemoryBlock:
         """Return a block of at least this size, rounded up as the allocator does.
 
         Raises:
@@ -76,7 +78,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """Give a block back; it joins with free neighbours."""
         block.free = True
         self.allocated_bytes -= block.num_bytes
@@ -87,7 +89,7 @@ class CachingAllocator:
                 block = self._joined(block, neighbour)
         self._insert(block)
 
-    def _new_segment(self, num_bytes: int, small: bool) -> _Block:
+    def _new_segment(self, num_bytes: int, small: bool) -> MemoryBlock:
         segment_bytes = _segment_bytes(num_bytes)
         # The device is full: whole segments that nobody uses go back to it, and the segment is asked for once more.
         if not self._has_room(segment_bytes):
@@ -100,8 +102,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         # Drivers give falling addresses, as far as published runs show: with them every byte that a T4 reserved is
         # here, with rising ones up to 9 % are missing where attention's scores have many blocks of one size.
-        self._lowest_address -= segment_bytes
-        return _Block(self._lowest_address, segment_bytes, small)
+        self.lowest_address -= segment_bytes
+        return MemoryBlock(self.lowest_address, segment_bytes, small)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
@@ -113,15 +115,15 @@ class CachingAllocator:
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
             self._free[small] = kept
 
-    def _split(self, block: _Block, num_bytes: int) -> None:
-        rest = _Block(block.address + num_bytes, block.num_bytes - num_bytes, block.small)
+    def _split(self, block: MemoryBlock, num_bytes: int) -> None:
+        rest = MemoryBlock(block.address + num_bytes, block.num_bytes - num_bytes, block.small)
         rest.previous, rest.following = block, block.following
         if block.following is not None:
             block.following.previous = rest
         block.following, block.num_bytes = rest, num_bytes
         self._insert(rest)
 
-    def _joined(self, block: _Block, neighbour: _Block) -> _Block:
+    def _joined(self, block: MemoryBlock, neighbour: MemoryBlock) -> MemoryBlock:
         first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
         first.num_bytes += second.num_bytes
         first.following = second.following
@@ -130,10 +132,10 @@ class CachingAllocator:
         first.free = True
         return first
 
-    def _insert(self, block: _Block) -> None:
+    def _insert(self, block: MemoryBlock) -> None:
         insort(self._free[block.small], (block.num_bytes, block.address, block), key=lambda entry: entry[:2])
 
-    def _remove(self, block: _Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         free = self._free[block.small]
         del free[bisect_left(free, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
 
@@ -207,9 +209,16 @@ class MemoryTrace:
             OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
         """
         allocator = CachingAllocator(capacity_bytes)
-        blocks: dict[int, _Block] = {}
+        allocated = [allocator.allocated_bytes for _ in self.placed_by(allocator)]
+        return Replay(allocated, allocator.peak_reserved_bytes)
+
+    def placed_by(self, allocator: CachingAllocator) -> Iterator[tuple[int, MemoryBlock | None]]:
+        """Have an allocator follow the run, and yield for each change the storage's size and block after it.
+
+        Both are gone, 0 and None, when the storage has died.
+        """
+        blocks: dict[int, MemoryBlock] = {}
         sizes: dict[int, int] = {}
-        allocated = []
         for storage, change in zip(self.storages, self.changes, strict=True):
             sizes[storage] = sizes.get(storage, 0) + change
             # The storage has died, or it was resized. Then it gives its block back before it takes another one; torch
@@ -218,8 +227,7 @@ class MemoryTrace:
                 allocator.release(blocks.pop(storage))
             if sizes[storage]:
                 blocks[storage] = allocator.allocate(sizes[storage])
-            allocated.append(allocator.allocated_bytes)
-        return Replay(allocated, allocator.peak_reserved_bytes)
+            yield sizes[storage], blocks.get(storage)
 
     def fits(self, capacity_bytes: int) -> bool:
         """Return whether the run goes through on a device with so much memory for the allocator."""

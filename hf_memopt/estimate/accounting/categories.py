@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import (
     FORWARD,
     OPTIMIZER,
@@ -18,7 +19,6 @@ from hf_memopt.estimate.accounting.allocation_log import (
     SETUP,
     AllocationLog,
     StepPhases,
-    StorageRecord,
 )
 
 # In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, what
@@ -165,19 +165,19 @@ def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
             yield from _things(item, str(position))
 
 
-def alive_at(log: AllocationLog, position: int) -> list[tuple[str, StorageRecord]]:
-    """Return the device storages that are alive after a position of the log, with their kinds, largest first."""
+def alive_at(history: AllocationHistory, position: int) -> list[tuple[str, StorageRecord]]:
+    """Return the device storages that are alive after a position, with their kinds, largest first."""
     live = [
         record
-        for record in log.records
+        for record in history.records
         if not record.on_host and record.born <= position and (record.died is None or record.died > position)
     ]
-    return sorted(((_kind(record, log), record) for record in live), key=lambda pair: -pair[1].num_bytes)
+    return sorted(((_kind(record, history), record) for record in live), key=lambda pair: -pair[1].num_bytes)
 
 
-def of_storages(log: AllocationLog) -> tuple[str, ...]:
+def of_storages(history: AllocationHistory) -> tuple[str, ...]:
     """Return the kind of every storage, by number."""
-    return tuple(_kind(record, log) for record in log.records)
+    return tuple(_kind(record, history) for record in history.records)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> dict[str, int]:
@@ -195,12 +195,12 @@ def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> di
     return dict(totals.most_common())
 
 
-def _kind(record: StorageRecord, log: AllocationLog) -> str:
+def _kind(record: StorageRecord, history: AllocationHistory) -> str:
     """An activation is made in a forward pass and still alive when the next backward begins."""
     if record.kind:
         return record.kind
     if record.phase == SETUP:
         return INPUT
-    backward = log.next_backward(record.born)
+    backward = history.next_backward(record.born)
     outlives = backward is not None and (record.died is None or record.died > backward)
     return ACTIVATION if record.phase == FORWARD and outlives else TEMPORARY

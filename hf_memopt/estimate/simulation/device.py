@@ -108,7 +108,7 @@ def simulation(
     Call it in a process of its own: the device stays registered, and an exception in a backend thread would end the
     process, which is why autograd's threads are off.
     """
-    clock = VirtualClock(DEFAULT_CARD) if clock is None else clock
+    clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
     data_dependent = DataDependentOps(StepPhases() if phases is None else phases)
     device = torch.device("cpu")
     if like == "cuda":

@@ -23,6 +23,7 @@ class VirtualClock:
 
     Args:
         card: how fast operations and copies are.
+        like: what is simulated; beside "cuda" operations on the CPU take no time, and "cpu" is the device itself.
 
     Attributes:
         now_s: the moment at which the compute stream is.
@@ -31,8 +32,9 @@ class VirtualClock:
         stall_ms: for how long the newest step has waited for copies.
     """
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, like: str = "cuda") -> None:
         self.card = card
+        self._unbooked = set() if like == "cpu" else {"cpu"}
         self.now_s = self.stalled_s = self.stall_ms = 0.0
         self.phases_ms: dict[str, float] = {}
         # Up to which moment time is booked to phases, and what of `stalled_s` belongs to earlier steps.
@@ -70,9 +72,9 @@ class VirtualClock:
             return 0.0
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         devices = {device_type(leaf) for leaf in (*inputs, *outputs)}
-        if devices <= {"cpu"}:
+        if devices <= self._unbooked:
             return 0.0
-        if "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
+        if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
         flops = _flops(function, args, kwargs, result)
         compute_s = flops / self._flops_per_s({leaf.dtype for leaf in inputs})

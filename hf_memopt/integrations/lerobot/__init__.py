@@ -1,4 +1,8 @@
-"""SmolVLA reflow for lerobot 0.6: policy type `smolvla_reflow`, for `--discover_packages_path=` of its commands."""
+"""SmolVLA reflow for lerobot 0.6: policy type `smolvla_reflow`.
+
+lerobot's commands find it by the distribution `lerobot_policy_smolvla_reflow` (in `plugins/`), or where they are told
+`--discover_packages_path=hf_memopt.integrations.lerobot`.
+"""
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 

@@ -1,6 +1,7 @@
 """Configuration of policy type `smolvla_reflow`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
@@ -11,12 +12,15 @@ from hf_memopt.teacher import TEACHER_MODES
 
 DTYPES = ("float32", "bfloat16")
 SELF = "self"
+_PATHS = ("teacher_model_path", "couplings_path", "vlm_model_name")
 
 
 @PreTrainedConfig.register_subclass("smolvla_reflow")
 @dataclass
 class SmolVLAReflowConfig(SmolVLAConfig):
     """SmolVLA's configuration and the teacher's.
+
+    Paths become absolute, so that a checkpoint that was trained with relative ones works from any directory.
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is plain SmolVLA.
@@ -42,7 +46,13 @@ class SmolVLAReflowConfig(SmolVLAConfig):
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
             says so or names what is missing; `"on"`, or fail; `"off"`.
-        dtype: `"bfloat16"` trains under bf16 autocast (lerobot's training loop reads this field); weights keep theirs.
+        activation_offload: whether what the forward pass saves for backward goes to host memory: `"all"` of it, or what
+            a plan says (`"auto"`), see `hf_memopt.ActivationOffloader`; `"off"`, none. Gradients are the same, bit for
+            bit. Nothing moves on a CPU.
+        activation_budget_gib: with `"auto"`, device memory that saved activations may take; None, what the planner
+            finds best.
+        from_scratch: let reflow start from random weights, which no teacher's copy is.
+        dtype: `"bfloat16"` trains under bf16 autocast, whatever loop trains it; weights keep theirs.
     """
 
     use_reflow: bool = False
@@ -59,18 +69,31 @@ class SmolVLAReflowConfig(SmolVLAConfig):
     couplings_seed: int | None = None
     couplings_per_frame: int | None = None
     share_prefix: str = "auto"
+    activation_offload: str = "off"
+    activation_budget_gib: float | None = None
+    from_scratch: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in _PATHS:
+            setattr(self, name, absolute_if_local(getattr(self, name)))
         # YAML reads an unquoted on or off as a boolean.
         self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
+        self.activation_offload = {"False": "off"}.get(self.activation_offload, self.activation_offload)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
         POSITIVE.check("teacher_budget_gib", self.teacher_budget_gib)
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
         _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)
         _one_of("share_prefix", self.share_prefix, ("auto", "on", "off"))
+        _one_of("activation_offload", self.activation_offload, ("off", "auto", "all"))
+        POSITIVE.check("activation_budget_gib", self.activation_budget_gib)
+        if self.activation_budget_gib is not None and self.activation_offload != "auto":
+            raise ValueError(
+                f"activation_budget_gib={self.activation_budget_gib} needs activation_offload=auto; "
+                f"{self.activation_offload} is set"
+            )
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
             COUNT.check(name, getattr(self, name))
@@ -82,6 +105,16 @@ class SmolVLAReflowConfig(SmolVLAConfig):
     def teaches_itself(self) -> bool:
         """Return whether the student is its own teacher."""
         return self.teacher_model_path == SELF and self.couplings_path is None
+
+    def check_start(self) -> None:
+        """Raise a ValueError if reflow would start from random weights and nobody asked for that."""
+        if self.use_reflow and not self.pretrained_path and not self.from_scratch:
+            teacher = "<teacher>" if self.teacher_model_path in (None, SELF) else self.teacher_model_path
+            raise ValueError(
+                "the student would start from random weights, and reflow trains a copy of the teacher; make one with "
+                f"`hf-memopt prepare-student --teacher {teacher} --output outputs/student_init` and pass "
+                "--policy.path=outputs/student_init in place of --policy.type, or pass --policy.from_scratch=true"
+            )
 
     def _check_reflow(self) -> None:
         if not self.teacher_model_path and not self.couplings_path:
@@ -111,6 +144,13 @@ class SmolVLAReflowConfig(SmolVLAConfig):
                 f"couplings_seed={self.couplings_seed} with teacher_model_path=self: the student's own targets change "
                 "in every step, so that a pair is never the same; leave couplings_seed out"
             )
+
+
+def absolute_if_local(name: str | None) -> str | None:
+    """Return the absolute path of what exists on this machine, and anything else (a hub id, say) as it is."""
+    if not name or name == SELF or not Path(name).expanduser().exists():
+        return name
+    return str(Path(name).expanduser().absolute())
 
 
 def _one_of(field: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

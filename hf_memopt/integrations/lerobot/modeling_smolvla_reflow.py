@@ -3,12 +3,15 @@
 The student is an ordinary SmolVLA: same weights, same checkpoint keys, same inference. Only the training loss differs.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor
 
+from hf_memopt.activations import ActivationOffloader
 from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.policy_files import resolve_checkpoint
@@ -29,7 +32,8 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
 
     Raises:
-        ValueError: see `ReflowTeacher.check`, and `check_processors` for what the student starts from.
+        ValueError: see `ReflowTeacher.check`, `SmolVLAReflowConfig.check_start`, and `check_processors` for what the
+            student starts from.
     """
 
     config_class = SmolVLAReflowConfig
@@ -40,6 +44,8 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         if config.use_reflow and dataset_stats is not None:
             root = getattr(kwargs.get("dataset_meta"), "root", None)
             source.check(dataset_stats, None if root is None else Path(root))
+        if dataset_stats is not None:
+            config.check_start()
         if dataset_stats is not None and config.pretrained_path:
             # lerobot makes the processors next, of these very files.
             config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
@@ -48,6 +54,11 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
             super().__init__(config, **kwargs)
         self.pair_source = source
         self.memory: PhaseMemory | None = None
+        self.offloader = ActivationOffloader(
+            enabled=config.activation_offload != "off",
+            mode="all" if config.activation_offload == "all" else "auto",
+            budget_gib=config.activation_budget_gib,
+        )
 
     def forward(
         self, batch: dict[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None, reduction: str = "mean"
@@ -66,8 +77,20 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
         Raises:
             ValueError: see `CachedPairs.draw`.
         """
-        if not self.config.use_reflow:
-            return super().forward(batch, noise=noise, time=time, reduction=reduction)  # type: ignore[no-any-return]
+        with self._autocast(), self.offloader.offload_context(self):
+            if not self.config.use_reflow:
+                return super().forward(batch, noise=noise, time=time, reduction=reduction)  # type: ignore[no-any-return]
+            return self._reflow(batch, noise, time, reduction)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Whatever `dtype` says; the training loop of lerobot 0.6.1 does the same, around this."""
+        if self.config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, torch.bfloat16)
+
+    def _reflow(
+        self, batch: dict[str, Tensor], noise: Tensor | None, time: Tensor | None, reduction: str
+    ) -> tuple[Tensor, dict[str, float]]:
         pairs = self.pair_source.draw(self, batch, noise)
         observation = observe(self, pairs.batch)
         if time is None:
@@ -154,6 +177,9 @@ class SmolVLAReflowPolicy(SmolVLAPolicy):
     def _figures(self) -> dict[str, float]:
         report = self.teacher_report()
         assert self.memory is not None
-        if report is None:
-            return self.memory.figures()
-        return {**self.memory.figures(), "teacher_own_gib": (report.host_bytes or report.device_bytes) / GIB}
+        figures = self.memory.figures()
+        if report is not None:
+            figures["teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+        if self.offloader.enabled:
+            figures["offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
+        return figures

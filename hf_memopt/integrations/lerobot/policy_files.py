@@ -31,6 +31,8 @@ from hf_memopt.integrations.lerobot.processors import (
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+# Where lerobot 0.6.2 writes a sharded run's weights with --checkpoint_format=dcp.
+_SHARDS = "pytorch_model_fsdp_0"
 
 # What decides the shape, the meaning or the conditioning of a velocity field. Student and teacher must agree on it.
 ARCHITECTURE_FIELDS = (
@@ -71,7 +73,7 @@ def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> P
     if path.exists():
         raise ValueError(f"{path} holds no policy: there is no {CONFIG_FILE} in it or in its last checkpoint")
     try:
-        patterns = ["*.json", "*.safetensors", "README.md"]
+        patterns = ["*.json", "*.safetensors", "README.md", "tokenizer/*"]
         return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=patterns))
     except (HTTPError, HFValidationError, OSError) as error:
         raise ValueError(
@@ -137,6 +139,11 @@ def check_weights_file(folder: Path) -> None:
     Raises:
         ValueError: the file is missing, truncated, damaged, or a link out of the folder.
     """
+    if (folder / _SHARDS).is_dir() and not (folder / WEIGHTS_FILE).exists():
+        raise ValueError(
+            f"{folder} holds sharded weights ({_SHARDS}) and no {WEIGHTS_FILE}; run "
+            f"`lerobot-convert-dcp --checkpoint_dir={folder}` first"
+        )
     check_header(file_in(folder, WEIGHTS_FILE))
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies import make_pre_post_processors
 
@@ -39,7 +40,8 @@ def check_processors(folder: Path) -> list[Path]:
     lerobot imports and calls what a step names as its `class`.
 
     Returns:
-        The files: both configurations, and the states that they name.
+        The files: both configurations, and the states and folders (of a tokenizer, from lerobot 0.6.2 on) that they
+        name.
 
     Raises:
         ValueError: a file is missing (as it is in policies that were saved before lerobot 0.4), damaged, or a link out
@@ -48,7 +50,9 @@ def check_processors(folder: Path) -> list[Path]:
     files = []
     for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
         file = file_in(folder, name, _CONVERT)
-        files += [file, *(_state_file(file, step) for step in read_steps(file) if "state_file" in step)]
+        steps = read_steps(file)
+        files += [file, *(_state_file(file, step) for step in steps if "state_file" in step)]
+        files += [artifact for step in steps for artifact in _artifacts(file, step)]
     return files
 
 
@@ -93,6 +97,28 @@ def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str,
     except Exception as error:
         raise ValueError(f"the processors in {folder} cannot be made: {error}; correct that setting") from error
     return made
+
+
+def blank_observation(config: PreTrainedConfig, preprocess: Any) -> dict[str, torch.Tensor]:
+    """Return a batch of one observation of zeros, with an empty instruction, preprocessed."""
+    frame = {name: torch.zeros(feature.shape) for name, feature in config.input_features.items()}
+    batch: dict[str, torch.Tensor] = preprocess({**frame, "task": ""})
+    return batch
+
+
+def _artifacts(file: Path, step: dict[str, Any]) -> list[Path]:
+    """The files of the folders that a step has beside the configuration; their names replace its settings."""
+    folders = step.get("artifacts", {})
+    if not isinstance(folders, dict):
+        raise ValueError(f"{file}: artifacts={folders!r} must be an object; {COPY_AGAIN}")
+    found = []
+    for name in folders.values():
+        beside = isinstance(name, str) and (file.parent / name).resolve().parent == file.parent.resolve()
+        if not beside or not (file.parent / name).is_dir():
+            raise ValueError(f"{file}: artifacts names {name!r}, which must be a folder beside it; {COPY_AGAIN}")
+        inside = sorted((file.parent / name).iterdir())
+        found += [file_in(file.parent, str(each.relative_to(file.parent))) for each in inside]
+    return found
 
 
 def _state_file(file: Path, step: dict[str, Any]) -> Path:

@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import redirect_stderr
+from pathlib import Path
 
 from draccus.utils import DecodingError
 from lerobot.configs import parser
@@ -21,7 +22,8 @@ def read_training_flags() -> TrainPipelineConfig:
     try:
         with argparse_raising(), redirect_stderr(printed):
             cfg = _parsed()
-            cfg.validate()
+            _validate(cfg)
+            _make_paths_absolute(cfg)
     except SystemExit as ending:
         complaint = ending.__context__
         if not isinstance(complaint, DecodingError):
@@ -34,6 +36,23 @@ def read_training_flags() -> TrainPipelineConfig:
 @parser.wrap()
 def _parsed(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
     return cfg
+
+
+def _validate(cfg: TrainPipelineConfig) -> None:
+    try:
+        cfg.validate()
+    except FileExistsError as error:
+        raise ValueError(
+            f"output_dir={str(cfg.output_dir)!r} exists; name a new folder, or go on with the run in it: --resume=true "
+            "--config_path=FOLDER/checkpoints/last/pretrained_model/train_config.json"
+        ) from error
+
+
+def _make_paths_absolute(cfg: TrainPipelineConfig) -> None:
+    # They are saved in each checkpoint, which may be used from another directory.
+    cfg.output_dir = Path(cfg.output_dir).absolute()
+    if cfg.dataset.root is not None:
+        cfg.dataset.root = str(Path(cfg.dataset.root).expanduser().absolute())
 
 
 def _innermost(error: BaseException) -> str:

@@ -206,6 +206,7 @@ class StreamedWeights(WeightPlacement):
         for number in self._ring.present:
             if number not in needs and number not in ahead and self._is_over(number):
                 self._ring.evict(number)
+                # A hot block is gone: modules that counted on it have to look again.
                 if self._plan.blocks[number].stays:
                     self._settled.clear()
         for number in needs:

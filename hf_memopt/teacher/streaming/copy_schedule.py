@@ -127,6 +127,7 @@ def plan_stream(
     loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
     """
     # Slices of one read must be on the device together, so a slot holds the largest such unit at least.
+    # A pass over all weights is cut into 64 blocks at most: fewer, larger copies use the link better.
     units = _first_reads(reads)
     unit_bytes = [sum(sizes[index] for index in unit) for unit in units]
     slot_bytes = max([sum(unit_bytes) // _MAX_BLOCKS, *unit_bytes])
@@ -135,10 +136,13 @@ def plan_stream(
     unannounced = {index for read in reads if read.module is None or read.late for index in read.slices}
     # What the budget leaves to hot blocks, beside a ring of two slots and the unannounced weights.
     room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in unannounced)
+    # Only weights that the ring alone would bring twice or more are worth keeping. The most often loaded come first.
     loads = _count_loads(reads, sizes, 2 * slot_bytes)
     again = [index for index, count in loads.most_common() if count > 1 and index not in unannounced]
     # By slice, the read after which it need not stay.
     ends = _within(_loops(reads, again), sizes, room) | dict.fromkeys(unannounced, len(reads))
+    # From here on everything is in blocks. Weights that the trace never read get a block each, outside of the sequence:
+    # a later visit that takes another path brings them one by one.
     groups = [
         *_grouped(units, ends, sizes, slot_bytes),
         *(Block((index,), size) for index, size in enumerate(sizes) if index not in loads),
@@ -167,6 +171,7 @@ def _count_loads(reads: Sequence[Read], sizes: Sequence[int], capacity_bytes: in
             loads[index] += index not in present
             present[index] = sizes[index]
             present.move_to_end(index)
+        # The slices of the present read are the newest entries, and stay even if they alone exceed the capacity.
         while sum(present.values()) > capacity_bytes and len(present) > len(read.slices):
             present.popitem(last=False)
     return loads

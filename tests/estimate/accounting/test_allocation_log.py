@@ -15,9 +15,9 @@ def test_storages_are_born_once_shrink_and_die() -> None:
         tensor.untyped_storage().resize_(400)
         tensor.add_(0, alpha=0) if tensor.numel() == 100 else torch.zeros_like(tensor[:100])
         del tensor, view
-    assert [change for _, change in log.changes[:1]] == [4096]
-    assert sum(change for _, change in log.changes) == 0
-    assert all(record.died is not None for record in log.records)
+    assert [change.num_bytes for change in log.history.changes[:1]] == [4096]
+    assert sum(change.num_bytes for change in log.history.changes) == 0
+    assert all(record.died is not None for record in log.history.records)
 
 
 def test_phases_follow_modules_and_backward() -> None:
@@ -34,4 +34,4 @@ def test_phases_follow_modules_and_backward() -> None:
         loss.backward()
         torch.zeros(1)
     assert list(dict.fromkeys(names)) == [FORWARD, BACKWARD, OUTSIDE]
-    assert log.next_backward(0) is not None
+    assert log.history.next_backward(0) is not None

@@ -19,12 +19,14 @@ def test_what_modules_and_optimizers_own_is_labelled_and_the_rest_follows_from_b
         labels.add_teacher_block(teacher := torch.empty(5, dtype=torch.uint8))
         phases.begin_step()
         saved = model(batch).exp()
-        at_forward = len(log.changes) - 1
+        at_forward = log.history.position - 1
         saved.sum().backward()
         optimizer.step()
         found, before = (
             categories.breakdown(live, sum(record.num_bytes for _, record in live) + 100)
-            for live in (categories.alive_at(log, position) for position in (len(log.changes) - 1, at_forward))
+            for live in (
+                categories.alive_at(log.history, position) for position in (log.history.position - 1, at_forward)
+            )
         )
     assert found[categories.UNUSED] == before[categories.UNUSED] == 100
     assert before[categories.ACTIVATION] == 8 * 4 * 4

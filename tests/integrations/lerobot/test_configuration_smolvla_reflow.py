@@ -18,6 +18,9 @@ policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
         ({"teacher_dtype": "float16"}, "teacher_dtype='float16' is unknown; use one of: unset, float32, bfloat16"),
         ({"reflow_time_sampling": "gamma"}, "use one of: beta, uniform, ushaped, one"),
         ({"share_prefix": "yes"}, "use one of: auto, on, off"),
+        ({"activation_offload": "inputs"}, "activation_offload='inputs' is unknown; use one of: off, auto, all"),
+        ({"activation_offload": "auto", "activation_budget_gib": 0}, "activation_budget_gib=0 must be above 0"),
+        ({"activation_budget_gib": 2}, "activation_budget_gib=2 needs activation_offload=auto; off is set"),
         ({"dtype": "float16"}, "use one of: float32, bfloat16"),
         ({"teacher_num_steps": 0}, "teacher_num_steps=0 must be at least 1"),
         ({"reflow_real_data": 1.0}, "reflow_real_data=1.0 must be"),
@@ -38,5 +41,7 @@ def test_unusable_settings_are_refused_by_name(toy_student: Path, changes: dict[
 
 def test_yaml_may_say_off_without_quotes(toy_student: Path) -> None:
     assert dataclasses.replace(policy_files.load_config(toy_student), share_prefix=str(False)).share_prefix == "off"
+    read = dataclasses.replace(policy_files.load_config(toy_student), activation_offload=str(False))
+    assert read.activation_offload == "off"
     with pytest.raises(ValueError, match="share_prefix='maybe' is unknown"):
         dataclasses.replace(policy_files.load_config(toy_student), share_prefix="maybe")

@@ -184,7 +184,9 @@ def test_use_reflow_false_is_stock_training(
     assert all(torch.equal(plain[name], stock[name]) for name in stock)
 
 
-@pytest.mark.parametrize("setting", ["teacher_offload=swap", "teacher_dtype=bfloat16", "share_prefix=off"])
+@pytest.mark.parametrize(
+    "setting", ["teacher_offload=swap", "teacher_dtype=bfloat16", "share_prefix=off", "activation_offload=auto"]
+)
 def test_trains_with(setting: str, toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     log = train(toy_student, toy_dataset, tmp_path / "run", f"--policy.{setting}", steps=1)
     assert 0 < lerobot_runs.logged(log, "loss")[0] < 1

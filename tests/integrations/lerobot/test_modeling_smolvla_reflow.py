@@ -13,6 +13,7 @@ from late_imports import LateModule
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.reflow import sample_time
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
@@ -60,6 +61,77 @@ def test_without_use_reflow_it_is_smolvla(make: Make, batch: Any, noise: Tensor,
     stock.load_state_dict(policy.state_dict())
     assert torch.equal(policy(batch, noise=noise, time=time)[0], stock(batch, noise=noise, time=time)[0])
     assert policy.teacher_report() is None
+
+
+WAYS = {
+    "shared": {"share_prefix": "on"},
+    "bf16": {"share_prefix": "on", "dtype": "bfloat16"},
+    "not shared": {"share_prefix": "off"},
+    "all of SmolVLA": {"use_reflow": False, "train_expert_only": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options", [{"mode": "all"}, {"mode": "auto"}, {"mode": "auto", "budget_gib": 0.0005}], ids=str
+)
+@pytest.mark.usefixtures("quick_plans")
+def test_offloaded_activations_give_the_same_gradients(
+    way: str, options: dict[str, Any], make: Make, batch: Any, noise: Tensor, time: Tensor
+) -> None:
+    """In the steps that are recorded, and in those that follow the plan."""
+    policy = make(**WAYS[way])
+    plain, _ = policy(batch, noise=noise, time=time)
+    plain.backward()
+    want = {name: grad.clone() for name, grad in reflow_students.gradients(policy).items()}
+    policy.offloader = ActivationOffloader(offload_threshold_mb=0.001, copier=SyncCopier(), **options)
+    for _ in range(4):
+        policy.zero_grad()
+        loss, figures = policy(batch, noise=noise, time=time)
+        loss.backward()
+        assert torch.equal(loss, plain)
+        got = reflow_students.gradients(policy)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    stats = policy.offloader.stats
+    assert stats.bytes_moved > 0
+    if "budget_gib" in options:
+        assert stats.measured_peak_gib <= options["budget_gib"]
+    if policy.config.use_reflow:
+        assert figures["offload_host_gib"] == stats.host_bytes_pinned / 2**30 > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "enabled", "mode", "budget"),
+    [
+        ({}, False, "auto", None),
+        ({"activation_offload": "all"}, True, "all", None),
+        ({"activation_offload": "auto", "activation_budget_gib": 2.0}, True, "auto", 2.0),
+    ],
+)
+def test_flags_switch_offloading_on_in_copies_too(
+    flags: dict[str, Any], enabled: bool, mode: str, budget: float | None, make: Make
+) -> None:
+    policy = make(**flags)
+    for offloader in (policy.offloader, copy.deepcopy(policy).offloader):
+        assert (offloader.enabled, offloader.mode, offloader._options["budget_gib"]) == (enabled, mode, budget)
+
+
+@pytest.mark.parametrize("use_reflow", [True, False])
+def test_dtype_is_the_policys_own_autocast(
+    use_reflow: bool, make: Make, batch: Any, noise: Tensor, time: Tensor
+) -> None:
+    """So that it holds in any loop, and changes nothing in one that casts as well."""
+    policy = make()
+    policy.config.use_reflow = use_reflow
+    with torch.autocast("cpu", torch.bfloat16):
+        want, _ = policy(batch, noise=noise, time=time)
+    plain, _ = policy(batch, noise=noise, time=time)
+    assert not torch.equal(plain, want)
+    policy.config.dtype = "bfloat16"
+    assert torch.equal(policy(batch, noise=noise, time=time)[0], want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(policy(batch, noise=noise, time=time)[0], want)
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])

@@ -56,6 +56,15 @@ def test_what_is_neither_a_folder_nor_on_the_hub_is_refused(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ what is in it
 
 
+def test_weights_in_shards_are_to_be_converted(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(ValueError, match=f"run `lerobot-convert-dcp --checkpoint_dir={tmp_path}` first"):
+        policy_files.check_weights_file(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        policy_files.check_weights_file(tmp_path)
+
+
 def test_a_configuration_is_read_as_it_was_saved(config: Any, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert policy_files.load_config(tmp_path) == config

@@ -36,6 +36,21 @@ def test_the_files_are_the_configurations_and_the_states_that_they_name(folder: 
     assert processors.check_processors(folder) == [folder / name for name in names]
 
 
+def test_folders_beside_the_configuration_belong_to_it(folder: Path) -> None:
+    """As lerobot 0.6.2 saves a tokenizer."""
+    (folder / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / "tokenizer" / name).write_text("{}")
+    step: Step = {"registry_name": "tokenizer_processor", "artifacts": {"tokenizer_name": "tokenizer"}}
+    write_steps(folder / PREPROCESSOR_FILE, step)
+    names = [PREPROCESSOR_FILE, "tokenizer/chat_template.jinja", "tokenizer/tokenizer.json", POSTPROCESSOR_FILE]
+    assert processors.check_processors(folder) == [folder / name for name in names]
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+    (folder / "tokenizer" / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a link out of its folder, to /etc/hostname"):
+        processors.check_processors(folder)
+
+
 def test_steps_are_read_in_their_order(folder: Path) -> None:
     assert processors.read_steps(folder / PREPROCESSOR_FILE) == [NORMALIZER, {"registry_name": "device_processor"}]
 
@@ -55,6 +70,10 @@ def test_steps_must_be_a_list_of_objects(steps: Any, folder: Path) -> None:
         processors.check_processors(folder)
 
 
+def artifacts(folders: Any) -> Step:
+    return {"registry_name": "device_processor", "artifacts": folders}
+
+
 STEPS: dict[str, tuple[Step, str]] = {
     "a class beside a name": ({"registry_name": "device_processor", "class": "os.mkdir"}, "a step is 'os.mkdir'"),
     "an unknown name": ({"registry_name": "own_step"}, "a step is 'own_step'.*allowed are rename_observations"),
@@ -67,6 +86,20 @@ STEPS: dict[str, tuple[Step, str]] = {
     "the folder above": ({"registry_name": "device_processor", "state_file": ".."}, "has no \\.\\."),
     "a missing state": ({"registry_name": "device_processor", "state_file": "x.safetensors"}, "has no x.safetensors"),
     "a state that is a folder": ({"registry_name": "device_processor", "state_file": "."}, "must be the name of"),
+    "artifacts that are a list": (artifacts(["x"]), "artifacts=.* an object"),
+    "an artifact above": (
+        {"registry_name": "device_processor", "artifacts": {"a": ".."}},
+        "'..', which must be a f",
+    ),
+    "an artifact elsewhere": (
+        {"registry_name": "device_processor", "artifacts": {"a": "/etc"}},
+        "must be a folder b",
+    ),
+    "a missing artifact": (
+        {"registry_name": "device_processor", "artifacts": {"a": "x"}},
+        "must be a folder b",
+    ),
+    "an artifact that is null": (artifacts({"a": None}), "must be a folder b"),
     "a state of JSON": ({"registry_name": "device_processor", "state_file": "config.json"}, "truncated or damaged"),
 }
 

@@ -34,6 +34,13 @@ def test_flags_are_read_and_validated(read: Read, tmp_path: Path) -> None:
     assert cfg.optimizer is not None  # which lerobot fills in when it validates
 
 
+def test_paths_become_absolute(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = read("--dataset.root=data", "--output_dir=outputs/run")
+    assert cfg.dataset.root == str(tmp_path / "data")
+    assert cfg.output_dir == tmp_path / "outputs" / "run"
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -50,7 +57,7 @@ def test_a_flag_that_is_refused_is_named(read: Read, flag: str, message: str) ->
 
 def test_what_only_validation_sees_is_refused_too(read: Read, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(FileExistsError, match="already exists"):
+    with pytest.raises(ValueError, match=rf"^output_dir='{tmp_path}/run' exists; name a new folder, or .* --resume"):
         read()
 
 

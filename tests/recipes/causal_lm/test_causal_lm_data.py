@@ -1,9 +1,11 @@
 """The language model's text: the default corpus, and blocks that hold it."""
 
-from datasets import Dataset
+from late_imports import LateModule
 
-from hf_memopt.recipes.causal_lm import data as causal_lm_data
 from hf_memopt.recipes.causal_lm.options import parse
+
+causal_lm_data = LateModule("hf_memopt.recipes.causal_lm.data")
+datasets = LateModule("datasets")
 
 
 def test_the_default_corpus_is_pythons_documentation() -> None:
@@ -14,7 +16,7 @@ def test_the_default_corpus_is_pythons_documentation() -> None:
 
 
 def test_blocks_hold_the_text_in_order_and_none_twice() -> None:
-    texts = Dataset.from_dict({"text": ["one two three " * 20, "four five six " * 20]})
+    texts = datasets.Dataset.from_dict({"text": ["one two three " * 20, "four five six " * 20]})
     options = parse("", ["--block_size=8", "--held_out=0.2", "--vocab_size=300"])
     tokenizer = causal_lm_data.make_tokenizer(options.model, texts)
     blocks = causal_lm_data.pack(texts, tokenizer, options.data, seed=0)

@@ -9,8 +9,16 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from hf_memopt.recipes.common.flags import as_settings, as_words, explained, flag, read_options, write_options
-from hf_memopt.recipes.common.numeric import Count, NotNegative
+from hf_memopt.recipes.common.flags import (
+    Count,
+    NotNegative,
+    as_settings,
+    as_words,
+    explained,
+    flag,
+    read_options,
+    write_options,
+)
 
 
 @dataclass

@@ -10,15 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from late_imports import LateModule
 from tqdm import tqdm
 
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.causal_lm.options import TrainingOptions
-from hf_memopt.recipes.causal_lm.trainer import training_arguments
 from hf_memopt.recipes.common.loop import Progress, advance, is_due, pins_memory, record, writing_to
-from hf_memopt.recipes.fluxflow.data import load, make_loader
 from hf_memopt.recipes.fluxflow.options import DataOptions
+
+causal_lm_trainer = LateModule("hf_memopt.recipes.causal_lm.trainer")
+fluxflow_data = LateModule("hf_memopt.recipes.fluxflow.data")
 
 
 def test_a_second_process_is_told_first(tmp_path: Path) -> None:
@@ -62,6 +64,6 @@ def test_batches_are_pinned_for_devices_with_memory_of_their_own(
     device = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
     assert pins_memory() is pinned
-    loader = make_loader(load(DataOptions(num_drawn=2), 4, 0), DataOptions(), 1, 0, 0, 1)(0)
+    loader = fluxflow_data.make_loader(fluxflow_data.load(DataOptions(num_drawn=2), 4, 0), DataOptions(), 1, 0, 0, 1)(0)
     assert loader.pin_memory is pinned
-    assert training_arguments(TrainingOptions()).dataloader_pin_memory is pinned
+    assert causal_lm_trainer.training_arguments(TrainingOptions()).dataloader_pin_memory is pinned

@@ -6,23 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from PIL import Image
 from torch import Tensor
 
 from hf_memopt.recipes.common.options import OffloadOptions
-from hf_memopt.recipes.fluxflow.data import (
-    EndlessBatches,
-    Source,
-    bucket,
-    check_sizes,
-    drawn_images,
-    first_images,
-    fitted,
-    load,
-    make_loader,
-    nearest_bucket,
-    rescaled,
-)
 from hf_memopt.recipes.fluxflow.options import (
     DataOptions,
     LeverOptions,
@@ -31,6 +19,8 @@ from hf_memopt.recipes.fluxflow.options import (
     Options,
     TrainingOptions,
 )
+
+fluxflow_data = LateModule("hf_memopt.recipes.fluxflow.data")
 
 STRIDE = 4
 
@@ -55,8 +45,8 @@ def options_of(folder: Path, **more: Any) -> DataOptions:
 
 
 def endless(options: DataOptions, *, position: tuple[int, int] = (0, 0), rank: int = 0, ranks: int = 1) -> Any:
-    source = load(options, STRIDE, seed=0)
-    return EndlessBatches(make_loader(source, options, 3, 0, rank, ranks), position)
+    source = fluxflow_data.load(options, STRIDE, seed=0)
+    return fluxflow_data.EndlessBatches(fluxflow_data.make_loader(source, options, 3, 0, rank, ranks), position)
 
 
 def numbers(batch: Tensor) -> list[int]:
@@ -101,33 +91,35 @@ def test_reading_draws_nothing_from_the_global_generator(folder: Path) -> None:
 
 
 def test_images_go_to_the_bucket_of_the_nearest_ratio() -> None:
-    buckets = [bucket(64, ratio, 8) for ratio in (0.5, 1.0, 2.0)]
+    buckets = [fluxflow_data.bucket(64, ratio, 8) for ratio in (0.5, 1.0, 2.0)]
     assert buckets == [(48, 88), (64, 64), (88, 48)]
     for size, expected in (((10, 10), 1), ((130, 100), 1), ((145, 100), 2), ((100, 145), 0)):
-        assert nearest_bucket(Image.new("RGB", size), buckets) == buckets[expected]
+        assert fluxflow_data.nearest_bucket(Image.new("RGB", size), buckets) == buckets[expected]
     turned = Image.new("RGB", (200, 100))
     turned.getexif()[0x0112] = 6  # taken with the camera on its side
-    assert nearest_bucket(turned, buckets) == buckets[0]
+    assert fluxflow_data.nearest_bucket(turned, buckets) == buckets[0]
 
 
 def test_images_cover_their_bucket_and_lose_both_sides_alike() -> None:
     image = Image.new("RGB", (40, 10), (255, 255, 255))
     image.paste((0, 0, 0), (15, 0, 25, 10))
-    found = fitted(image, (10, 10))
+    found = fluxflow_data.fitted(image, (10, 10))
     assert found.shape == (3, 10, 10)
     assert found[:, :, 1:-1].max() == -1
 
 
 def test_other_resolutions_are_multiples_of_the_stride() -> None:
     images = torch.rand(2, 3, 88, 48)
-    assert rescaled(images, 1.0, 8) is images
-    assert rescaled(images, 0.5, 8).shape == (2, 3, 48, 24)
-    assert rescaled(images, 0.01, 8).shape == (2, 3, 8, 8)
+    assert fluxflow_data.rescaled(images, 1.0, 8) is images
+    assert fluxflow_data.rescaled(images, 0.5, 8).shape == (2, 3, 48, 24)
+    assert fluxflow_data.rescaled(images, 0.01, 8).shape == (2, 3, 8, 8)
 
 
 def test_drawn_images_are_decided_by_the_seed() -> None:
     def pixels(seed: int) -> list[Tensor]:
-        return first_images(Source(drawn_images(3, 32, seed), "image", [(32, 32)]), 3)
+        return fluxflow_data.first_images(
+            fluxflow_data.Source(fluxflow_data.drawn_images(3, 32, seed), "image", [(32, 32)]), 3
+        )
 
     assert all(map(torch.equal, pixels(0), pixels(0)))
     assert not any(map(torch.equal, pixels(0), pixels(1)))
@@ -135,17 +127,17 @@ def test_drawn_images_are_decided_by_the_seed() -> None:
 
 
 def test_an_epoch_without_a_batch_is_an_error(folder: Path) -> None:
-    source = load(options_of(folder), STRIDE, seed=0)
-    batches = EndlessBatches(make_loader(source, options_of(folder), 13, 0, 0, 1))
+    source = fluxflow_data.load(options_of(folder), STRIDE, seed=0)
+    batches = fluxflow_data.EndlessBatches(fluxflow_data.make_loader(source, options_of(folder), 13, 0, 0, 1))
     with pytest.raises(ValueError, match="batch_size: no bucket gets enough images for one batch; use smaller"):
         next(iter(batches))
 
 
 def test_a_dataset_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="image_column='picture': the dataset has the columns image"):
-        load(options_of(folder, image_column="picture"), STRIDE, seed=0)
+        fluxflow_data.load(options_of(folder, image_column="picture"), STRIDE, seed=0)
     with pytest.raises(ValueError, match=r"image_folder='.*nowhere' cannot be loaded"):
-        load(options_of(tmp_path / "nowhere"), STRIDE, seed=0)
+        fluxflow_data.load(options_of(tmp_path / "nowhere"), STRIDE, seed=0)
 
 
 def test_ratios_that_lpips_cannot_take_are_refused() -> None:
@@ -153,7 +145,9 @@ def test_ratios_that_lpips_cannot_take_are_refused() -> None:
         data = DataOptions(resolution=64, aspect_ratios=ratios)
         training = TrainingOptions(resolutions=resolutions)
         losses = LossOptions(lpips_weight=weight)
-        check_sizes(Options(ModelOptions(), data, losses, training, LeverOptions(), OffloadOptions()), STRIDE)
+        fluxflow_data.check_sizes(
+            Options(ModelOptions(), data, losses, training, LeverOptions(), OffloadOptions()), STRIDE
+        )
 
     check([0.5, 1.0, 2.0], resolutions=[64, 32])
     check([0.05, 20.0], resolutions=[64], weight=0)
@@ -164,5 +158,5 @@ def test_ratios_that_lpips_cannot_take_are_refused() -> None:
 
 
 def test_drawn_images_have_every_ratio() -> None:
-    images = drawn_images(20, 64, 0)["image"]
+    images = fluxflow_data.drawn_images(20, 64, 0)["image"]
     assert {image.size for image in images} == {(55, 74), (64, 64), (74, 55)}

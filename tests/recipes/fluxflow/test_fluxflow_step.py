@@ -21,7 +21,11 @@ TINY = options.ModelOptions(channels=[8, 16], discriminator_channels=8, discrimi
 # The order of the levers is that of memory: the first is the seed of all.
 PLAIN = options.LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
 LOSSES = options.LossOptions()
-WEIGHTS = fluxflow_losses.Weights(kl=1e-3, adversarial=0.5)
+
+
+def weights() -> Any:
+    """Of the losses."""
+    return fluxflow_losses.Weights(kl=1e-3, adversarial=0.5)
 
 
 class TinyPerceptual(nn.Module):
@@ -61,7 +65,7 @@ def gradients_of(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -
 
     gan.synchronize = take
     torch.manual_seed(1)
-    fluxflow_step.step(gan, fluxflow_step.make_batch(3, 32, "cpu").to(dtype), WEIGHTS, with_r1=True)
+    fluxflow_step.step(gan, fluxflow_step.make_batch(3, 32, "cpu").to(dtype), weights(), with_r1=True)
     discriminator, vae = found
     assert len(vae) == len(list(gan.models.vae.parameters()))
     assert len(discriminator) == len(list(gan.models.discriminator.parameters()))
@@ -165,7 +169,7 @@ def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
 @pytest.mark.parametrize("decode", ["once", "twice"])
 def test_a_frozen_discriminator_gets_no_stray_gradients(decode: str, freeze: bool, num_stray: int) -> None:
     gan = make_gan(replace(PLAIN, decode=decode, freeze_discriminator=freeze))
-    fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+    fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), weights(), with_r1=False)
     stray = [p for p in gan.models.discriminator.parameters() if p.grad is not None]
     assert len(stray) == num_stray
     assert all(p.requires_grad for p in gan.models.discriminator.parameters())
@@ -208,7 +212,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     before = [p.detach().clone() for p in gan.models.vae.parameters()]
     gan.losses = replace(LOSSES, mse_weight=float("inf"))
     with pytest.raises(RuntimeError, match="non-finite"):
-        fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), WEIGHTS, with_r1=False)
+        fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), weights(), with_r1=False)
     assert all(map(torch.equal, before, gan.models.vae.parameters()))
 
 
@@ -228,7 +232,7 @@ def test_a_step_needs_no_values_of_tensors() -> None:
     gan = fluxflow_step.Gan(
         models, fluxflow_step.make_optimizers(models, options.TrainingOptions()), LOSSES, options.LeverOptions()
     )
-    figures = fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "meta"), WEIGHTS, with_r1=True)
+    figures = fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "meta"), weights(), with_r1=True)
     assert all(value.device.type == "meta" and value.shape == () for value in figures.values())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from late_imports import LateModule
 from lgt_toys import tiny
 from safetensors.torch import save_file
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt.data import LatentBank, Latents
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
+
+datasets = LateModule("datasets")
 
 CPU = torch.device("cpu")
 
@@ -72,7 +74,7 @@ def test_a_folder_of_latents(tmp_path: Path) -> None:
 
 def test_a_dataset_of_latents(tmp_path: Path) -> None:
     rows = {"z": torch.arange(6.0).view(6, 1, 1, 1).expand(6, 4, 8, 8).tolist(), "label": [0, 1, 0, 1, 0, 1]}
-    Dataset.from_dict(rows).save_to_disk(tmp_path / "latents")
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "latents")
     columns = {"data__latent_column": "z", "data__style_column": "label"}
     train, held_out = lgt_data.load(tiny(data__dataset=str(tmp_path / "latents"), **columns))
     found = torch.cat([train.latents, held_out.latents])[:, 0, 0, 0]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +19,18 @@ APPROACH_FRAMES = 5  # the frames that show only the way towards the obstacle
 
 
 @pytest.fixture(scope="module")
-def demonstrations() -> list[toy.Demonstration]:
+def demonstrations() -> list[Any]:
     return list(toy.demonstrations(NUM_DEMONSTRATIONS, seed=0))
 
 
-def distances_to_obstacle(scene: toy.Scene, path: np.ndarray) -> np.ndarray:
+def distances_to_obstacle(scene: Any, path: np.ndarray) -> np.ndarray:
     """Along the polyline through `path`, ten points per segment."""
     knots = np.linspace(0, len(path) - 1, 10 * (len(path) - 1) + 1)
     dense = np.stack([np.interp(knots, np.arange(len(path)), path[:, axis]) for axis in (0, 1)], axis=1)
     return np.linalg.norm(dense - scene.obstacle, axis=1)
 
 
-def deviation(demonstration: toy.Demonstration) -> np.ndarray:
+def deviation(demonstration: Any) -> np.ndarray:
     """Signed distance of every position from the line between start and goal; positive on the left."""
     scene = demonstration.scene
     x, y = (scene.goal - scene.start) / np.linalg.norm(scene.goal - scene.start)
@@ -61,7 +62,7 @@ def test_the_real_shape_has_the_published_number_of_parameters(tmp_path: Path) -
     assert sum(parameter.numel() for parameter in model.parameters()) == 507_482_304
 
 
-def test_seeds_decide_and_more_episodes_only_add(demonstrations: list[toy.Demonstration]) -> None:
+def test_seeds_decide_and_more_episodes_only_add(demonstrations: list[Any]) -> None:
     again = list(toy.demonstrations(3, seed=0))
     for before, after in zip(demonstrations, again, strict=False):
         assert np.array_equal(before.positions, after.positions)
@@ -70,7 +71,7 @@ def test_seeds_decide_and_more_episodes_only_add(demonstrations: list[toy.Demons
     assert not np.array_equal(other.positions, again[0].positions)
 
 
-def test_every_path_leads_around_the_obstacle_to_the_goal(demonstrations: list[toy.Demonstration]) -> None:
+def test_every_path_leads_around_the_obstacle_to_the_goal(demonstrations: list[Any]) -> None:
     for demonstration in demonstrations:
         scene, path = demonstration.scene, demonstration.positions
         assert path.shape == (13, 2)
@@ -79,7 +80,7 @@ def test_every_path_leads_around_the_obstacle_to_the_goal(demonstrations: list[t
         assert distances_to_obstacle(scene, path).min() > toy.OBSTACLE_RADIUS
 
 
-def test_both_sides_are_taken_and_their_average_is_blocked(demonstrations: list[toy.Demonstration]) -> None:
+def test_both_sides_are_taken_and_their_average_is_blocked(demonstrations: list[Any]) -> None:
     sides = np.array([demonstration.side for demonstration in demonstrations])
     assert 0.4 < (sides == 1).mean() < 0.6
     largest = np.array([values[np.abs(values).argmax()] for values in map(deviation, demonstrations)])
@@ -91,14 +92,14 @@ def test_both_sides_are_taken_and_their_average_is_blocked(demonstrations: list[
         assert distances_to_obstacle(scene, straight).min() < toy.OBSTACLE_RADIUS / 2
 
 
-def test_the_approach_does_not_tell_the_side(demonstrations: list[toy.Demonstration]) -> None:
+def test_the_approach_does_not_tell_the_side(demonstrations: list[Any]) -> None:
     approach = np.stack([deviation(demonstration)[:APPROACH_FRAMES] for demonstration in demonstrations])
     sides = np.array([demonstration.side for demonstration in demonstrations])
     assert np.abs(approach).max() < 0.06  # the hand's noise
     assert abs(approach[sides == 1].mean() - approach[sides == -1].mean()) < 0.005
 
 
-def test_the_image_shows_where_things_are(demonstrations: list[toy.Demonstration]) -> None:
+def test_the_image_shows_where_things_are(demonstrations: list[Any]) -> None:
     scene, agent = demonstrations[0].scene, demonstrations[0].positions[2]
     image = toy.draw_image(scene, agent).astype(float)
     assert image.shape == (toy.IMAGE_SIZE, toy.IMAGE_SIZE, 3)
@@ -136,3 +137,9 @@ def test_flags_name_every_setting_of_the_toy(tmp_path: Path) -> None:
     assert flags["policy.vlm_model_name"] == str(tmp_path)
     for name, value in toy.POLICY_SETTINGS.items():
         assert json.loads(flags[f"policy.{name}"]) == (list(value) if isinstance(value, tuple) else value)
+
+
+def test_flags_hold_in_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"--policy.vlm_model_name={tmp_path / 'vlm'}" in toy.policy_flags(Path("vlm"))
+    assert f"--dataset.root={tmp_path / 'data'}" in toy.dataset_flags(Path("data"))

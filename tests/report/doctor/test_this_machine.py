@@ -1,18 +1,14 @@
 """What the doctor finds out about a machine, and what it makes of it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
-from doctor_machines import CPU, GPU, HOST
+from doctor_machines import GPU, HOST
 from torch import Tensor
 
-from hf_memopt.cli import main
-from hf_memopt.report.doctor import Machine, examine, page
 from hf_memopt.report.doctor.devices import Device, examine_device
-from hf_memopt.report.doctor.features import find_features
 from hf_memopt.report.doctor.host import HostLimits, find_versions
 from hf_memopt.report.doctor.this_machine import find_problems
 
@@ -49,41 +45,3 @@ def test_a_device_that_fails_becomes_a_problem(monkeypatch: pytest.MonkeyPatch) 
     assert device.obstacle == "CUDA out of memory."
     (problem,) = find_problems([device], HOST, find_versions())
     assert problem == "cuda:1 could not be examined: CUDA out of memory."
-
-
-def test_the_page_names_everything() -> None:
-    machine = Machine([GPU], HOST, find_versions(), find_features(GPU, None), ["something is wrong"])
-    lines = [line.strip() for line in page(machine).splitlines()]
-    assert "memory: 70.00 GiB free of 80.00 GiB" in lines
-    assert "link, pinned host memory: 24.0 GB/s to the host, 25.0 GB/s to the device" in lines
-    assert "link, pageable host memory: 5.0 GB/s to the host, 6.0 GB/s to the device" in lines
-    assert "locked-memory limit (ulimit -l)  8 MiB" in lines
-    assert lines[-2:] == ["Problems", "something is wrong"]
-    without = Machine([CPU], HOST, {**find_versions(), "lerobot": None}, find_features(CPU, None), [])
-    assert "not installed: pip install '.[lerobot]' in hf_memopt's repository" in page(without)
-    assert page(without).endswith("Problems\n  none found")
-
-
-def test_the_command_prints_a_page_or_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.host_limits", lambda: HOST)
-    assert main(["doctor", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out == page(examine("cpu")) + "\n"
-    assert main(["doctor", "--device", "cpu", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"][0]["name"] == "cpu"
-    assert found["versions"] == examine("cpu").versions
-    assert {feature["status"] for feature in found["features"]} <= {"on", "off", "untried"}
-
-
-def test_the_quiet_command_tells_problems_by_its_status(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sound = {**find_versions(), "datasets": "4"}
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.host_limits", lambda: HOST)
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.find_versions", lambda: sound)
-    assert main(["doctor", "--device", "cpu", "--quiet"]) == 0
-    assert capsys.readouterr().out == ""
-    sound["datasets"] = None
-    assert main(["doctor", "--device", "cpu", "--quiet"]) == 1
-    assert capsys.readouterr().out == "datasets is not installed: pip install datasets\n"
-    assert main(["doctor", "--device", "cpu"]) == 0

@@ -1,5 +1,6 @@
 """The teacher of one SmolVLA student: found, checked, loaded on first use and kept off the device between samples."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,16 @@ from hf_memopt.integrations.lerobot.policy_files import (
     resolve_checkpoint,
 )
 from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
-from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeacher, why_student_cannot_share
+from hf_memopt.integrations.lerobot.reflow.velocity_teacher import (
+    VelocityTeacher,
+    check_replicated,
+    why_student_cannot_share,
+)
 from hf_memopt.teacher import OffloadedTeacher, TeacherReport
 from hf_memopt.transfer import Copier
+from hf_memopt.units import MIB
+
+logger = logging.getLogger(__name__)
 
 
 class ReflowTeacher(VelocityTeacher):
@@ -62,10 +70,13 @@ class ReflowTeacher(VelocityTeacher):
             ValueError: as `check`, or `share_prefix=on` cannot be had.
         """
         if self._policy is None:
+            check_replicated(student)
             policy = self._load_policy()
             self._share(why_not_shared(student, policy))
             shared = self.why_not_shared is None
-            _cast(policy.model, self._config.teacher_dtype, with_vlm=not shared)
+            transformer = _transformer(policy.model, with_vlm=not shared)
+            _cast(transformer, self._config.teacher_dtype)
+            self._say_what_float32_costs(transformer)
             self._offloaded = OffloadedTeacher(
                 policy.model,
                 device=next(student.parameters()).device,
@@ -114,6 +125,17 @@ class ReflowTeacher(VelocityTeacher):
         """Return what the teacher costs; None before it is loaded."""
         return None if self._offloaded is None else self._offloaded.report()
 
+    def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:
+        num_bytes = sum(weight.nbytes for weight in transformer if weight.dtype == torch.float32)
+        if num_bytes and (self._config.dtype, self._config.teacher_dtype) == ("bfloat16", None):
+            logger.info(
+                "teacher: it computes in float32, the dtype of its checkpoint, while the student trains in bfloat16; "
+                "--policy.teacher_dtype=bfloat16 makes %.1f MiB of its weights %.1f MiB, on the host, on the link and "
+                "on the device, and rounds its targets",
+                num_bytes / MIB,
+                num_bytes / 2 / MIB,
+            )
+
     def _load_policy(self) -> SmolVLAPolicy:
         self.check(None)
         changes: dict[str, Any] = {"vlm_model_name": self._config.vlm_model_name}
@@ -148,10 +170,14 @@ def _adopt_dtype(teacher: torch.nn.Parameter, student: Tensor) -> bool:
     return lossless
 
 
-def _cast(model: VLAFlowMatching, dtype: str | None, with_vlm: bool) -> None:
-    """Cast transformer weights. The projections around them and all buffers (rotary frequencies) keep theirs."""
-    if dtype is None:
-        return
+def _transformer(model: VLAFlowMatching, with_vlm: bool) -> list[torch.nn.Parameter]:
+    """The teacher's own weights without the projections around them."""
     part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
-    for parameter in part.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+    return list(part.parameters())
+
+
+def _cast(weights: list[torch.nn.Parameter], dtype: str | None) -> None:
+    """Cast weights. The projections around the transformer and all buffers (rotary frequencies) keep theirs."""
+    if dtype is not None:
+        for weight in weights:
+            weight.data = weight.data.to(getattr(torch, dtype))

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
-from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeacher, why_student_cannot_share
+from hf_memopt.integrations.lerobot.reflow.velocity_teacher import (
+    VelocityTeacher,
+    check_replicated,
+    why_student_cannot_share,
+)
 
 
 class SelfTeacher(VelocityTeacher):
@@ -32,6 +36,7 @@ class SelfTeacher(VelocityTeacher):
     def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
         """Return the student."""
         if self._student is None or self._student() is not student:
+            check_replicated(student)
             self._share(why_student_cannot_share(student))
             self._student = weakref.ref(student)
         return student

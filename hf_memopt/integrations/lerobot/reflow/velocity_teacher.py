@@ -8,6 +8,7 @@ from typing import Any
 
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.reflow.prefix import Observation, SharedPrefix
@@ -88,6 +89,20 @@ class VelocityTeacher(ABC):
             logger.info("shared prefix: on; the VLM is held and run once for student and teacher")
         else:
             logger.info("shared prefix: off; %s", why_not)
+
+
+def check_replicated(student: SmolVLAPolicy) -> None:
+    """Refuse a student that FSDP has sharded: it gathers a module's weights when that module is called.
+
+    Raises:
+        ValueError: a module is sharded. lerobot calls parts of SmolVLA's layers, and never the layers.
+    """
+    for name, module in student.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"the student is sharded ({name or 'the whole policy'}); its layers are not called as modules, so "
+                "that FSDP would not gather their weights. Train with a copy in each process (parallelism.dp_shard=1)"
+            )
 
 
 def why_student_cannot_share(student: SmolVLAPolicy) -> str | None:

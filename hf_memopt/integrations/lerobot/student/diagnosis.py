@@ -1,23 +1,29 @@
 """What `hf-memopt doctor --policy` says about a student and its teacher."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.integrations.lerobot.processors import check_processors
+from hf_memopt.integrations.lerobot.processors import blank_observation, check_processors, load_processors
+from hf_memopt.integrations.lerobot.reflow.prefix import observe
+from hf_memopt.teacher import TeacherReport
 from hf_memopt.units import MIB
 
 
 def diagnose(policy: str, device: str | None = None) -> str:
-    """Load a student and its teacher as training would, and say where the teacher is.
+    """Load a student and its teacher as training would, make one target, and say where the teacher is.
 
     Args:
         policy: checkpoint folder, training output folder or hub id.
         device: where the student would train; None, the accelerator if there is one.
 
     Raises:
-        ValueError: no `smolvla_reflow` policy with `use_reflow`, or whatever keeps the teacher from loading.
+        ValueError: no `smolvla_reflow` policy with `use_reflow`, whatever keeps the teacher from loading, or a target
+            that is not finite.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
@@ -30,28 +36,46 @@ def diagnose(policy: str, device: str | None = None) -> str:
     config.device = device
     student = SmolVLAReflowPolicy.from_pretrained(folder, config=config)
     student.load_teacher_model()
-    return "\n".join([f"Policy {folder}: smolvla_reflow on {device}", *_teacher_lines(student)])
-
-
-def _teacher_lines(student: SmolVLAReflowPolicy) -> list[str]:
+    head = f"Policy {folder}: smolvla_reflow on {device}"
+    if config.couplings_path is not None:
+        return _page(head, ["Teacher Model: none", f"  Targets: from {config.couplings_path}"], "the student loads")
+    _make_target(student, folder)
     report = student.teacher_report()
     if report is None:
-        source = student.config.couplings_path
-        return ["Teacher Model: none", f"  Targets: {f'from {source}' if source else 'of the student itself'}"]
-    said = {"swap": "offloaded", "stream": f"offloaded: {report.reason}"}
-    status = said.get(report.mode, f"not offloaded: {report.reason}")
-    lines = [
+        own = ["Teacher Model: none", "  Targets: of the student itself"]
+        return _page(head, own, "the student loads, and its own target is finite")
+    return _page(head, teacher_lines(student, report), "student and teacher load, and the teacher's target is finite")
+
+
+def teacher_lines(student: SmolVLAReflowPolicy, report: TeacherReport) -> list[str]:
+    """Return what there is to say about a teacher that has made a target."""
+    status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
+    shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
+    return [
         "Teacher Model Device:",
-        f"  Checkpoint: {student.config.teacher_model_path}",
         f"  Device: {report.home}",
-        f"  Status: {'✓ ON CPU' if report.home == 'cpu' else 'ON ' + report.home.upper()} ({status})",
+        f"  Status: {status}",
+        f"  Mode: {report.mode}; {report.reason}",
+        f"  Checkpoint: {student.config.teacher_model_path}",
         f"  Own weights: {(report.host_bytes or report.device_bytes) / MIB:.1f} MiB, "
         f"of which {report.device_bytes / MIB:.1f} MiB on the device between targets",
+        f"  Copied for one target: {report.bytes_host_to_device / MIB:.1f} MiB to the device, "
+        f"{report.bytes_device_to_host / MIB:.1f} MiB back",
+        f"  Shared prefix: {shared if report.shared_bytes else f'off; {student.why_prefix_not_shared}'}",
     ]
-    if report.shared_bytes:
-        lines.append(
-            f"  Shared prefix: on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
-        )
-    else:
-        lines.append(f"  Shared prefix: off; {student.why_prefix_not_shared}")
-    return lines
+
+
+def _make_target(student: SmolVLAReflowPolicy, folder: Path) -> None:
+    """Let the teacher solve its ODE once, for an observation of zeros."""
+    device = str(student.config.device)
+    preprocess, _ = load_processors(student.config, folder, {"device_processor": {"device": device}})
+    observation = observe(student, blank_observation(student.config, preprocess))
+    noise = torch.zeros(1, student.config.chunk_size, student.config.max_action_dim, device=device)
+    inputs: tuple[Any, ...] = (*observation.arguments(), noise)
+    if not student.generate_reflow_target(*inputs).isfinite().all():
+        teacher = student.config.teacher_model_path
+        raise ValueError(f"the teacher {teacher} makes a target that is not finite; take another checkpoint")
+
+
+def _page(head: str, lines: list[str], passed: str) -> str:
+    return "\n".join([head, *lines, "", f"✓ All checks PASSED: {passed}."])

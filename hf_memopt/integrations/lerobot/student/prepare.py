@@ -1,6 +1,7 @@
 """From a teacher's checkpoint to a student's, and from a trained student's to a stock SmolVLA's."""
 
 import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
-from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN, read_object
+from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig, absolute_if_local
 from hf_memopt.integrations.lerobot.policy_files import (
     WEIGHTS_FILE,
     check_normalizers,
@@ -23,7 +24,12 @@ from hf_memopt.integrations.lerobot.policy_files import (
     load_policy,
     resolve_checkpoint,
 )
-from hf_memopt.integrations.lerobot.processors import check_processors, load_processors
+from hf_memopt.integrations.lerobot.processors import (
+    PREPROCESSOR_FILE,
+    blank_observation,
+    check_processors,
+    load_processors,
+)
 from hf_memopt.ranges import COUNT
 
 # A derived checkpoint must not be pushed over the one it came from.
@@ -58,7 +64,7 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     }
     student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
     check_acts(folder)
-    return _write(output, student, [folder / WEIGHTS_FILE, *files])
+    return _write(output, student, folder, [folder / WEIGHTS_FILE, *files])
 
 
 def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
@@ -84,7 +90,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
     exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
     check_acts(folder)
     check_normalizers(folder, config)
-    return _write(output, exported, [folder / WEIGHTS_FILE, *files], card)
+    return _write(output, exported, folder, [folder / WEIGHTS_FILE, *files], card)
 
 
 def check_acts(folder: Path) -> None:
@@ -100,9 +106,8 @@ def check_acts(folder: Path) -> None:
             raise ValueError(f"{folder / WEIGHTS_FILE}: {name} is not finite; take an earlier checkpoint")
     preprocess, postprocess = load_processors(policy.config, folder, {"device_processor": {"device": "cpu"}})
     try:
-        frame = {name: torch.zeros(feature.shape) for name, feature in policy.config.input_features.items()}
         noise = torch.zeros(1, policy.config.chunk_size, policy.config.max_action_dim)
-        actions = postprocess(policy.predict_action_chunk(preprocess({**frame, "task": ""}), noise=noise))
+        actions = postprocess(policy.predict_action_chunk(blank_observation(policy.config, preprocess), noise=noise))
     except Exception as error:
         raise ValueError(
             f"the policy in {folder} cannot act on an observation of its own input_features: {error}; {COPY_AGAIN}"
@@ -158,11 +163,23 @@ def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
 
 
-def _write(output: Path, config: SmolVLAConfig, files: Iterable[Path], card: str | None = None) -> Path:
+def _write(output: Path, config: SmolVLAConfig, source: Path, files: Iterable[Path], card: str | None = None) -> Path:
     with new_folder(output) as draft:
         for file in files:
-            shutil.copyfile(file, draft / file.name)
+            target = draft / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+        _name_tokenizer_absolutely(draft / PREPROCESSOR_FILE)
         config.save_pretrained(draft)
         if card is not None:
             (draft / "README.md").write_text(card)
     return output
+
+
+def _name_tokenizer_absolutely(file: Path) -> None:
+    content = read_object(file)
+    for step in content["steps"]:
+        settings = step.get("config", {})
+        if "tokenizer_name" in settings and "artifacts" not in step:
+            settings["tokenizer_name"] = absolute_if_local(settings["tokenizer_name"])
+    file.write_text(json.dumps(content, indent=2))

@@ -105,6 +105,27 @@ def test_bf16_teacher_is_near_and_keeps_buffers_and_projections(
     assert not any(buffer.dtype == torch.bfloat16 for buffer in model.buffers())
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "teacher_dtype": "float32"}, False),
+        ({"dtype": "bfloat16", "teacher_dtype": "bfloat16"}, False),
+        ({}, False),
+    ],
+)
+def test_a_float32_teacher_of_a_bf16_student_says_what_it_costs(
+    make: Make, flags: dict[str, str], said: bool, caplog: Any
+) -> None:
+    policy = make(**flags)
+    with caplog.at_level(logging.INFO):
+        weights = policy.load_teacher_model().model.vlm_with_expert.lm_expert.parameters()
+    mib = sum(weight.nbytes for weight in weights) / 2**20
+    expected = f"--policy.teacher_dtype=bfloat16 makes {mib:.1f} MiB of its weights {mib / 2:.1f} MiB"
+    lines = [record.message for record in caplog.records if "teacher_dtype" in record.message]
+    assert [expected in line for line in lines] == [True] * said
+
+
 @pytest.mark.parametrize("share_prefix", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_right_after_a_fault_in_any_copy(
     make: Make, batch: Any, noise: Tensor, time: Tensor, share_prefix: str

@@ -1,13 +1,17 @@
 """What every teacher has: a word on whether the student's prefix serves it, and if not, what to change."""
 
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from late_imports import LateModule
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 velocity_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.velocity_teacher")
 
@@ -43,6 +47,22 @@ def teacher_of(taught: Any) -> Any:
 
 def test_nothing_keeps_a_student_with_a_frozen_vlm_from_sharing() -> None:
     assert velocity_teacher.why_student_cannot_share(student()) is None
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_student_is_refused_by_the_name_of_its_part(mesh: DeviceMesh) -> None:
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    velocity_teacher.check_replicated(policy)
+    fully_shard(policy[1], mesh=mesh)
+    with pytest.raises(ValueError, match=r"the student is sharded \(1\); .*\(parallelism.dp_shard=1\)"):
+        velocity_teacher.check_replicated(policy)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.config
 modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
 diagnosis = LateModule("hf_memopt.integrations.lerobot.student.diagnosis")
+diagnosis = LateModule("hf_memopt.integrations.lerobot.student.diagnosis")
 prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 configs = LateModule("lerobot.configs")
@@ -111,6 +112,38 @@ def test_training_output_folder_stands_for_its_last_checkpoint(toy_teacher: Path
     assert policy_files.resolve_checkpoint(toy_teacher.parent).samefile(toy_teacher)
     folder = prepare.prepare_student(str(run_folder), tmp_path / "student")
     assert policy_files.load_config(folder).teacher_model_path == str(toy_teacher.resolve())
+
+
+def test_relative_paths_work_from_any_directory(
+    toy_teacher: Path, toy_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher was trained by stock lerobot with a VLM at a relative path."""
+    monkeypatch.chdir(toy_vlm.parent)
+    teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
+    edit_config(vlm_model_name=toy_vlm.name)(teacher)
+    processor = teacher / "policy_preprocessor.json"
+    processor.write_text(processor.read_text().replace(str(toy_vlm), toy_vlm.name))
+    assert str(toy_vlm) not in processor.read_text()
+    student = prepare.prepare_student(str(teacher), tmp_path / "student")
+    monkeypatch.chdir(tmp_path)
+    exported = prepare.export_student("student", Path("exported"), 1, "")
+    for folder in (student, exported):
+        assert policy_files.load_config(folder).vlm_model_name == str(toy_vlm)
+        prepare.check_acts(folder)
+    assert "PASSED" in diagnosis.diagnose("student", "cpu")
+
+
+@pytest.mark.parametrize("field", ["teacher_model_path", "couplings_path", "vlm_model_name"])
+def test_a_folder_given_as_a_flag_is_kept_by_its_absolute_path(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    make = configuration_smolvla_reflow.SmolVLAReflowConfig
+    assert getattr(make(**{field: "here"}), field) == str(tmp_path / "here")
+    assert getattr(make(**{field: "you/not_here"}), field) == "you/not_here"
+    (tmp_path / "self").mkdir()
+    assert make(teacher_model_path="self").teaches_itself
 
 
 def test_student_infers_without_its_teacher(trained_student: Path) -> None:

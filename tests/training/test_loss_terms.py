@@ -1,16 +1,116 @@
-"""R1: its value, its second derivative, and that neither offloading nor checkpointing changes a bit of it."""
+"""A loss in chunks is that of the whole batch; R1 is itself, differentiated twice, offloaded and checkpointed."""
 
 from collections.abc import Callable
 
 import gradients
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt import ActivationOffloader, SyncCopier, apply_selective_checkpointing, detect_leaks
-from hf_memopt.training.loss_terms import r1_penalty
+from hf_memopt.memory import SavedBytes
+from hf_memopt.training.loss_terms import chunked_loss, r1_penalty
+
+# ------------------------------------------------------------------------------------------------ a loss in chunks
+
+
+class Features(nn.Module):
+    """A frozen network that compares features, as LPIPS does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, 1, 1))
+        self.requires_grad_(False)
+        self.batch_sizes: list[int] = []
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.batch_sizes.append(len(output))
+        return (self.layers(output) - self.layers(target)).square().mean((1, 2, 3))
+
+
+def make_pair(batch_size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(batch_size)
+    output, target = (torch.randn(batch_size, 3, 6, 6, generator=generator, dtype=dtype) for _ in range(2))
+    return output.requires_grad_(), target
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch_size=st.integers(1, 7), chunk_size=st.integers(1, 8), factor=st.floats(0.1, 3))
+def test_value_and_gradient_are_those_of_the_whole_batch(batch_size: int, chunk_size: int, factor: float) -> None:
+    """Up to rounding, to which float64 leaves little room."""
+    loss, (output, target) = Features().double(), make_pair(batch_size)
+    whole = loss(output, target).mean()
+    (expected,) = torch.autograd.grad(whole * factor, output)
+    ours = chunked_loss(loss, output * 1, target, chunk_size=chunk_size)
+    (found,) = torch.autograd.grad(ours * factor, output)
+    torch.testing.assert_close(ours, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-16)
+
+
+def test_one_chunk_of_everything_is_bitwise_the_same() -> None:
+    loss, (output, target) = Features(), make_pair(4, torch.float32)
+    whole = loss(output, target).mean()
+    (expected,) = torch.autograd.grad(whole, output)
+    ours = chunked_loss(loss, output, target, chunk_size=4)
+    assert torch.equal(ours, whole)
+    assert torch.equal(*torch.autograd.grad(ours, output), expected)
+
+
+def test_the_graph_keeps_the_gradient_and_nothing_else() -> None:
+    loss, (output, target) = Features(), make_pair(4, torch.float32)
+    with SavedBytes() as saved:
+        chunked_loss(loss, output, target)
+    assert saved.total_bytes == output.nbytes
+    with SavedBytes() as saved:
+        loss(output, target).mean()
+    assert saved.total_bytes > 2 * output.nbytes
+    assert loss.batch_sizes == [1, 1, 1, 1, 4]
+
+
+def test_hooks_outside_do_not_see_what_is_used_at_once() -> None:
+    loss, (output, target) = Features(), make_pair(2, torch.float32)
+    seen: list[torch.Size] = []
+    with saved_tensors_hooks(lambda tensor: seen.append(tensor.shape) or tensor, lambda tensor: tensor):
+        chunked_loss(loss, output, target).backward()
+    assert seen == [output.shape]
+
+
+def test_without_gradients_it_is_a_mean() -> None:
+    loss, (output, target) = Features(), make_pair(3)
+    loss.double()
+    with torch.no_grad():
+        found = chunked_loss(loss, output, target)
+    assert not found.requires_grad
+    assert not chunked_loss(loss, output.detach(), target).requires_grad
+    torch.testing.assert_close(found, loss(output, target).mean().detach())
+
+
+def test_a_second_derivative_is_refused() -> None:
+    loss, (output, target) = Features().double(), make_pair(2)
+    (first,) = torch.autograd.grad(chunked_loss(loss, output * 1, target).square(), output, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_bad_input_of_a_chunked_loss_is_refused_with_a_remedy() -> None:
+    loss, (output, target) = Features().double(), make_pair(2)
+    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+        chunked_loss(loss, output, target, chunk_size=0)
+    with pytest.raises(ValueError, match=r"targets\[0\] requires a gradient and would get none; detach it"):
+        chunked_loss(loss, output, target.requires_grad_())
+    with pytest.raises(ValueError, match=r"targets\[0\] has 1 samples, and output has 2"):
+        chunked_loss(loss, output, target.detach()[:1])
+    with pytest.raises(ValueError, match=r"trainable parameters, which would get no gradient; call requires_grad_"):
+        chunked_loss(loss.requires_grad_(), output, target.detach())
+
+
+# ------------------------------------------------------------------------------------------------ R1
 
 
 def make_discriminator(normalised: bool = False) -> nn.Sequential:
@@ -28,7 +128,7 @@ def loss_of(discriminator: Callable[[Tensor], Tensor], images: Tensor) -> Tensor
     return torch.relu(1 - scores).mean() + 2.5 * r1_penalty(scores, images)
 
 
-def test_of_a_linear_discriminator_it_is_the_squared_norm_of_its_weights() -> None:
+def test_of_a_linear_discriminator_r1_is_the_squared_norm_of_its_weights() -> None:
     weights = torch.randn(12, dtype=torch.float64, requires_grad=True)
     images = torch.randn(5, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     penalty = r1_penalty(images.flatten(1) @ weights, images)
@@ -45,7 +145,7 @@ def test_logits_per_patch_count_by_their_mean() -> None:
     assert torch.equal(whole, r1_penalty(scores.mean((1, 2, 3)), images))
 
 
-def test_its_derivative_is_that_of_finite_differences() -> None:
+def test_the_derivative_of_r1_is_that_of_finite_differences() -> None:
     discriminator = make_discriminator().double()
     images = make_images().double().detach().requires_grad_()
     weight = discriminator[0].weight
@@ -68,7 +168,7 @@ def test_its_derivative_is_that_of_finite_differences() -> None:
 @pytest.mark.parametrize("mode", ["all", "auto"])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.usefixtures("quick_plans")
-def test_offloading_changes_no_bit(mode: str, normalised: bool) -> None:
+def test_offloading_changes_no_bit_of_r1(mode: str, normalised: bool) -> None:
     """Also of passes without R1 between passes with it, and of the passes that "auto" has planned."""
     plain, offloaded = make_discriminator(normalised), make_discriminator(normalised)
     images = make_images()
@@ -89,7 +189,7 @@ def test_offloading_changes_no_bit(mode: str, normalised: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["torch", "selective"])
-def test_checkpointing_changes_no_bit(how: str) -> None:
+def test_checkpointing_changes_no_bit_of_r1(how: str) -> None:
     images, discriminator = make_images(), make_discriminator()
     loss_of(discriminator, images).backward()
     expected = gradients.take_gradients(discriminator)
@@ -123,7 +223,7 @@ def test_half_precision_is_squared_in_float32() -> None:
         (torch.ones((), requires_grad=True), torch.ones(2, 3, requires_grad=True), r"scores of shape \(\) are not"),
     ],
 )
-def test_bad_input_is_refused_with_a_remedy(scores: Tensor, images: Tensor, message: str) -> None:
+def test_bad_input_of_a_penalty_is_refused_with_a_remedy(scores: Tensor, images: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         r1_penalty(scores, images)
 
@@ -136,7 +236,7 @@ def test_scores_that_do_not_depend_on_the_images_are_an_error() -> None:
 
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kept", [False, True])
-def test_it_leaves_nothing_behind_unless_someone_keeps_its_graph(kept: bool) -> None:
+def test_r1_leaves_nothing_behind_unless_someone_keeps_its_graph(kept: bool) -> None:
     discriminator, images, losses = make_discriminator(normalised=True), make_images(), []
 
     def step() -> None:

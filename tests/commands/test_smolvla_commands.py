@@ -1,80 +1,20 @@
-"""The hf-memopt command: what it prints, writes and refuses."""
+"""`hf-memopt prepare-student`, `precompute`, `evaluate` and `export`: what they write, print and refuse."""
 
 import json
-import re
 import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
-from hf_memopt import __version__
 from hf_memopt.cli import main
 
 Capture = pytest.CaptureFixture[str]
 
 
-def refused(capsys: Capture, *arguments: str) -> str:
-    """Standard error of a command that must end with exit status 2."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"hf-memopt {arguments[0]}: error: ")
-    return captured.err
-
-
-def test_version(capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"hf_memopt {__version__}\n"
-
-
-COMMANDS = ("prepare-student", "precompute", "evaluate", "export", "doctor", "report", "estimate", "plan", "completion")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str, capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"usage: hf-memopt {command}" in capsys.readouterr().out
-
-
-def test_every_command_is_listed_once(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r" {4}\w", line)]
-    assert sorted(listed) == sorted(COMMANDS)
-
-
-def test_without_a_command_it_says_what_it_does(capsys: Capture) -> None:
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    told = [line for line in printed.splitlines() if re.match(r" {2}\w", line)]
-    assert len(told) == 6
-    assert {command for line in told for command in re.findall(r"hf-memopt ([\w-]+)", line)} < set(COMMANDS)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_commands_and_options(shell: str, capsys: Capture) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(command in script for command in COMMANDS)
-    assert "--seq-len" in script
-
-
-def test_bash_completes_a_command(tmp_path: Path, capsys: Capture) -> None:
-    if (bash := shutil.which("bash")) is None:
-        pytest.skip("needs bash")
-    main(["completion", "bash"])
-    script = tmp_path / "completion.sh"
-    script.write_text(capsys.readouterr().out)
-    ask = f"source {script}; COMP_WORDS=(hf-memopt est); COMP_CWORD=1; "
-    ask += "$(complete -p hf-memopt | grep -oP '(?<=-F )\\S+'); "
-    found = subprocess.run([bash, "-c", ask + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["estimate"]
+# ------------------------------------------------------------------------------------------------ prepare-student
 
 
 def test_prepared_student_trains_with_the_printed_command(
@@ -85,7 +25,7 @@ def test_prepared_student_trains_with_the_printed_command(
     student = tmp_path / "student"
     assert main(["prepare-student", "--teacher", str(toy_teacher), "--output", str(student)]) == 0
     printed = capsys.readouterr().out
-    assert f"lerobot-train {PLUGIN} --policy.path={student} --dataset.repo_id=<repo>" in printed
+    assert f"lerobot-train --policy.path={student} --dataset.repo_id=<repo>" in printed
     assert f"accelerate launch -m hf_memopt.recipes.reflow_smolvla --policy.path={student}" in printed
     run(lerobot_train, PLUGIN, *train_flags(student, toy_dataset, tmp_path / "run", steps=1))
     assert weights(tmp_path / "run").keys() == weights(toy_teacher).keys()
@@ -95,6 +35,71 @@ def test_prepare_student_reports_errors(tmp_path: Path, capsys: Capture) -> None
     message = refused(capsys, "prepare-student", "--teacher", "/nowhere", "--output", str(tmp_path / "student"))
     assert "'/nowhere' is neither a checkpoint folder nor a hub id" in message
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ precompute
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [([], "is complete. Train with --policy.couplings_path="), ([3, 4], "2 shards are left to other processes")],
+)
+def test_precompute_passes_the_training_runs_flags_and_says_what_is_left(
+    missing: list[int], message: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def write(flags: list[str], output: Path, **options: Any) -> list[int]:
+        calls.append((flags, output, options))
+        return missing
+
+    monkeypatch.setattr("hf_memopt.integrations.lerobot.reflow.precompute_pairs.precompute_for_policy", write)
+    training, output = ["--policy.path=x", "--output=run"], tmp_path / "couplings"
+    command = ["precompute", "--output", str(output)]
+    assert main([*command, "--", *training]) == 0
+    assert message in capsys.readouterr().out
+    chosen = ["--batch-size", "4", "--shard-size", "8", "--store-observations"]
+    assert main([*command, *chosen, "--", *training]) == 0
+    assert calls == [
+        (training, output, {"batch_size": 1, "shard_size": 1024, "store_observations": False}),
+        (training, output, {"batch_size": 4, "shard_size": 8, "store_observations": True}),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ evaluate
+
+
+@pytest.mark.usefixtures("quick_evaluation")
+def test_the_command_measures_and_rolls_out(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+    flags = ["evaluate", "--policy", str(toy_student), "--output", str(tmp_path / "evaluation"), "--num-steps", "1,3"]
+    data = ["--dataset-repo-id", toy.REPO_ID, "--dataset-root", str(toy_dataset), "--episodes", "3"]
+    assert main([*flags, *data, "--env", "tiny_environment:Reach-v0", "--env-episodes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "12 observations from 1 episode of `local/reach_past_obstacle`" in printed
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] in (["1"], ["3"])]
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert [row[-2:] for row in rows] == [["100%", "3.000"]] * 2
+    assert all(row[1] == row[2] for row in rows)  # untrained: still its teacher
+    assert all(float(row[5]) > 0 for row in rows)
+    found = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert found["student"]["error"]["1"] == found["teacher"]["error"]["1"] > 0
+    assert (tmp_path / "evaluation" / "evaluation.png").exists()
+
+
+def test_a_policy_without_a_teacher_needs_one_named(
+    toy_teacher: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    flags = ["evaluate", "--policy", str(toy_teacher), "--output", str(tmp_path / "evaluation")]
+    assert main(flags) == 2
+    assert "pass --teacher" in capsys.readouterr().err
+    assert not (tmp_path / "evaluation").exists()
+
+
+# ------------------------------------------------------------------------------------------------ export
 
 
 def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -131,9 +136,12 @@ def test_export_measures_on_the_runs_held_out_episodes(
     assert student > 0
 
 
-def test_export_refuses_an_existing_folder(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_refuses_an_existing_folder_before_it_measures(
+    toy_student: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_memopt.integrations.lerobot.student.model_card.measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("precious")
-    flags = ["--policy", str(toy_student), "--output", str(tmp_path), "--no-evaluation"]
+    flags = ["--policy", str(toy_student), "--output", str(tmp_path)]
     assert "exists; name a new folder or remove this one" in refused(capsys, "export", *flags)
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -142,6 +150,9 @@ def test_export_refuses_zero_steps(toy_student: Path, tmp_path: Path, capsys: Ca
     flags = ["--policy", str(toy_student), "--output", str(tmp_path / "exported"), "--num-steps", "0"]
     assert "argument --num-steps: 0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ what is gone
 
 
 def moved(student: Path, copy: Path, **changes: object) -> list[str]:
@@ -166,27 +177,3 @@ def test_data_that_are_gone_are_named(toy_student: Path, tmp_path: Path, capsys:
     message = refused(capsys, "evaluate", *flags, *data)
     assert f"dataset 'local/gone' cannot be read from folder '{tmp_path / 'gone'}'" in message
     assert "name one with --dataset-repo-id and --dataset-root" in message
-
-
-def test_toys_flags_hold_in_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags, policy_flags
-
-    monkeypatch.chdir(tmp_path)
-    assert f"--policy.vlm_model_name={tmp_path / 'vlm'}" in policy_flags(Path("vlm"))
-    assert f"--dataset.root={tmp_path / 'data'}" in dataset_flags(Path("data"))
-
-
-def test_doctor_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
-    student = Path(shutil.copytree(toy_student, tmp_path / "student"))
-    config = json.loads((student / "config.json").read_text())
-    (student / "config.json").write_text(json.dumps({**config, "teacher_offload": "swap"}))
-    assert main(["doctor", "--policy", str(student), "--device", "cpu"]) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert f"Policy {student}: smolvla_reflow on cpu" in lines
-    assert f"Checkpoint: {config['teacher_model_path']}" in lines
-    assert "Device: cpu" in lines
-    assert "Status: ✓ ON CPU (offloaded)" in lines
-
-
-def test_doctor_refuses_a_policy_without_teacher(toy_teacher: Path, capsys: Capture) -> None:
-    assert "has no teacher: its policy is of type 'smolvla'" in refused(capsys, "doctor", "--policy", str(toy_teacher))

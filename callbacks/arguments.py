@@ -1,0 +1,96 @@
+"""`MemoptArguments`: everything that `attach` switches on, for command lines, YAML files and a variable."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+from transformers import HfArgumentParser, Trainer
+
+from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
+from hf_memopt.callbacks.attach import Attachment, attach
+from hf_memopt.command_line import argparse_raising, flag
+from hf_memopt.ranges import check_ranges
+
+# The environment variable that holds them, such as "offload=auto,budget_gib=6".
+VARIABLE = "HF_MEMOPT"
+
+
+@dataclass
+class MemoptArguments(OffloadArguments):
+    """What this library does for a Trainer, beside TrainingArguments in `HfArgumentParser` and TRL's `TrlParser`.
+
+    Each field is a flag and a key in a YAML file; its help text says what it means. The defaults are those of `attach`.
+
+    Raises:
+        ValueError: a field is out of range, or has no effect without another one.
+
+    Example:
+        >>> parser = HfArgumentParser((TrainingArguments, MemoptArguments))
+        >>> args, memopt = parser.parse_args_into_dataclasses()
+        >>> trainer = Trainer(model, args, train_dataset=dataset)
+        >>> memopt.attach(trainer)
+    """
+
+    memory_log: bool = flag(True, "log peak memory with the loss, and explain a lack of memory")
+    leak_check: bool = flag(False, "warn, once, when memory stays behind at every step")
+    memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.offload not in MODES:
+            raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
+        if self.budget_gib is not None and self.offload != "auto":
+            raise ValueError(f"budget_gib={self.budget_gib} needs offload=auto, and offload={self.offload!r}")
+        if self.memory_report and not self.memory_log:
+            raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
+
+    def attach(self, trainer: Trainer) -> Attachment:
+        """Attach this to a trainer, as `hf_memopt.attach` does."""
+        return attach(
+            trainer,
+            offloader=self.make_offloader(trainer.args.device),
+            memory=self.memory_log,
+            leak_check=self.leak_check,
+            memory_report=self.memory_report,
+        )
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
+        """Return the arguments that words of a command line give, and the words that are none of them.
+
+        Raises:
+            ValueError: a value is none of its type or range.
+        """
+        parser = HfArgumentParser(cls, allow_abbrev=False, add_help=False)
+        with argparse_raising():
+            found, others = parser.parse_args_into_dataclasses(
+                list(words), return_remaining_strings=True, look_for_args_file=False
+            )
+        return found, others
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the arguments that a text such as "offload=auto,budget_gib=6" gives; an empty one, the defaults.
+
+        Raises:
+            ValueError: it names no field, or a value is none of its type or range.
+        """
+        try:
+            found, others = cls.from_words(words_of(text))
+            if others:
+                known = ", ".join(field.name for field in fields(cls))
+                raise ValueError(f"{others[0].removeprefix('--')!r} sets no field; there are {known}")
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}={text!r}: {error}") from error
+        return found
+
+    def to_text(self) -> str:
+        """Return the text that `from_text` reads: the fields that differ from their defaults."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{field.name}={given[field.name]}" for field in fields(self) if given[field.name] != field.default]
+        return ",".join(changed)
+
+
+def words_of(text: str) -> list[str]:
+    """Return "offload=auto,budget_gib=6" as words of a command line."""
+    return [f"--{setting.strip()}" for setting in text.split(",") if setting.strip()]

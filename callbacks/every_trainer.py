@@ -1,0 +1,109 @@
+"""Runs a script and attaches to every Trainer and every Accelerator that it makes, as HF_MEMOPT says.
+
+    HF_MEMOPT="budget_gib=6" torchrun --nproc_per_node 2 -m hf_memopt.callbacks.every_trainer train.py --lr 1e-4
+
+`hf-memopt launch` starts this with `accelerate launch`. The script needs no line of this library. With `-m MODULE` in
+place of a file it is a module.
+"""
+
+import functools
+import logging
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import Trainer
+
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
+from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done
+from hf_memopt.memory import explain_oom
+
+logger = logging.getLogger(__name__)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a script, or with `-m` a module, attached as the variable says.
+
+    Args:
+        words: the script and its arguments, as Python itself takes them.
+
+    Raises:
+        ValueError: there is no script, or the variable cannot be read.
+    """
+    arguments = MemoptArguments.from_text(os.environ.get(VARIABLE, ""))
+    if list(words[:2]) in ([], ["-m"]):
+        raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
+    _show_messages()
+    with attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
+        if words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            sys.path[0] = str(Path(words[0]).absolute().parent)
+            runpy.run_path(words[0], run_name="__main__")
+
+
+@contextmanager
+def attached(arguments: MemoptArguments) -> Iterator[None]:
+    """Attach to every Trainer, those of TRL included, and every Accelerator that is used inside.
+
+    A Trainer gets what `arguments.attach` gives it, at the end of `Trainer.__init__`. The models that an Accelerator of
+    its own prepares, and that have something to train, are wrapped in an offloader each, which sees their forward pass
+    alone. When the context ends, what each of these has done is logged.
+    """
+    trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
+    offloaders: list[ActivationOffloader] = []
+    make_trainer, prepare = Trainer.__init__, Accelerator.prepare
+
+    @functools.wraps(make_trainer)
+    def make_and_attach(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        make_trainer(trainer, *args, **kwargs)
+        trainers.add(trainer)
+        arguments.attach(trainer)
+
+    @functools.wraps(prepare)
+    def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(accelerator, *args, **kwargs)
+        if not any(trainer.accelerator is accelerator for trainer in trainers):
+            for model in prepared if isinstance(prepared, tuple) else (prepared,):
+                offloaders.extend(_wrap(model, arguments, accelerator))
+        return prepared
+
+    with patch.object(Trainer, "__init__", make_and_attach), patch.object(Accelerator, "prepare", prepare_and_wrap):
+        try:
+            yield
+        finally:  # many scripts end with sys.exit
+            for offloader in offloaders:
+                log_what_was_done(offloader.stats)
+
+
+def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
+    """Wrap what an Accelerator has prepared, if it is a model with something to train."""
+    if not isinstance(model, nn.Module) or is_wrapped(model):
+        return
+    offloader = arguments.make_offloader(accelerator.device)
+    if offloader is not None and any(parameter.requires_grad for parameter in model.parameters()):
+        offloader.wrap(model)
+        yield offloader
+
+
+def _show_messages() -> None:
+    """Show this library's messages, and leave the script's own logging alone."""
+    ours = logging.getLogger("hf_memopt")
+    ours.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    ours.addHandler(logging.StreamHandler())
+    ours.propagate = False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""The options of `ActivationOffloader` as fields, for command lines and configuration files."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.command_line import flag
+from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
+from hf_memopt.transfer import SyncCopier
+
+MODES = ("off", "auto", "all", "inputs")
+# Fields that the offloader takes as they are.
+_PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib")
+
+
+@dataclass
+class OffloadArguments:
+    """Which saved activations go to host memory. Each field's help text says what it means."""
+
+    offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
+    budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
+        None, "auto: device memory that saved activations may hold, in GiB"
+    )
+    max_slowdown: Annotated[float, NOT_NEGATIVE] = flag(
+        0.03, "auto without a budget: share of the step's time that offloading may cost"
+    )
+    offload_threshold_mb: Annotated[float, NOT_NEGATIVE] = flag(
+        10.0, "storages smaller than this many MiB stay on the device"
+    )
+    prefetch_ahead: Annotated[int, COUNT_OR_ZERO] = flag(2, "how many storages backward brings back ahead of their use")
+    pin_memory: bool = flag(True, "use page-locked host memory")
+    host_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "host memory to use at most, in GiB")
+    cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
+
+    def make_offloader(self, device: torch.device) -> ActivationOffloader | None:
+        """Return a new offloader for a model on `device`; None in mode "off"."""
+        if self.offload == "off":
+            return None
+        return ActivationOffloader(
+            mode=self.offload,
+            budget_gib=self.budget_gib if self.offload == "auto" else None,
+            copier=SyncCopier() if self.cpu_copies and device.type == "cpu" else None,
+            **{name: getattr(self, name) for name in _PASSED_ON},
+        )

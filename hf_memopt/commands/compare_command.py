@@ -1,0 +1,63 @@
+"""`hf-memopt compare`: a recipe's own update in several modes of offloading."""
+
+import argparse
+import importlib
+from typing import Any
+
+from hf_memopt.command_line import number
+from hf_memopt.commands.planning_commands import ACTIVATION_CHOICES
+from hf_memopt.ranges import Range
+
+RECIPES = ("causal_lm", "fluxflow", "lgt", "neural_operator")
+MODES, _ = ACTIVATION_CHOICES["offload"]
+_AT_LEAST = Range(at_least=4, whole=True, why=": the first half only warms up")
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="measure a recipe's update in several modes of offloading, and check that all give the same weights",
+        usage="hf-memopt compare RECIPE [--modes off,all,auto] [--steps N] [the recipe's own flags]",
+        description="Begin a recipe anew in each mode, each time in a process of its own, from the same weights and "
+        "with the same batches: time and peak memory of an update, bytes moved, and whether losses and weights are "
+        "bitwise those of mode off. Writes comparison.json into the recipe's output folder, where hf-memopt report "
+        "reads it. Exit status 1 if a mode differs.",
+        epilog="example: hf-memopt compare causal_lm --modes off,auto --text_file book.txt --budget_gib 6. All flags "
+        "that are not of this list are the recipe's: python -m hf_memopt.recipes.train_causal_lm --help. Precision and "
+        "device are accelerate's: accelerate launch --mixed_precision bf16 -m hf_memopt.cli compare ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", type=_recipe, choices=RECIPES, help=", ".join(RECIPES))
+    parser.add_argument(
+        "--modes", type=_modes, default=("off", "auto"), help=f"of {', '.join(MODES)}; off first (default: off,auto)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=number(_AT_LEAST),
+        default=12,
+        metavar="N",
+        help="updates per mode; the second half is timed (default: %(default)s)",
+    )
+    parser.set_defaults(run=_run, passes_on=True)
+
+
+def _recipe(name: str) -> str:
+    return name.removeprefix("train_")
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{text!r} has no mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+    if modes[0] != "off" or len(modes) < 2 or len(set(modes)) < len(modes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must name off first, which the others are compared with, and each mode once: off,all,auto"
+        )
+    return modes
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    comparison: Any = importlib.import_module("hf_memopt.recipes.common.comparison")
+    same = comparison.compare(f"train_{parsed.recipe}", parsed.passed_on, parsed.modes, parsed.steps)
+    return 0 if same else 1

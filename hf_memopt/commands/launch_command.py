@@ -1,0 +1,65 @@
+"""`hf-memopt launch`: `accelerate launch` of a script that knows nothing of this library."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_DESCRIPTION = """\
+Start SCRIPT, or -m MODULE, with accelerate launch. Every Trainer and TRL trainer that it makes is attached to, as by
+hf_memopt.attach; the models that an Accelerator prepares offload what their forward passes save."""
+_FLAGS = """\
+FLAGS are those of accelerate launch and these, which are the fields of MemoptArguments:
+
+  --offload MODE             off, auto (default), all or inputs: which saved activations go to host memory
+  --budget_gib GIB           auto: device memory that saved activations may hold
+  --max_slowdown SHARE       auto without a budget: share of the step's time that offloading may cost (default: 0.03)
+  --offload_threshold_mb MIB smaller storages stay on the device (default: 10)
+  --prefetch_ahead N         how many storages backward brings back ahead of their use (default: 2)
+  --no_pin_memory            ordinary host memory
+  --host_budget_gib GIB      host memory to use at most
+  --cpu_copies               on a CPU: perform the copies, to try it out
+  --no_memory_log            do not log peak memory with the loss, nor explain a lack of memory
+  --leak_check               warn, once, when memory stays behind at every step
+  --memory_report            when training ends, write report/report.html into the output folder
+
+HF_MEMOPT="offload=auto,budget_gib=6" in the environment has the same meaning; flags overrule it.
+
+example: hf-memopt launch --budget_gib 6 --mixed_precision bf16 -- train.py --learning_rate 1e-4"""
+_NO_SCRIPT = "launch needs -- and a script behind its flags: hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]"
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "launch",
+        help="start a training script with accelerate launch, attached to every Trainer and Accelerator that it makes",
+        usage="hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]",
+        description=_DESCRIPTION,
+        epilog=_FLAGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prefix_chars="\0",  # so that argparse leaves all words but --help to accelerate and the script
+        add_help=False,
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_launch, parser=parser)
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    cut = parsed.words.index("--") if "--" in parsed.words else len(parsed.words)
+    flags, script = parsed.words[:cut], parsed.words[cut + 1 :]
+    if {"-h", "--help"} & set(flags):
+        parsed.parser.print_help()
+        return 0
+    if not script:
+        raise ValueError(_NO_SCRIPT)
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise ValueError(f"SCRIPT={script[0]!r} is no file; check the path, or run a module with -m MODULE")
+    from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of
+
+    given = os.environ.get(VARIABLE, "")
+    MemoptArguments.from_text(given)  # its mistakes are named as its own
+    arguments, accelerates = MemoptArguments.from_words([*words_of(given), *flags])
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *accelerates]
+    command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
+    return subprocess.run(command, env=os.environ | {VARIABLE: arguments.to_text()}).returncode

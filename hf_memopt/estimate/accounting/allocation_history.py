@@ -1,0 +1,108 @@
+"""What a simulated step did with memory: every storage, and every change in order."""
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One storage, from its birth on.
+
+    Attributes:
+        num_bytes: as the allocator counts it, rounding included.
+        requested_bytes: as the program asked for it.
+        on_host: whether it is host memory.
+        operation: which operation made it, such as "aten.mm.default".
+        owner: the module that was running; "" outside of modules.
+        phase: in which it was born.
+        kind: what it is for, where that is known; "" for the results of operations.
+        born: position of its birth.
+        died: position of its death; None while it lives.
+        source: index of the storage that it was made from, where no module was running; None if that is unknown.
+    """
+
+    num_bytes: int
+    requested_bytes: int
+    on_host: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operation: str
+    owner: str
+    phase: str
+    kind: str
+    born: int
+    died: int | None = None
+    source: int | None = None
+
+
+class Change(NamedTuple):
+    """One change of memory.
+
+    Attributes:
+        storage: index of the record.
+        num_bytes: by which it grew; negative when it shrank or died.
+        phase: in which this happened.
+        place: the module, or the weight, for which work was being done; "" where nobody knows.
+    """
+
+    storage: int
+    num_bytes: int
+    phase: str
+    place: str
+
+
+@dataclass
+class AllocationHistory:
+    """All storages of a simulation, and all changes of memory. A position is the number of changes before it.
+
+    Attributes:
+        in_blocks: whether CUDA's allocator hands the memory out; else allocations are exact.
+        records: all storages so far, in order of birth.
+        changes: in order.
+        backwards: positions at which backward passes begin.
+        step_begins: positions at which steps begin.
+    """
+
+    in_blocks: bool
+    records: list[StorageRecord] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
+    step_begins: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """The present position."""
+        return len(self.changes)
+
+    def trace(self) -> MemoryTrace:
+        """Return what happened to device memory."""
+        entries = [
+            (position, change)
+            for position, change in enumerate(self.changes)
+            if not self.records[change.storage].on_host
+        ]
+        return MemoryTrace(
+            storages=tuple(change.storage for _, change in entries),
+            changes=tuple(change.num_bytes for _, change in entries),
+            phases=tuple(change.phase for _, change in entries),
+            positions=tuple(position for position, _ in entries),
+            first_step=sum(position < self.step_begins[0] for position, _ in entries),
+            in_blocks=self.in_blocks,
+        )
+
+    def host_peak_bytes(self) -> int:
+        """Return the most that tensors held in host memory in the steps."""
+        held = accumulate(change.num_bytes if self.records[change.storage].on_host else 0 for change in self.changes)
+        return max(itertools.islice(held, self.step_begins[0], None), default=0)
+
+    def next_backward(self, position: int) -> int | None:
+        """Return where the first backward after a position begins."""
+        later = bisect_right(self.backwards, position)
+        return self.backwards[later] if later < len(self.backwards) else None

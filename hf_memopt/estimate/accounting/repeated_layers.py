@@ -1,0 +1,306 @@
+"""Adds layers to the history of a model that has few: what one more layer does is seen, and repeated.
+
+The changes of a pass, by the layer that they belong to, with layer 1 as the template and two layers added:
+
+three layers   forward 0 0 1 1 1 2 2  |  backward 2 2 2 1 1 0 0  |  update 0 1 2
+five layers    forward 0 0 1 1 1 x x x y y y 2 2  |  backward 2 2 2 y y x x 1 1 0 0  |  update 0 1 x y 2
+
+Whether that is what more layers do is not taken for granted: `growth` compares a history with a layer added to that of
+a model which really has one more, change by change. Where they differ, nothing is repeated.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
+from hf_memopt.estimate.accounting.caching_allocator import BLOCK_BYTES
+
+# Which layer is the template: the second, since the first and the last are often special.
+_TEMPLATE = 1
+
+
+class NotRepeatedError(Exception):
+    """More layers do not do what those that were seen do, once more each."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where a model's repeated layers are.
+
+    Attributes:
+        name: of the list of modules that they are in, such as "model.layers".
+        count: how many there are in all.
+        period: every how many of them the same kind returns; these count as one below, a group.
+    """
+
+    name: str
+    count: int
+    period: int = 1
+
+    def group_of(self, place: str) -> int | None:
+        """Return the group that a module or a weight is in; None if it is in none."""
+        found = self._pattern.search(place)
+        return int(found[2]) // self.period if found else None
+
+    def renamed(self, place: str, num_groups: int) -> str:
+        """Return the name of the module or weight so many groups further on."""
+        return self._pattern.sub(lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"((?:^|\.){re.escape(self.name)}\.)(\d+)(?=\.|$)")
+
+
+class _Role(NamedTuple):
+    """What a storage is in its group. The same in all groups that do the same.
+
+    Attributes:
+        phase: number of the phase in which it was born, counted from the beginning.
+        operation: that made it.
+        place: where, with the layer's number as it would be in the first group.
+        number: how many its group made before it in this phase by the same operation in the same place.
+    """
+
+    phase: int
+    operation: str
+    place: str
+    number: int
+
+
+class _Run(NamedTuple):
+    """Consecutive changes that belong to one group.
+
+    Attributes:
+        group: that they belong to; None, to none.
+        phase: number of the phase that they are in, counted from the beginning.
+        begin: position of the first.
+        end: position after the last.
+    """
+
+    group: int | None
+    phase: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What storages outside of the repeated layers grow by with each group, by index: bytes, and each length."""
+
+    bytes: dict[int, int]
+    shapes: dict[int, tuple[int, ...]]
+
+
+def growth(shorter: AllocationHistory, longer: AllocationHistory, layers: Layers) -> Growth:
+    """Compare a history to which a group is added with that of a model which has one group more.
+
+    Returns:
+        By how much storages of the longer history differ, such as norms of all weights, of which there are more.
+
+    Raises:
+        NotRepeatedError: they differ in anything else.
+    """
+    added = add_groups(shorter, layers, 1)
+    if len(added.changes) != len(longer.changes) or len(added.records) != len(longer.records):
+        raise NotRepeatedError(f"{len(longer.changes)} changes where {len(added.changes)} were expected")
+    if (added.backwards, added.step_begins) != (longer.backwards, longer.step_begins):
+        raise NotRepeatedError("passes begin elsewhere")
+    found = Growth({}, {})
+    for index, (ours, theirs) in enumerate(zip(added.records, longer.records, strict=True)):
+        if _identity(ours) != _identity(theirs) or len(ours.shape) != len(theirs.shape):
+            raise NotRepeatedError(f"{theirs} where {ours} was expected")
+        if ours.requested_bytes != theirs.requested_bytes:
+            found.bytes[index] = theirs.requested_bytes - ours.requested_bytes
+            found.shapes[index] = tuple(b - a for a, b in zip(ours.shape, theirs.shape, strict=True))
+    for position, (our, their) in enumerate(zip(added.changes, longer.changes, strict=True)):
+        same_bytes = our.num_bytes == their.num_bytes or our.storage in found.bytes
+        if (our.storage, our.phase) != (their.storage, their.phase) or not same_bytes:
+            raise NotRepeatedError(f"change {position}: {their} where {our} was expected")
+    return found
+
+
+def _identity(record: StorageRecord) -> tuple[object, ...]:
+    return (
+        *(record.on_host, record.dtype, record.operation, record.owner, record.phase, record.kind),
+        *(record.born, record.died),
+    )
+
+
+def add_groups(
+    history: AllocationHistory, layers: Layers, num_groups: int, each_adds: Growth | None = None
+) -> AllocationHistory:
+    """Return the history of the same model with more layers.
+
+    Args:
+        history: of a model with at least three groups of layers.
+        layers: where these are.
+        num_groups: how many are added.
+        each_adds: what other storages grow by with each group; None, they stay as they are.
+
+    Raises:
+        NotRepeatedError: what the template does cannot be repeated: its changes have no order among those of its
+            neighbours, or concern storages that a further group would not have.
+    """
+    runs = _runs(history, layers)
+    result = _Longer(history, runs, layers, num_groups, each_adds or Growth({}, {}))
+    for run, ascends in zip(runs, _directions(runs), strict=True):
+        shift = num_groups if run.group is not None and run.group > _TEMPLATE else 0
+        if run.group != _TEMPLATE:
+            result.emit(run, shift)
+        else:
+            order = range(num_groups + 1)
+            for number in order if ascends else reversed(order):
+                result.emit(run, number)
+    return result.history
+
+
+def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
+    runs, begin = [], 0
+    for (phase, group), members in groupby(_groups(history, layers)):
+        end = begin + len(list(members))
+        runs.append(_Run(group, phase, begin, end))
+        begin = end
+    # What one group leaves behind often dies while the next one is at work, whose run goes on as if nothing were there.
+    merged = runs[:1]
+    for run, following in zip(runs[1:], [*runs[2:], None], strict=True):
+        before = merged[-1]
+        is_over = all(history.changes[position].num_bytes < 0 for position in range(run.begin, run.end))
+        between = is_over and following is not None and before[:2] == following[:2]
+        if between or before[:2] == run[:2]:
+            merged[-1] = before._replace(end=run.end)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, int | None]]:
+    """Yield for each change the number of its phase, and the group that it belongs to.
+
+    That is the running one; where none runs, the one that the storage belongs to; and failing that the one before.
+    Outside of passes that is no help with a storage that belongs to none: it dies where it was born.
+    """
+    places = list(_places(history))
+    current, phase, number = None, "", 0
+    born_in: dict[int, int | None] = {}
+    for change in history.changes:
+        if change.phase != phase:
+            current, phase, number = None, change.phase, number + 1
+        running, owner = (layers.group_of(place) for place in (change.place, places[change.storage]))
+        born = None if phase in (FORWARD, BACKWARD) else born_in.get(change.storage)
+        candidates = (running, owner, born, current)
+        current = next((group for group in candidates if group is not None), None)
+        born_in.setdefault(change.storage, current)
+        yield number, current
+
+
+def _places(history: AllocationHistory) -> Iterator[str]:
+    """Yield for each storage the module or weight that it belongs to."""
+    records = history.records
+    named = [record.owner or history.changes[record.born].place for record in records]
+    # What was made from a storage says where it belongs, if it does not itself: a weight's first form, before a cast.
+    for index in range(len(records) - 1, -1, -1):
+        source = records[index].source
+        if source is not None and not named[source]:
+            named[source] = named[index]
+    for index, record in enumerate(records):
+        if not named[index] and record.source is not None:
+            named[index] = named[record.source]
+    yield from named
+
+
+def _directions(runs: list[_Run]) -> Iterator[bool]:
+    """Yield for each run whether the groups follow each other upwards there; only the template's answers count."""
+    before = [None, *(run.group for run in runs)]
+    after = [*(run.group for run in runs[1:]), None]
+    for run, previous, following in zip(runs, before, after, strict=False):
+        upwards, downwards = following == _TEMPLATE + 1, previous == _TEMPLATE + 1
+        if run.group == _TEMPLATE and upwards == downwards:
+            raise NotRepeatedError(f"changes {run.begin} to {run.end}: groups follow each other in no order")
+        yield upwards
+
+
+class _Longer:
+    """Writes the history with more groups, run by run."""
+
+    def __init__(
+        self, history: AllocationHistory, runs: list[_Run], layers: Layers, num_groups: int, each_adds: Growth
+    ) -> None:
+        self.history = AllocationHistory(history.in_blocks)
+        self._old = history
+        self._layers, self._num_groups, self._each_adds = layers, num_groups, each_adds
+        # Old storages: the group and the role of each that belongs to one.
+        self._roles: dict[int, tuple[int, _Role]] = {}
+        counts: Counter[tuple[Any, ...]] = Counter()
+        for run in runs:
+            if run.group is None:
+                continue
+            for position in range(run.begin, run.end):
+                change = history.changes[position]
+                record = history.records[change.storage]
+                if record.born == position:
+                    made = run.phase, record.operation, layers.renamed(change.place, -run.group)
+                    self._roles[change.storage] = run.group, _Role(*made, counts[run.group, made])
+                    counts[run.group, made] += 1
+        # New storages: by group and role, or by their old index.
+        self._new: dict[tuple[int, _Role] | int, int] = {}
+
+    def emit(self, run: _Run, shift: int) -> None:
+        """Write a run's changes for the group so many further on."""
+        marks = [*self._old.backwards, *self._old.step_begins]
+        begins = {position for position in marks if run.begin <= position < run.end}
+        for position in range(run.begin, run.end):
+            if position in begins:
+                self.history.backwards += [self.history.position] * self._old.backwards.count(position)
+                self.history.step_begins += [self.history.position] * self._old.step_begins.count(position)
+            self._emit(position, run, shift)
+
+    def _emit(self, position: int, run: _Run, shift: int) -> None:
+        change = self._old.changes[position]
+        record = self._old.records[change.storage]
+        key = self._key(change.storage, run, shift)
+        grown_bytes = 0
+        if record.born == position:
+            record = self._grown(change.storage, record)
+            grown_bytes = record.num_bytes - self._old.records[change.storage].num_bytes
+            self._new[key] = len(self.history.records)
+            owner = self._layers.renamed(record.owner, shift)
+            record = replace(record, owner=owner, born=self.history.position, died=None, source=None)
+            self.history.records.append(record)
+        elif key not in self._new:
+            raise NotRepeatedError(f"change {position}: group {run.group} has not what its neighbour has")
+        elif record.died == position:
+            new = self.history.records[self._new[key]]
+            if new.died is not None:
+                raise NotRepeatedError(f"change {position}: a storage dies twice")
+            new.died = self.history.position
+            grown_bytes = record.num_bytes - new.num_bytes
+        index = self._new[key]
+        place = self._layers.renamed(change.place, shift)
+        self.history.changes.append(Change(index, change.num_bytes + grown_bytes, change.phase, place))
+
+    def _key(self, index: int, run: _Run, shift: int) -> tuple[int, _Role] | int:
+        if index not in self._roles:
+            return index
+        group, role = self._roles[index]
+        # Neighbours hand storages to each other. Others mean the one and only, as the first group does when it ends
+        # what the last one, and the loss behind it, began.
+        if run.group is None or abs(run.group - group) > 1:
+            shift = self._num_groups if group > _TEMPLATE else 0
+        return group + shift, role
+
+    def _grown(self, index: int, record: StorageRecord) -> StorageRecord:
+        if index not in self._each_adds.bytes:
+            return record
+        requested = record.requested_bytes + self._num_groups * self._each_adds.bytes[index]
+        rounded = (
+            requested if record.on_host or not self.history.in_blocks else -(-requested // BLOCK_BYTES) * BLOCK_BYTES
+        )
+        lengths = zip(record.shape, self._each_adds.shapes[index], strict=True)
+        shape = tuple(length + self._num_groups * more for length, more in lengths)
+        return replace(record, requested_bytes=requested, num_bytes=rounded, shape=shape)

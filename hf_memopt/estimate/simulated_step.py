@@ -1,0 +1,40 @@
+"""What is simulated: a training step, and what is known of the model that it trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.estimate.accounting.repeated_layers import Layers
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What `estimate_peak_memory` needs to run a step.
+
+    Attributes:
+        setup: called with the device.
+        step: called with what `setup` returned; runs `num_micro_batches` micro-batches and one update.
+        num_steps: how many steps show the whole behaviour: 2 for a lazy optimizer state, more where plans are made
+            from recorded passes.
+        num_micro_batches: in `step`.
+        repeated: the model's equal layers, if it has any; None: all are simulated.
+    """
+
+    setup: Callable[[Any], Any]
+    step: Callable[[Any], Any]
+    num_steps: int = 2
+    num_micro_batches: int = 1
+    repeated: "RepeatedLayers | None" = None
+
+
+@dataclass(frozen=True)
+class RepeatedLayers:
+    """Layers of which each does what the one before it does.
+
+    Attributes:
+        layers: where they are.
+        step_with: the same step of a model that has only so many of them.
+    """
+
+    layers: Layers
+    step_with: Callable[[int], SimulatedStep]

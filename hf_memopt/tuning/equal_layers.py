@@ -1,0 +1,65 @@
+"""Which layers of a transformers model are equal, so that a few of them tell what all do."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.estimate.accounting.repeated_layers import Layers
+
+# What tells a layer from the next one although they do the same.
+_POSITION = {"layer_idx", "layer_id", "layer_number"}
+
+
+def equal_layers(model: nn.Module) -> Layers | None:
+    """Return where a model's equal layers are: in its one longest list of modules that lies in no other list.
+
+    They are equal, or return every few layers, if they are made of modules of the same types, sizes and settings. The
+    first group may differ: some models have other layers there.
+    """
+    lists = list(_outer_lists(model, ""))
+    longest = max((len(layers) for _, layers in lists), default=0)
+    candidates = [(name, layers) for name, layers in lists if len(layers) == longest]
+    if len(candidates) != 1:
+        return None
+    name, layers = candidates[0]
+    kinds = [_kind(layer) for layer in layers]
+    for period in range(1, len(kinds) // 2):
+        if all(kinds[number] == kinds[number - period] for number in range(2 * period, len(kinds))):
+            return Layers(name, len(kinds), period)
+    return None
+
+
+def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
+    """Return a copy of a configuration whose model has only the first `count` layers."""
+    shorter = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers.count:
+            setattr(shorter, name, value[:count])
+    shorter.num_hidden_layers = count
+    return shorter
+
+
+def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            yield full, child
+        else:
+            yield from _outer_lists(child, full)
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a module is: its type, its plain settings, its weights, and the same of its children."""
+    settings = tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if name not in _POSITION and isinstance(value, bool | int | float | str | None)
+    )
+    weights = tuple(
+        (name, tuple(weight.shape), weight.dtype, weight.requires_grad)
+        for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    )
+    children = tuple((name, _kind(child)) for name, child in module.named_children())
+    return type(module), settings, weights, children

@@ -1,0 +1,153 @@
+"""Compares the modes of offloading by a recipe's own updates, for `hf-memopt compare`.
+
+Each mode has a process of its own, so that none finds memory that another one left, and one that runs out of memory
+leaves the others alone. In that process it begins from the recipe's seed twice: updates are timed and their peak is
+counted first; then a few more give the losses and weights that have to be bitwise those of mode "off".
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import tqdm
+from torch import Tensor, nn
+
+from hf_memopt.command_line import check_output_folder
+from hf_memopt.couplings.key import weights_sha256
+from hf_memopt.recipes.common.cost import RunCost, mib, table
+from hf_memopt.recipes.common.loop import Run
+from hf_memopt.recipes.common.results import environment
+from hf_memopt.report.runs import COMPARISON_FILE
+from hf_memopt.report.tables import differing_modes
+from hf_memopt.tuning.workload import PASSES_OF_AUTO
+
+# Begins a run from its seed: the run, and the losses of its updates, one after the other, endlessly. What a recipe's
+# `comparable` returns once it has loaded the data.
+Begin = Callable[[Any], tuple[Run, Iterator[Tensor]]]
+
+# As many as mode "auto" needs to record, plan, and follow the plan.
+NUM_CHECKED = PASSES_OF_AUTO
+
+
+def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps: int) -> bool:
+    """Compare modes, print the table, and write `comparison.json` into the recipe's output folder.
+
+    Args:
+        name: of the recipe's module, such as "train_lgt".
+        arguments: the recipe's own flags.
+        modes: of the offloader; "off", which the others are compared with, comes first.
+        num_steps: updates to time in each mode, the first half of which only warms up.
+
+    Returns:
+        Whether losses and weights of all modes are bitwise those of "off", as far as they ran.
+
+    Raises:
+        ValueError: a flag is bad, or there are several processes.
+    """
+    if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={num_processes}: modes are compared in one process; use --num_processes 1, or no launcher"
+        )
+    recipe: Any = importlib.import_module(f"hf_memopt.recipes.{name}")
+    options = recipe.parse(recipe.__doc__, arguments, compared=modes)
+    folder = Path(options.output_dir)
+    check_output_folder("output_dir", folder)
+    costs: list[RunCost] = []
+    where: dict[str, Any] = {}
+    for mode in modes:
+        cost, where_it_ran = _in_a_new_process(name, in_mode(options, mode), num_steps)
+        costs.append(cost)
+        where |= where_it_ran
+    found = {"recipe": name, **where, "num_steps": num_steps, "modes": [asdict(cost) for cost in costs]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / COMPARISON_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(f"{table(costs, found.get('device', ''))}\nwrote {folder / COMPARISON_FILE}")
+    return not differing_modes(found["modes"])
+
+
+def read_costs(folder: Path) -> list[RunCost]:
+    """Return the costs by mode that `compare` wrote into a folder; none where it was not called."""
+    file = folder / COMPARISON_FILE
+    return [RunCost(**mode) for mode in json.loads(file.read_text())["modes"]] if file.exists() else []
+
+
+def in_mode(options: Any, mode: str) -> Any:
+    """Return a recipe's options with another mode of offloading."""
+    return options._replace(offload=replace(options.offload, offload=mode))
+
+
+def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
+    # A forked process would have this one's memory, and could not use an accelerator that this one has used.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, name, options, num_steps).result()
+        except BrokenProcessPool:
+            return RunCost(options.offload.offload, failure="killed, perhaps for want of host memory"), {}
+
+
+def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
+    """Return what an update costs in the mode of the options, with losses and weights to compare, and where it ran."""
+    # What deterministic kernels need, from the first matrix product on.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        begin: Begin = importlib.import_module(f"hf_memopt.recipes.{name}").comparable(options)
+        cost = _timed(begin, options, num_steps)
+        cost.losses, cost.weights_sha256 = _to_compare(begin, options)
+        if cost.mode == "off":
+            cost.saved_mib = _saved(begin, options)
+    except torch.OutOfMemoryError:
+        cost = RunCost(options.offload.offload, failure="out of memory")
+    return cost, environment(Accelerator())
+
+
+def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
+    """Return the cost of the second half of some updates."""
+    run, updates = begin(options)
+    timer = run.timer()
+    for step in tqdm(range(num_steps), desc=f"Measuring: {options.offload.offload}", unit="update", leave=False):
+        if step == num_steps // 2:  # the first half took what happens once: allocations, and the plan of mode "auto"
+            timer.restart()
+        timer.begin()
+        next(updates)
+        timer.end()
+    run.accelerator.free_memory()
+    return timer.cost()
+
+
+def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
+    """Return the losses of a few updates with deterministic kernels, and the SHA-256 of the weights after them."""
+    with _deterministic_kernels():
+        run, updates = begin(options)
+        losses = [next(updates).item() for _ in range(NUM_CHECKED)]
+    models = nn.ModuleList([each for each in (run.model if isinstance(run.model, tuple) else [run.model]) if each])
+    run.accelerator.free_memory()
+    return losses, weights_sha256(models)
+
+
+def _saved(begin: Begin, options: Any) -> float | None:
+    """Return the MiB that an update saves on the device, counted by an offloader that has no room to move anything."""
+    keep_all = replace(options.offload, offload="all", host_budget_gib=0, cpu_copies=True)
+    run, updates = begin(options._replace(offload=keep_all))
+    next(updates)
+    assert run.offloader is not None
+    return mib(run.offloader.stats.measured_peak_gib)
+
+
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    """Have torch use kernels that give the same bits each time; it warns where it has none for an operation."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

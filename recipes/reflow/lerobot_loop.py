@@ -1,0 +1,125 @@
+"""lerobot's training loop in 0.6.1, and on its main branch (0.6.2): no other module knows the difference.
+
+0.6.1 takes an accelerator from outside and does not accumulate. 0.6.2 makes its own accelerator from `--accelerator.…`,
+and accumulates by itself.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lerobot.common import train_utils
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.scripts import lerobot_train
+from lerobot.utils.constants import TRAINING_STATE_DIR
+from torch import Tensor
+
+from hf_memopt.ranges import COUNT
+
+LOOP_ACCUMULATES = find_spec("lerobot.configs.accelerator") is not None
+# The recipe's flag, and Accelerate's variable for it.
+ACCUMULATION_FLAG = "gradient_accumulation_steps"
+ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+AfterBackward = Callable[[Accelerator], None]
+
+
+class AccumulatingAccelerator(Accelerator):
+    """Accumulates in the loop of 0.6.1: one forward, backward and step per batch.
+
+    The loop calls `backward` once per batch, so that is where the window advances; between windows' ends, Accelerate's
+    optimizer ignores `step` and `zero_grad`. Under DDP every backward reduces the gradients, which is exact, and costs
+    traffic only.
+    """
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self._do_sync()  # whether this batch ends a window, as `accumulate` would decide at its start
+        super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        if self.sync_gradients:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        # A partial sum must not be clipped; lerobot logs its norm all the same.
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+
+def make_accelerator(dtype: str, device: str | None, num_accumulation_steps: int) -> Accelerator:
+    """Return an Accelerator as the loop uses it, with windows that run across the ends of epochs."""
+    kind = Accelerator if LOOP_ACCUMULATES else AccumulatingAccelerator
+    return kind(
+        step_scheduler_with_optimizer=False,
+        # None leaves it to `accelerate launch --mixed_precision`.
+        mixed_precision="bf16" if dtype == "bfloat16" else None,
+        cpu=device == "cpu",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=num_accumulation_steps, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+
+
+def settle_accumulation(cfg: TrainPipelineConfig, asked: int) -> int:
+    """Return how many batches make an update, and write it where lerobot's configuration has a place for it.
+
+    Args:
+        cfg: the run's.
+        asked: by the recipe's flag; 1 leaves it to lerobot's.
+
+    Raises:
+        ValueError: `asked` is less than 1, or both flags ask, for different numbers.
+    """
+    COUNT.check(ACCUMULATION_FLAG, asked)
+    if not LOOP_ACCUMULATES:
+        return asked
+    settings = cfg.accelerator.gradient_accumulation
+    if asked > 1 and settings.steps not in (1, asked):
+        raise ValueError(
+            f"{ACCUMULATION_FLAG}={asked} and accelerator.gradient_accumulation.steps={settings.steps} differ; pass one"
+        )
+    settings.steps = max(asked, settings.steps)
+    return int(settings.steps)
+
+
+def train(cfg: TrainPipelineConfig, num_accumulation_steps: int, after_backward: AfterBackward) -> None:
+    """Run lerobot's loop.
+
+    Args:
+        cfg: the run's, validated.
+        num_accumulation_steps: from `settle_accumulation`.
+        after_backward: called with the loop's accelerator at the end of each backward pass.
+    """
+    if not LOOP_ACCUMULATES:
+        accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
+        lerobot_train.train(cfg, accelerator=_observed(accelerator, after_backward))
+        return
+    # It has been read, and lerobot wants nothing of its accelerator to be set from outside.
+    os.environ.pop(ACCUMULATION_VARIABLE, None)
+    make = lerobot_train.make_accelerator
+    with patch.object(lerobot_train, "make_accelerator", lambda cfg: _observed(make(cfg), after_backward)):
+        lerobot_train.train(cfg)
+
+
+def resumed_step(cfg: TrainPipelineConfig) -> int:
+    """Return the number of batches before this run; 0 for a new one."""
+    if not cfg.resume:
+        return 0
+    folder = cfg.checkpoint_path / TRAINING_STATE_DIR
+    if LOOP_ACCUMULATES:
+        return int(train_utils.load_training_metadata(folder)["step"])
+    return int(train_utils.load_training_step(folder))
+
+
+def _observed(accelerator: Accelerator, after_backward: AfterBackward) -> Accelerator:
+    backward = accelerator.backward
+
+    def observed(loss: Tensor, **kwargs: Any) -> None:
+        backward(loss, **kwargs)
+        after_backward(accelerator)
+
+    accelerator.backward = observed
+    return accelerator

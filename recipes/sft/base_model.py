@@ -1,0 +1,60 @@
+"""The model that `train_sft.py` fine-tunes: full weights, or a frozen base, quantised or not, with adapters."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+from hf_memopt.recipes.common.flags import explained
+from hf_memopt.recipes.sft.options import SftOptions
+
+
+def load_model(options: SftOptions) -> PreTrainedModel:
+    """Return the model, its base quantised as the flags say.
+
+    Raises:
+        ValueError: it cannot be loaded, or the library that quantises is not installed.
+    """
+    dtype = getattr(torch, options.dtype)
+    quantization = _quantization(options.quantize, dtype)
+    with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model,
+            dtype=dtype,
+            quantization_config=quantization,
+            trust_remote_code=False,
+        )
+    model.config.use_cache = False
+    return model
+
+
+def adapters(options: SftOptions) -> LoraConfig | None:
+    """Return PEFT's configuration of the adapters; None, all weights learn."""
+    if options.lora_rank is None:
+        return None
+    targets = options.lora_targets
+    return LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=2 * options.lora_rank,
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _quantization(how: str, dtype: torch.dtype) -> Any:
+    if how == "nf4":
+        _check_installed(how, "bitsandbytes")
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    if how == "int8":
+        _check_installed(how, "torchao")
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return None
+
+
+def _check_installed(how: str, library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f"quantize={how!r} needs {library}: pip install {library}")

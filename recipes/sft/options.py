@@ -1,0 +1,88 @@
+"""The flags of `train_sft.py`: a few of its own, TRL's, and those of `MemoptArguments`."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_type_hints
+
+import torch
+from trl import SFTConfig, TrlParser
+
+from hf_memopt.callbacks import MemoptArguments
+from hf_memopt.command_line import argparse_raising, flag
+from hf_memopt.ranges import check_ranges
+from hf_memopt.recipes.common.flags import Count, Formatter, check_card
+from hf_memopt.recipes.common.options import check_unused, trainers_checkpoint
+
+
+@dataclass
+class SftOptions:
+    """Model and data; the names are those of `hf-memopt plan`."""
+
+    model: str | None = flag(None, "hub id or folder of a causal LM; without it a tiny one is made from scratch")
+    dataset: str | None = flag(
+        None, "hub id or folder, with rows of `messages`, or of `prompt` and `completion` (default: arithmetic)"
+    )
+    split: str = flag("train", "of the dataset")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "of the weights, but for adapters; autocast is --bf16")
+    lora_rank: Count | None = flag(None, "train adapters of this rank (PEFT) and freeze the rest")
+    lora_targets: str = flag("all-linear", "layers that have adapters, such as q_proj,v_proj")
+    quantize: Literal["none", "nf4", "int8"] = flag(
+        "none", "frozen weights in 4 bits by bitsandbytes, or 8 by torchao; needs --lora_rank"
+    )
+    plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
+
+
+@dataclass
+class SftTraining(SFTConfig):
+    """TRL's flags, some with other defaults. Where there is no accelerator, `use_cpu` is on."""
+
+    output_dir: str = flag("outputs/sft", "folder for the model, checkpoints and logs")
+    assistant_only_loss: bool = flag(True, "of rows of `messages`, learn the assistant's words alone")
+    bf16: bool | None = flag(None, "autocast to bfloat16 (default: on, where there is an accelerator)")
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.bf16 = True, bool(self.bf16)
+        super().__post_init__()
+
+
+class Options(NamedTuple):
+    """Everything that the command line says."""
+
+    sft: SftOptions
+    training: SftTraining
+    memopt: MemoptArguments
+
+
+def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
+    """Read flags and the YAML file of `--config FILE`, which holds any of them without sections.
+
+    Raises:
+        ValueError: names a flag, its value and the remedy.
+    """
+    kinds = list(get_type_hints(Options).values())
+    parser = TrlParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
+    with argparse_raising():
+        *sections, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
+    if unknown:
+        flags = [name for action in parser._actions for name in action.option_strings]
+        (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
+        raise ValueError(f"{unknown[0]!r} is no flag; the nearest is {nearest}. --help lists all")
+    sft, _, memopt = options = Options(*sections)
+    check_ranges(sft)
+    if sft.lora_rank is None and sft.quantize != "none":
+        raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
+    check_card(sft.plan)
+    if sft.plan is not None and sft.quantize == "int8":
+        raise ValueError("quantize='int8' is not simulated; use --quantize nf4 or none with --plan")
+    if sft.plan is not None and memopt.budget_gib is not None:
+        raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")
+    return options
+
+
+def check_folder(options: Options) -> str | None:
+    """Return the checkpoint to resume from; refuse a folder that holds another run, as the other recipes do."""
+    output, resumed = options.training.output_dir, options.training.resume_from_checkpoint
+    check_unused(output, resumed)
+    return trainers_checkpoint(output, resumed)

@@ -1,0 +1,109 @@
+"""Fine-tune a model on conversations with TRL's SFTTrainer, within the memory at hand.
+
+    accelerate launch --cpu -m hf_memopt.recipes.train_sft --lora_rank 8 --max_steps 40 --cpu_copies
+    accelerate launch -m hf_memopt.recipes.train_sft --model Qwen/Qwen3-8B --dataset trl-lib/Capybara \\
+        --dtype bfloat16 --lora_rank 16 --quantize nf4 --max_length 4096 --per_device_train_batch_size 16 --plan auto
+
+Rows of `messages` teach the assistant's words alone, rows of `prompt` and `completion` the completion. Without --model
+and --dataset a tiny model learns small sums on a CPU in half a minute, and nothing is downloaded.
+
+Flags are those below, TRL's SFTConfig and MemoptArguments; --config FILE reads any of them from YAML. --plan chooses
+micro-batch, checkpointing and offloading by simulation, for the same conversations per update.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer, set_seed
+from trl import SFTTrainer
+
+from hf_memopt.command_line import one_line_errors
+from hf_memopt.recipes.common.auto_plan import log_prediction
+from hf_memopt.recipes.common.flags import explained
+from hf_memopt.recipes.common.loop import writing_to
+from hf_memopt.recipes.sft.base_model import adapters, load_model
+from hf_memopt.recipes.sft.conversations import make_conversations, write_tiny_model
+from hf_memopt.recipes.sft.options import Options, check_folder, parse
+from hf_memopt.recipes.sft.plan import apply_plan
+
+logger = logging.getLogger("hf_memopt.recipes.train_sft")
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Train as the command line says; return Trainer's log."""
+    options = parse(__doc__, arguments)
+    sft, training, memopt = options
+    resumed = check_folder(options)
+    process = PartialState()
+    with writing_to(training.output_dir, process):
+        name_model(options, process)
+        with process.main_process_first():  # the others find the dataset in the cache
+            rows = read_rows(options)
+        # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
+        predicted = apply_plan(options)
+        set_seed(training.seed)
+        trainer = SFTTrainer(
+            load_model(sft),
+            training,
+            train_dataset=rows,
+            processing_class=AutoTokenizer.from_pretrained(sft.model, trust_remote_code=False),
+            peft_config=adapters(sft),
+        )
+        memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
+        announce(trainer, options)
+        trainer.train(resume_from_checkpoint=resumed)
+        log_prediction(predicted, trainer.accelerator)
+        trainer.save_model()
+        trainer.save_state()
+    return trainer.state.log_history
+
+
+def name_model(options: Options, process: PartialState) -> None:
+    """Where no model is named, make a tiny one in the output folder."""
+    if options.sft.model is None:
+        folder = Path(options.training.output_dir) / "tiny_model"
+        if process.is_main_process:
+            write_tiny_model(folder, options.training.seed)
+        process.wait_for_everyone()
+        options.sft.model = str(folder)
+
+
+def read_rows(options: Options) -> Dataset:
+    """Return the conversations, and see that the loss is on the assistant's words where they are marked.
+
+    Raises:
+        ValueError: they cannot be loaded, or are no conversations.
+    """
+    name, split = options.sft.dataset, options.sft.split
+    if name is None:
+        return make_conversations(512, options.training.seed)
+    with explained(f"dataset={name!r} cannot be loaded"):
+        rows = load_dataset(name, split=split)
+    columns = set(rows.column_names)
+    if not (columns >= {"messages"} or columns >= {"prompt", "completion"}):
+        raise ValueError(
+            f"dataset={name!r} has the columns {', '.join(rows.column_names)}; rows need `messages`, or `prompt` and "
+            "`completion`"
+        )
+    # Of completions TRL masks the prompt by itself, and refuses this flag.
+    options.training.assistant_only_loss &= "messages" in columns
+    return rows
+
+
+def announce(trainer: SFTTrainer, options: Options) -> None:
+    """Log what is about to be trained."""
+    counts = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
+    trained, total = sum(count for count, learns in counts if learns), sum(count for count, _ in counts)
+    logger.info(
+        f"Model: {trained:,} of {total:,} stored parameters learn on {trainer.args.device}; quantised base: "
+        f"{options.sft.quantize}; {len(trainer.train_dataset):,} rows; activation offloading: {options.memopt.offload}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors("train_sft", main))

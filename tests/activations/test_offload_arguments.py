@@ -1,0 +1,52 @@
+"""The offloader's options as fields: the same names, defaults and meaning as the offloader's own."""
+
+from dataclasses import fields
+from inspect import signature
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
+
+CPU = torch.device("cpu")
+# Fields that the offloader calls otherwise, or does not have.
+OWN = {"offload", "cpu_copies"}
+
+
+def test_defaults_are_the_offloaders() -> None:
+    options = signature(ActivationOffloader).parameters
+    declared = {each.name: each.default for each in fields(OffloadArguments) if each.name not in OWN}
+    assert declared == {name: options[name].default for name in declared}
+    assert get_args(get_type_hints(OffloadArguments)["offload"]) == MODES
+    assert all(each.metadata["help"] for each in fields(OffloadArguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mode_is_what_the_offloader_does(mode: Any) -> None:
+    made = OffloadArguments(offload=mode).make_offloader(CPU)
+    assert (made is None) == (mode == "off")
+    assert made is None or made.mode == mode
+
+
+def test_each_field_reaches_the_offloader(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "hf_memopt.activations.offload_arguments.ActivationOffloader", lambda **each: given.update(each)
+    )
+    changed = {"max_slowdown": 0.5, "offload_threshold_mb": 1.5, "prefetch_ahead": 7, "pin_memory": False}
+    changed |= {"budget_gib": 2.0, "host_budget_gib": 3.0}
+    OffloadArguments(cpu_copies=True, **changed).make_offloader(CPU)
+    assert isinstance(given.pop("copier"), SyncCopier)
+    assert given == {"mode": "auto", **changed}
+
+
+def test_copies_are_performed_on_a_cpu_only_where_that_is_asked_for() -> None:
+    for cpu_copies in (False, True):
+        made = OffloadArguments(offload="all", offload_threshold_mb=0, cpu_copies=cpu_copies).make_offloader(CPU)
+        assert made is not None
+        with made.offload_context(model := nn.Linear(4, 4)):
+            model(torch.ones(2, 4)).exp().sum().backward()
+        assert (made.stats.bytes_moved > 0) == cpu_copies

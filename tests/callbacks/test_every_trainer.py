@@ -1,0 +1,161 @@
+"""Scripts that know nothing of this library are attached to, and end with the plain run's losses and weights."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from late_imports import LateModule
+from offload_trainers import decoder, equal, examples, weights
+from torch import Tensor, nn
+
+callbacks = LateModule("hf_memopt.callbacks")
+every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
+accelerate = LateModule("accelerate")
+transformers = LateModule("transformers")
+
+SCRIPT = Path(__file__).parents[1] / "sft_script.py"
+SETTINGS = "offload_threshold_mb=0,cpu_copies=true"
+
+
+def arguments(**given: Any) -> Any:
+    return callbacks.MemoptArguments(**{"offload_threshold_mb": 0.0, "cpu_copies": True, **given})
+
+
+def offload_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "moved to the host" in text or "moved nothing" in text]
+
+
+@pytest.fixture(autouse=True)
+def shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_memopt")
+
+
+def test_a_trainer_is_attached_to_where_it_is_made(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = make()
+    plain.train()
+    with every_trainer.attached(arguments()):
+        trainer = make()
+        trainer.train()
+    assert equal(weights(trainer), weights(plain))
+    assert "compute_loss_context_manager" in vars(trainer)
+    assert "compute_loss_context_manager" not in vars(plain)
+    # One line: its own Accelerator did not wrap the model a second time.
+    (line,) = offload_lines(caplog)
+    assert "moved to the host" in line
+
+
+def test_a_script_that_attaches_itself_is_refused(make: Any) -> None:
+    with every_trainer.attached(arguments()):
+        trainer = make()
+        with pytest.raises(ValueError, match=r"is replaced already; remove\(\)"):
+            callbacks.attach(trainer)
+
+
+def test_afterwards_nothing_is_attached_any_more(make: Any) -> None:
+    before = transformers.Trainer.__init__, accelerate.Accelerator.prepare
+    with pytest.raises(SystemExit), every_trainer.attached(arguments()):
+        sys.exit(0)
+    assert (transformers.Trainer.__init__, accelerate.Accelerator.prepare) == before
+    assert "train" not in vars(make())
+
+
+def trained_by_accelerate(*prepared_besides: nn.Module) -> list[Tensor]:
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = decoder()
+    model, optimizer, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), *prepared_besides)
+    for row in examples()[:6]:
+        batch = {name: value[None] for name, value in row.items()}
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_loop_on_accelerate_offloads_what_its_model_saves(caplog: pytest.LogCaptureFixture) -> None:
+    plain = trained_by_accelerate()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with every_trainer.attached(arguments(offload="all")):
+        assert equal(trained_by_accelerate(frozen), plain)
+    (line,) = offload_lines(caplog)  # the frozen model has no offloader
+    assert "moved to the host" in line
+    caplog.clear()
+    with every_trainer.attached(arguments(offload="off")):
+        assert equal(trained_by_accelerate(), plain)
+    assert offload_lines(caplog) == []
+
+
+def test_a_model_that_is_prepared_twice_is_wrapped_once(caplog: pytest.LogCaptureFixture) -> None:
+    with every_trainer.attached(arguments()):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        accelerator.prepare(model)
+    assert len(offload_lines(caplog)) == 1
+
+
+def run(*command: str, **environment: str) -> str:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def results(file: Path) -> Any:
+    return torch.load(file, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("plain")
+    run(str(SCRIPT), str(folder))
+    return results(folder / "results.pt")
+
+
+@pytest.mark.parametrize("how", ["variable", "module", "launch"])
+def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: Path) -> None:
+    module = "hf_memopt.callbacks.every_trainer"
+    if how == "variable":
+        printed = run("-m", module, str(SCRIPT), str(tmp_path), HF_MEMOPT=SETTINGS)
+    elif how == "module":
+        words = ("-m", module, "-m", SCRIPT.stem, str(tmp_path))
+        printed = run(*words, HF_MEMOPT=f"offload=all,{SETTINGS}", PYTHONPATH=python_path(SCRIPT.parent))
+    else:
+        flags = ("--cpu", "--num_processes=1", "--offload_threshold_mb", "0", "--cpu_copies", "--", str(SCRIPT))
+        printed = run("-m", "hf_memopt.cli", "launch", *flags, str(tmp_path))
+    assert "moved to the host" in printed
+    assert "host: " in printed  # memory in the log
+    losses, state = results(tmp_path / "results.pt")
+    assert losses == plain_run[0]
+    assert len(losses) == 4
+    assert state.keys() == plain_run[1].keys()
+    assert all(torch.equal(state[name], plain_run[1][name]) for name in state)
+
+
+def python_path(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
+    """Its name, its arguments, its folder on the path, and its own exception with its traceback."""
+    (tmp_path / "beside.py").write_text("NUMBER = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, beside\nprint(__name__, sys.argv, beside.NUMBER)\nraise ValueError('mine')\n")
+    command = [sys.executable, "-m", "hf_memopt.callbacks.every_trainer", str(script), "--flag", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"__main__ {[str(script), '--flag', '--help']} 7\n"
+    assert done.returncode == 1
+    assert "line 3" in done.stderr
+    assert done.stderr.endswith("ValueError: mine\n")
+
+
+@pytest.mark.parametrize("words", [[], ["-m"]])
+def test_without_a_script_it_says_what_is_missing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_MEMOPT", raising=False)
+    with pytest.raises(ValueError, match="name a SCRIPT and its arguments, or -m MODULE"):
+        every_trainer.main(words)

@@ -1,0 +1,122 @@
+"""Models whose equal layers are simulated once, against whole simulations: the same to the byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import _estimate, _repeated, simulate, simulate_step
+from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.estimate.simulation.child_process import run_isolated
+
+huggingface = LateModule("hf_memopt.tuning.huggingface")
+transformers = LateModule("transformers")
+
+GPU = "rtx4090"
+TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 9, "num_attention_heads": 4}
+TEXT |= {"vocab_size": 320, "max_position_embeddings": 256}
+GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {**GROUPED, "head_dim": 16, "num_experts_per_tok": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 9, "n_head": 4, "vocab_size": 320, "n_positions": 256},
+    "phi3": {**GROUPED, "pad_token_id": 0},
+    "opt": {**TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+    "gpt_oss": {**EXPERTS, "num_hidden_layers": 10, "num_local_experts": 4},
+    "deepseek_v3": {**TEXT, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1},
+    "bert": TEXT,
+    "vit": {**TEXT, "image_size": 32, "patch_size": 8},
+}
+TASKS = {"bert": "masked", "vit": "image-classification"}
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "bf16, checkpointed": {"checkpointing": "full", "precision": "bf16"},
+    "bfloat16, selective, foreach": {
+        "checkpointing": "selective",
+        "dtype": "bfloat16",
+        "optimizer": "adamw-foreach",
+    },
+    "LoRA, checkpointed": {"checkpointing": "full", "lora_rank": 4, "dtype": "bfloat16"},
+    "fp16, eager, adafactor, two micro-batches": {
+        "precision": "fp16",
+        "attention": "eager",
+        "optimizer": "adafactor",
+        "micro_batch": 1,
+    },
+}
+QLORA = {"lora_rank": 4, "quantize": "nf4", "dtype": "bfloat16"}
+LARGE = ("gpt_oss", "deepseek_v3")
+# One way for each model by default, all of them in `make test-slow`.
+CASES = [
+    pytest.param(
+        model,
+        way,
+        id=f"{model}-{way}",
+        marks=[] if number == index % len(WAYS) and model not in LARGE else pytest.mark.slow,
+    )
+    for index, model in enumerate(MODELS)
+    for number, way in enumerate(WAYS)
+]
+
+
+def step_of(folder: Path, model: str, **options: Any) -> SimulatedStep:
+    transformers.AutoConfig.for_model(model, **MODELS[model]).save_pretrained(folder)
+    checkpointing, micro_batch = options.pop("checkpointing", "none"), options.pop("micro_batch", 2)
+    settings = {"seq_len": 64, "effective_batch": 2, "task": TASKS.get(model, "causal"), **options}
+    found: SimulatedStep = huggingface.HuggingFaceModel(str(folder), **settings).step_with(
+        checkpointing, "off", micro_batch
+    )
+    return found
+
+
+def repeated(step: SimulatedStep) -> MemoryEstimate:
+    assert step.repeated is not None
+    layers = step.repeated
+    return run_isolated(lambda: _estimate(_repeated(layers, GPU), has_card=True))
+
+
+def whole(step: SimulatedStep) -> MemoryEstimate:
+    return run_isolated(lambda: simulate(step.setup, step.step, num_steps=step.num_steps, gpu=GPU))
+
+
+def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
+    assert few.trace == all_of_them.trace
+    assert few.storage_kinds == all_of_them.storage_kinds
+    for name in ("peak_bytes", "reserved_bytes", "phase", "step", "phases", "breakdown", "top", "host_bytes"):
+        assert getattr(few, name) == getattr(all_of_them, name), name
+    for name in ("confidence", "assumptions", "unreached"):
+        assert getattr(few, name) == getattr(all_of_them, name), name
+    # Kernels so small that starting them takes longest do not add up in a straight line.
+    assert few.step_ms == pytest.approx(all_of_them.step_ms, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -> None:
+    step = step_of(tmp_path, model, **WAYS[way])
+    check(repeated(step), whole(step))
+
+
+def test_qlora(tmp_path: Path) -> None:
+    step = step_of(tmp_path, "llama", **QLORA)
+    check(repeated(step), whole(step))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("llama", {"optimizer": "adamw-8bit"}), ("qwen3", {"num_hidden_layers": 4})],
+    ids=["an optimizer with tables of its own", "too few layers"],
+)
+def test_others_are_simulated_whole(
+    model: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {"num_hidden_layers": options.pop("num_hidden_layers", 9)}
+    monkeypatch.setitem(MODELS, model, {**MODELS[model], **layers})
+    step = step_of(tmp_path, model, **options)
+    assert run_isolated(lambda: simulate_step(step, gpu=GPU)).trace == whole(step).trace

@@ -1,0 +1,144 @@
+"""The comparison of modes: the same updates in each, what is measured, and processes that do not come to an end."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerators
+import pytest
+import torch
+from late_imports import LateModule
+from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
+
+comparison = LateModule("hf_memopt.recipes.common.comparison")
+recipe_modules = {
+    name: LateModule(f"hf_memopt.recipes.{name}")
+    for name in ("train_causal_lm", "train_fluxflow", "train_lgt", "train_neural_operator")
+}
+FLAGS = {
+    "train_causal_lm": CAUSAL_LM,
+    "train_fluxflow": (*FLUXFLOW, "--offload_threshold_mb=0.001"),
+    "train_lgt": LGT,
+    "train_neural_operator": NEURAL_OPERATOR,
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with accelerators.on_the_cpu():
+        yield
+
+
+def options_of(name: str, folder: Path, *more: str) -> Any:
+    place = f"--{'checkpoint.save_dir' if name == 'train_lgt' else 'output_dir'}={folder}"
+    data = [f"--cache_folder={folder / 'darcy'}"] if name == "train_neural_operator" else []
+    return recipe_modules[name].parse("", [*FLAGS[name], "--cpu_copies", place, *data, *more], compared=["off", "all"])
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
+    options = options_of(name, tmp_path / "run")
+    assert options.output_dir == str(tmp_path / "run")
+    off, where = comparison.measure(name, comparison.in_mode(options, "off"), 4)
+    offloaded, _ = comparison.measure(name, comparison.in_mode(options, "all"), 4)
+    assert len(set(off.losses)) == len(off.losses) == comparison.NUM_CHECKED  # it trains
+    assert (offloaded.losses, offloaded.weights_sha256) == (off.losses, off.weights_sha256)
+    assert 0 < offloaded.saved_mib < off.saved_mib
+    assert offloaded.moved_mib > 0
+    assert offloaded.host_mib > 0
+    assert min(off.step_ms, offloaded.step_ms) > 0
+    assert (where["device"], where["num_processes"]) == ("cpu", 1)
+    files = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
+    assert files <= {"darcy"}, "a comparison leaves nothing of a training"
+    seed = replace(options.training, seed=1)
+    other, _ = comparison.measure(name, comparison.in_mode(options._replace(training=seed), "off"), 4)
+    assert other.losses != off.losses
+    assert other.weights_sha256 != off.weights_sha256
+
+
+def test_what_is_compared_needs_no_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    for name in FLAGS:
+        assert options_of(name, tmp_path).output_dir == str(tmp_path)
+    parse = recipe_modules["train_causal_lm"].parse
+    with pytest.raises(ValueError, match=r"already holds results\.json"):
+        parse("", [*CAUSAL_LM, f"--output_dir={tmp_path}"])
+
+
+def test_running_out_of_memory_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hf_memopt.recipes.train_causal_lm.update", run_out)
+    options = options_of("train_causal_lm", tmp_path / "run")
+    cost, where = comparison.measure("train_causal_lm", comparison.in_mode(options, "all"), 4)
+    assert (cost.mode, cost.failure, cost.step_ms) == ("all", "out of memory", None)
+    assert where["device"] == "cpu"
+
+
+class EndsItsProcess:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (9,)
+
+
+def test_a_process_that_is_killed_is_a_result() -> None:
+    options = SimpleNamespace(offload=SimpleNamespace(offload="all"), end=EndsItsProcess())
+    cost, where = comparison._in_a_new_process("train_lgt", options, 4)
+    assert (cost.mode, where) == ("all", {})
+    assert cost.failure.startswith("killed")
+
+
+def test_modes_that_differ_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"off": "a", "all": "a", "auto": "b"}
+
+    def measured(name: str, options: Any, num_steps: int) -> Any:
+        mode = options.offload.offload
+        cost = comparison.RunCost(mode, step_ms=1.0, losses=[1.0], weights_sha256=weights[mode])
+        return cost, {"device": "cpu"}
+
+    monkeypatch.setattr("hf_memopt.recipes.common.comparison._in_a_new_process", measured)
+    flags = [*CAUSAL_LM, f"--output_dir={tmp_path / 'run'}"]
+    assert comparison.compare("train_causal_lm", flags, ["off", "all"], 4)
+    assert not comparison.compare("train_causal_lm", flags, ["off", "all", "auto"], 4)
+    assert "other weights" in capsys.readouterr().out
+    found = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert (found["recipe"], found["device"], found["num_steps"]) == ("train_causal_lm", "cpu", 4)
+    assert [cost.mode for cost in comparison.read_costs(tmp_path / "run")] == ["off", "all", "auto"]
+    assert comparison.read_costs(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "modes", "message"),
+    [
+        ([], ["off", "inputs"], "offload='inputs' moves the inputs of checkpointed blocks; add --gradient_checkpoint"),
+        (["--offload=all", "--budget_gib=1"], ["off", "all"], "budget_gib=1.0 needs --offload auto"),
+        (["--plan=8GiB"], ["off", "auto"], "plan='8GiB' chooses the mode, and modes are to be compared; leave --plan"),
+        (
+            ["--output_dir=FILE"],
+            ["off", "auto"],
+            "output_dir=.*: .* is a file; name a folder",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_any_work(
+    flags: list[str], modes: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    given = [flag.replace("FILE", str(tmp_path / "file")) for flag in flags]
+    with pytest.raises(ValueError, match=message):
+        comparison.compare("train_causal_lm", [*CAUSAL_LM, *given], modes, 4)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2: modes are compared in one process; use --num_processes 1"):
+        comparison.compare("train_lgt", [], ["off", "all"], 4)

@@ -1,0 +1,207 @@
+"""The recipe for supervised fine-tuning: through its own entry point, bitwise the same whatever is offloaded."""
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerators
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_memopt.recipes import train_sft
+from hf_memopt.recipes.sft.options import parse
+from hf_memopt.recipes.sft.plan import OPTIMIZERS, apply_plan, workload
+from hf_memopt.recipes.train_sft import main
+
+pytestmark = pytest.mark.usefixtures("quick_plans")
+
+CONFIGS = Path(train_sft.__file__).parent / "configs"
+TINY = ("--max_steps=3", "--logging_steps=1", "--learning_rate=0.01", "--per_device_train_batch_size=4")
+OFFLOADED = ("--cpu_copies", "--offload_threshold_mb=0")
+LORA = "--lora_rank=4"
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with accelerators.on_the_cpu():
+        yield
+
+
+def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and the weights that are saved."""
+    log = main([*TINY, *flags, f"--output_dir={folder}"])
+    name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
+    return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")
+
+
+KINDS = {
+    "full": (),
+    "lora": (LORA, "--gradient_checkpointing=false"),
+    "bf16": (LORA, "--bf16=true"),
+    "int8": (LORA, "--quantize=int8"),
+    "nf4": (LORA, "--quantize=nf4", "--gradient_checkpointing=false"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind != "nf4" else pytest.param("nf4", marks=needs_bitsandbytes) for kind in KINDS]
+)
+def test_losses_and_weights_are_bitwise_those_without_offloading(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses, weights = train(tmp_path / "plain", *KINDS[kind], "--offload=off", "--no_memory_log")
+    caplog.set_level(logging.INFO, "hf_memopt")
+    offloaded, same_weights = train(tmp_path / "auto", *KINDS[kind], *OFFLOADED)
+    assert len(losses) == 3
+    assert offloaded == losses
+    assert same_weights.keys() == weights.keys()
+    assert all(torch.equal(same_weights[name], weights[name]) for name in weights)
+    assert "moved to the host" in caplog.text
+    assert (tmp_path / "auto" / "memory.jsonl").exists()
+    assert not (tmp_path / "plain" / "memory.jsonl").exists()
+
+
+def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[Tensor] = []
+    compute_loss = train_sft.SFTTrainer.compute_loss
+
+    def keep(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels.append(inputs["labels"].clone())
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(train_sft.SFTTrainer, "compute_loss", keep)
+    train(tmp_path / "answers")
+    train(tmp_path / "all", "--assistant_only_loss=false")
+    answers, everything = ((torch.cat([each.flatten() for each in part]) >= 0) for part in (labels[:3], labels[3:]))
+    # Of 26 words in a conversation 12 are the assistant's: 7 and 5, with their ends.
+    assert answers.sum() == 3 * 4 * 12
+    assert everything.sum() == 3 * 4 * 26
+
+
+def test_rows_of_prompts_and_completions_from_a_folder(tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {i} plus 1 ?", "completion": f" {i + 1} ."} for i in range(12)]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses, _ = train(tmp_path / "run", f"--dataset={tmp_path / 'rows'}")
+    assert len(losses) == 3
+
+
+def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = SimpleNamespace(settings={"activations": "checkpointed, inputs offloaded"}, micro_batch=2)
+    monkeypatch.setattr("hf_memopt.recipes.sft.plan.best_row", lambda model, card, process: best)
+    flags = ("--plan=8GiB", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=3")
+    options = parse("", [LORA, *flags, f"--model={tiny(tmp_path)}"])
+    assert apply_plan(options) is best
+    training = options.training
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 6)
+    assert (training.gradient_checkpointing, options.memopt.offload) == (True, "inputs")
+
+
+def test_a_card_with_room_for_the_whole_batch_needs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_memopt")
+    losses, _ = train(tmp_path, LORA, "--plan=80GiB", "--max_length=64")
+    assert len(losses) == 3
+    assert "Plan: " in caplog.text
+    assert "micro-batch 4 x 1, activations kept" in caplog.text
+    assert "activation offloading: off" in caplog.text
+    assert "Plan: predicted peak" in caplog.text
+
+
+def tiny(folder: Path) -> str:
+    return train_sft.write_tiny_model(folder / "tiny", 0)
+
+
+def test_a_plan_from_a_file_writes_one_that_runs(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(yaml.safe_dump({"max_steps": 1, "lora_rank": 4, "budget_gib": 1.0, "max_length": 64}))
+    found = workload(file, effective_batch=4)
+    (settings,) = ({"activations": value} for value in found.levers[0].values if value == "all offloaded")
+    written = found.write(settings, 2, tmp_path)
+    assert f"-m hf_memopt.recipes.train_sft --config {file}" in found.command(written)
+    options = parse("", ["--config", str(file)])
+    assert options.memopt.offload == "all"
+    assert options.memopt.budget_gib is None
+    training = options.training
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 2)
+    assert found.simulated(settings, 2).num_micro_batches == 2
+
+
+def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    whole, weights = train(tmp_path / "whole", "--save_steps=2")
+    train(tmp_path / "parted", "--save_steps=2")
+    (tmp_path / "parted" / "checkpoint-3").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match="already holds checkpoint-2"):
+        train(tmp_path / "parted")
+    losses, same_weights = train(tmp_path / "parted", "--resume_from_checkpoint=latest", *OFFLOADED)
+    assert losses == whole
+    assert all(torch.equal(same_weights[name], weights[name]) for name in weights)
+
+
+REFUSED = {
+    ("--quantize=nf4",): "quantize='nf4' freezes the base, so that adapters have to learn; add --lora_rank",
+    ("--quantize=int8", LORA, "--plan=8GiB"): "quantize='int8' is not simulated",
+    ("--lora_rank=0",): "lora_rank=0 must be at least 1",
+    ("--plan=x",): "plan='x': ",
+    ("--plan=auto",): "plan='auto' needs an accelerator",
+    ("--plan=8GiB", "--budget_gib=1"): "plan='8GiB' chooses what is offloaded; leave --budget_gib=1.0 out",
+    ("--plan=8GiB", "--optim=lomo"): "optim='lomo' is not simulated; choose from adamw_torch_fused",
+    ("--model=/nowhere",): "model='/nowhere' cannot be loaded",
+    ("--dataset=/nowhere",): "dataset='/nowhere' cannot be loaded",
+    ("--budget_gib=1", "--offload=all"): "budget_gib=1.0 needs offload=auto",
+    ("--resume_from_checkpoint=/nowhere",): "resume_from_checkpoint='/nowhere': no such folder",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=lambda flags: flags[0])
+def test_mistakes_name_flag_and_remedy(flags: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^") as caught:
+        train(tmp_path / "run", *flags)
+    assert REFUSED[flags] in str(caught.value)
+
+
+def test_rows_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="has the columns text; rows need `messages`, or `prompt` and `completion`"):
+        train(tmp_path / "run", f"--dataset={tmp_path}")
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"quantize='nf4' needs bitsandbytes: pip install bitsandbytes$"):
+        train(tmp_path / "run", LORA, "--quantize=nf4")
+
+
+def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert set(OPTIMIZERS) <= {each.value for each in OptimizerNames}
+
+
+def test_the_recipe_is_short() -> None:
+    assert len(Path(train_sft.__file__).read_text().splitlines()) <= 120
+
+
+def test_the_demo_learns_and_reports_through_accelerate_launch(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
+    flags = ["--config", str(CONFIGS / "sft_demo.yaml"), f"--output_dir={tmp_path}", "--max_steps=60"]
+    command = [*launch, "-m", "hf_memopt.recipes.train_sft", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    assert (tmp_path / "report" / "report.html").exists()
+    assert "moved to the host" in done.stdout + done.stderr

@@ -1,0 +1,54 @@
+"""Adapters: what is frozen, what is adapted, and what is refused where PEFT is missing or finds nothing."""
+
+import sys
+
+import pytest
+from late_imports import LateModule
+from torch import nn
+
+from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
+
+transformers = LateModule("transformers")
+
+RANK, WIDTH, LAYERS = 3, 16, 2
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    decoder: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32))
+    return decoder
+
+
+def trained(model: nn.Module) -> dict[str, int]:
+    """Sizes of what is trained, by the adapted layer's name."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert ".lora_" in name
+            layer = name.split(".lora_")[0].split(".")[-1]
+            found[layer] = found.get(layer, 0) + parameter.numel()
+    return found
+
+
+def test_named_layers_get_adapters_and_all_else_is_frozen(model: nn.Module) -> None:
+    adapted = with_adapters(model, RANK, "q_proj,down_proj")
+    assert trained(adapted) == {"q_proj": LAYERS * RANK * 2 * WIDTH, "down_proj": LAYERS * RANK * (WIDTH + 24)}
+    assert not any(parameter.requires_grad for parameter in model.lm_head.parameters())
+
+
+def test_all_linear_layers_are_all_but_the_outputs(model: nn.Module) -> None:
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(trained(with_adapters(model, RANK, ALL_LINEAR))) == names
+
+
+@pytest.mark.parametrize("targets", ["nowhere", "", "q_proj;v_proj"])
+def test_layers_that_the_model_does_not_have_are_named(targets: str, model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"^lora_targets='{targets}': PEFT finds no such layers in the model: "):
+        with_adapters(model, RANK, targets)
+
+
+def test_without_peft_the_option_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"^lora_rank=3 needs PEFT: pip install peft$"):
+        import_peft(3)
