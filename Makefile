@@ -62,6 +62,9 @@ demo-fluxflow: $(READY) ## a VAE-GAN on painted landscapes on the CPU, in about 
 	$(COMPARE) fluxflow --modes off,all,auto --steps 8 --config_path recipes/configs/fluxflow_demo.yaml $(TRY_OUT) 0.04
 	$(LAUNCH) hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
+app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.1:7860
+	$(PY) space/app.py
+
 # Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
 test: $(READY) ## the default test suite (CPU, no network)
 	$(PY) -m pytest -n 2 --dist worksteal
