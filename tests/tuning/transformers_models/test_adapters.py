@@ -5,8 +5,9 @@ import sys
 import pytest
 from late_imports import LateModule
 from torch import nn
+from transformers_toys import estimate
 
-from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
+from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_peft, with_adapters
 
 transformers = LateModule("transformers")
 
@@ -52,3 +53,12 @@ def test_without_peft_the_option_and_the_remedy_are_named(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"^lora_rank=3 needs PEFT: pip install peft$"):
         import_peft(3)
+
+
+def test_adapters_are_all_that_is_trained(qwen3: str) -> None:
+    rank, hidden, inner, heads = 4, 64, 128, 16 * 2
+    found = estimate(qwen3, lora_rank=rank)
+    # Each adapted layer has rank * (inputs + outputs) weights: q, k, v, o, gate, up, down.
+    pairs = [(hidden, hidden), (hidden, heads), (hidden, heads), (hidden, hidden), *[(hidden, inner)] * 3]
+    assert found.breakdown["parameters"] == 2 * 4 * rank * sum(map(sum, pairs))
+    assert found.breakdown["frozen parameters"] > 10 * found.breakdown["parameters"]

@@ -1,0 +1,24 @@
+"""What a model is trained with: choices and ranges."""
+
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from transformers_toys import TOKENS
+
+huggingface = LateModule("hf_memopt.tuning.huggingface")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose from no, bf16, fp16"),
+        ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
+        ({"seq_len": 0}, "seq_len=0 must be at least 1"),
+        ({"seq_len": 10**6}, "longer than the model's max_position_embeddings"),
+        ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ = huggingface.HuggingFaceModel(qwen3, **{"seq_len": TOKENS, **options}).kind
