@@ -15,8 +15,8 @@ MODEL_CHOICES = {
     "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
     "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
     "quantize": (
-        ("none", "nf4"),
-        "frozen weights in 4 bits by bitsandbytes, with --lora-rank and --dtype for products",
+        ("none", "nf4", "int8", "int8-torchao"),
+        "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; with --lora-rank",
     ),
     "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
     "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
@@ -30,6 +30,7 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "seq_len": 2048,
     "lora_rank": None,
     "lora_targets": "all-linear",
+    "use_dora": False,
     "max_grad_norm": 1.0,
 }
 ACTIVATION_CHOICES = {
@@ -61,6 +62,7 @@ def add_to(
         "--lora-targets",
         help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
     )
+    group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
     group.add_argument(
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),
@@ -86,7 +88,8 @@ def given(parsed: argparse.Namespace) -> list[str]:
     for name, default in _MODEL_DEFAULTS.items():
         value = getattr(parsed, name)
         if value != default:
-            words += [f"--{name.replace('_', '-')}", "none" if value is None else str(value)]
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else ["none" if value is None else str(value)]
     return words
 
 

@@ -20,7 +20,7 @@ def test_the_choices_are_those_of_the_library() -> None:
 def test_what_was_given_can_be_said_again() -> None:
     parser = argparse.ArgumentParser()
     model_flags.add_to(parser)
-    words = ["--seq-len", "32", "--lora-rank", "2", "--max-grad-norm", "none", "--dtype", "bfloat16"]
+    words = ["--seq-len", "32", "--lora-rank", "2", "--max-grad-norm", "none", "--dtype", "bfloat16", "--use-dora"]
     again = model_flags.given(parser.parse_args(words))
     assert sorted(again) == sorted(words)
     assert parser.parse_args(again) == parser.parse_args(words)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
-from hf_memopt.estimate.simulation.quantised_base import quantise_nf4
+from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
 from hf_memopt.tuning.transformers_models.adapters import with_adapters
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.tasks import TASKS
@@ -33,10 +33,10 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
         model: Any = TASKS[options.kind].build(config, options.source, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
     model.train()
-    if options.quantize == "nf4":
-        quantise_nf4(model, dtype)
+    if options.quantize != "none":
+        quantise(model, options.quantize, dtype)
     if options.lora_rank is not None:
-        model = with_adapters(model, options.lora_rank, options.lora_targets)
+        model = with_adapters(model, options.lora_rank, options.lora_targets, options.use_dora)
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if checkpointing == "selective":

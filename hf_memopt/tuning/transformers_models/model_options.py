@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_peft
 from hf_memopt.tuning.transformers_models.model_config import read_config
@@ -14,11 +15,15 @@ from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
 CHOICES = {
     "task": ("auto", *TASKS),
     "dtype": ("float32", "bfloat16", "float16"),
-    "quantize": ("none", "nf4"),
+    "quantize": ("none", *LAYERS),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
     "optimizer": tuple(OPTIMIZERS),
 }
+
+
+# Options that mean something only beside adapters, and their defaults.
+_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora", False))
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,16 @@ class ModelOptions:
             configuration names.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
-            bitsandbytes (QLoRA), multiplied in `dtype` and everything else in float32, as PEFT prepares such models.
+            bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
+            is in float32 then, as PEFT prepares such models; "int8-torchao", in 8 bits by torchao
+            (`Int8WeightOnlyConfig`), everything else as `dtype` says.
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
         optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
             (torchao's), "sgd" (no momentum) or "adafactor".
         lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
         lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
 
@@ -62,6 +70,7 @@ class ModelOptions:
     optimizer: str = "adamw"
     lora_rank: int | None = None
     lora_targets: str = ALL_LINEAR
+    use_dora: bool = False
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
@@ -81,10 +90,10 @@ class ModelOptions:
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
             import_peft(self.lora_rank)
-        elif (self.quantize, self.lora_targets) != ("none", ALL_LINEAR):
-            raise ValueError(
-                f"quantize={self.quantize!r} and lora_targets={self.lora_targets!r} are for adapters; give a lora_rank"
-            )
+            return
+        unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
+        if unused:
+            raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
 
     @property
     def source(self) -> str:
