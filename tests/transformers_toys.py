@@ -19,9 +19,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
     | {"decoder_start_token_id": 0},
     "vit": {**SIZES, "image_size": 32, "patch_size": 8},
-    "wav2vec2": {},
+    "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+    | {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": VOCABULARY},
+    "wav2vec2": {**SIZES, "vocab_size": 32, "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 2)}
+    | {"conv_stride": (5, 2, 2), "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 16, "layerdrop": 0.0}
+    | {"num_conv_pos_embedding_groups": 4},
     "clip": {},
-    "whisper": {},
+    "sam": {},
+    "whisper": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+    | {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": VOCABULARY}
+    | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": TOKENS, "pad_token_id": 0}
+    | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
 CARD = find_card("rtx4070")
 

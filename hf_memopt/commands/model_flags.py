@@ -12,7 +12,20 @@ if TYPE_CHECKING:
 # Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
 # here, since `tuning.huggingface` is slow to import and not needed for `--help`.
 MODEL_CHOICES = {
-    "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
+    "task": (
+        (
+            "auto",
+            "seq2seq",
+            "speech-seq2seq",
+            "masked",
+            "causal",
+            "image-classification",
+            "sequence-classification",
+            "token-classification",
+            "ctc",
+        ),
+        "auto, by the class that the configuration names",
+    ),
     "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
     "quantize": (
         ("none", "nf4", "int8", "int8-torchao"),
@@ -21,8 +34,19 @@ MODEL_CHOICES = {
     "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
     "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
     "optimizer": (
-        ("adamw", "adamw-foreach", "sgd", "adamw-8bit", "adamw-4bit", "adafactor"),
-        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
+        (
+            "adamw",
+            "adamw-foreach",
+            "sgd",
+            "adamw-8bit",
+            "adamw-4bit",
+            "adamw-8bit-bnb",
+            "paged-adamw-8bit",
+            "paged-adamw-32bit",
+            "adafactor",
+        ),
+        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW in few bits, bitsandbytes', "
+        "or Adafactor",
     ),
 }
 # The other options of `HuggingFaceModel`, and all their defaults on the command line.
@@ -31,6 +55,7 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "lora_rank": None,
     "lora_targets": "all-linear",
     "use_dora": False,
+    "optimizer_in_backward": False,
     "max_grad_norm": 1.0,
 }
 ACTIVATION_CHOICES = {
@@ -54,7 +79,9 @@ def add_to(
     group = parser.add_argument_group("with a model")
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
-    group.add_argument("--seq-len", type=number(COUNT), help="tokens per sample (default: %(default)s)")
+    group.add_argument(
+        "--seq-len", type=number(COUNT), help="tokens per sample, or frames of sound (default: %(default)s)"
+    )
     group.add_argument(
         "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
     )
@@ -63,6 +90,11 @@ def add_to(
         help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
     )
     group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
+    group.add_argument(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="update each weight as soon as its gradient is there; with --max-grad-norm none, without --accumulation",
+    )
     group.add_argument(
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),

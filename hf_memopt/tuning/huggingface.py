@@ -45,7 +45,7 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def micro_batches(self) -> list[int]:
-        return divisors(self.effective_batch)
+        return [self.effective_batch] if self.optimizer_in_backward else divisors(self.effective_batch)
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
         return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
@@ -67,10 +67,15 @@ class HuggingFaceModel(ModelOptions):
             raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
         if micro_batch < 1 or self.effective_batch % micro_batch:
             raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
+        if self.optimizer_in_backward and micro_batch != self.effective_batch:
+            raise ValueError(
+                f"micro_batch={micro_batch}: optimizer_in_backward=True updates after each micro-batch; use that of "
+                f"effective_batch={self.effective_batch}"
+            )
         num_micro_batches = min(2, self.effective_batch // micro_batch)
         _ = self.name  # its class is imported once, before processes are forked
         # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes.
-        layers = None if offload != "off" or self.optimizer in WITH_TABLES else self._equal_layers
+        layers = None if offload != "off" or self._treats_layers_differently else self._equal_layers
 
         def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
             return SimulatedStep(
@@ -85,6 +90,11 @@ class HuggingFaceModel(ModelOptions):
             return step_of(self.config)
         few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(self.config, layers, count)))
         return step_of(self.config, few)
+
+    @property
+    def _treats_layers_differently(self) -> bool:
+        """Return whether equal layers do not repeat each other: what they hold is freed in another order."""
+        return self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
@@ -130,5 +140,6 @@ class HuggingFaceModel(ModelOptions):
     def _is_for_the_recipe(self, checkpointing: str) -> bool:
         """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
-        plain = (self.optimizer, self.attention) == ("adamw", "auto") and self.dtype != "float16"
+        plain = (self.optimizer, self.optimizer_in_backward, self.attention) == ("adamw", False, "auto")
+        plain = plain and self.dtype != "float16"
         return trains_all and checkpointing != "selective" and plain

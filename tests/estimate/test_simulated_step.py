@@ -105,8 +105,8 @@ def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"use_dora": True}, marks=pytest.mark.slow)],
-    ids=["LoRA", "DoRA"],
+    [{}, pytest.param({"use_dora": True, "optimizer": "paged-adamw-8bit"}, marks=pytest.mark.slow)],
+    ids=["LoRA", "DoRA, paged optimizer"],
 )
 def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
     step = step_of(tmp_path, "llama", **{**QLORA, **options})

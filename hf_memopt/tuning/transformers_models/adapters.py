@@ -22,7 +22,7 @@ def import_peft(lora_rank: int) -> Any:
     return peft
 
 
-def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool) -> nn.Module:
+def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool, peft_type: str | None) -> nn.Module:
     """Freeze a transformers model and add LoRA adapters.
 
     Args:
@@ -30,6 +30,7 @@ def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool) -> 
         rank: of the adapters.
         targets: names of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
         use_dora: with a magnitude for each of a layer's outputs (DoRA).
+        peft_type: PEFT's name of a task whose head is trained too; None, nothing else is.
 
     Raises:
         ValueError: the model has no such layers.
@@ -37,7 +38,7 @@ def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool) -> 
     peft = import_peft(rank)
     names = targets if targets == ALL_LINEAR else targets.split(",")
     try:
-        config = peft.LoraConfig(r=rank, target_modules=names, use_dora=use_dora)
+        config = peft.LoraConfig(r=rank, target_modules=names, use_dora=use_dora, task_type=peft_type)
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"lora_targets={targets!r}: PEFT finds no such layers in the model: {error}") from error

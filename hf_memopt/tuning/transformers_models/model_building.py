@@ -32,11 +32,14 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     with torch.device("cpu") if options.quantize != "none" else nullcontext():
         model: Any = TASKS[options.kind].build(config, options.source, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
+    if getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
     model.train()
     if options.quantize != "none":
         quantise(model, options.quantize, dtype)
     if options.lora_rank is not None:
-        model = with_adapters(model, options.lora_rank, options.lora_targets, options.use_dora)
+        peft_type = options.kind_of_task.peft_type
+        model = with_adapters(model, options.lora_rank, options.lora_targets, options.use_dora, peft_type)
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if checkpointing == "selective":

@@ -35,10 +35,10 @@ class ModelOptions:
 
     Args:
         model: hub id, folder, or a config.json.
-        seq_len: tokens per sample, on both sides of an encoder-decoder; images have their configuration's size.
+        seq_len: tokens per sample, on both sides of an encoder-decoder; images and Whisper's sound have their
+            configuration's size, and other sound is as long as this number of frames.
         effective_batch: samples per update.
-        task: "causal", "masked", "seq2seq" or "image-classification"; "auto", that of the class which the
-            configuration names.
+        task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
             bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
@@ -47,7 +47,9 @@ class ModelOptions:
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
         optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
-            (torchao's), "sgd" (no momentum) or "adafactor".
+            (torchao's), "adamw-8bit-bnb", "paged-adamw-8bit" and "paged-adamw-32bit" (bitsandbytes'), "sgd" (no
+            momentum) or "adafactor".
+        optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
         lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
         lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
@@ -68,6 +70,7 @@ class ModelOptions:
     precision: str = "no"
     attention: str = "auto"
     optimizer: str = "adamw"
+    optimizer_in_backward: bool = False
     lora_rank: int | None = None
     lora_targets: str = ALL_LINEAR
     use_dora: bool = False
@@ -83,9 +86,11 @@ class ModelOptions:
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         self._check_adapters()
-        longest = getattr(self.config, "max_position_embeddings", None)
-        if longest is not None and self.seq_len > longest and TASKS[self.kind].has_tokens:
-            raise ValueError(f"seq_len={self.seq_len} is longer than the model's max_position_embeddings={longest}")
+        self._check_update()
+        positions = self.kind_of_task.positions
+        longest = getattr(self.config, positions, None) if positions else None
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -94,6 +99,20 @@ class ModelOptions:
         unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
         if unused:
             raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+
+    def _check_update(self) -> None:
+        if not self.optimizer_in_backward:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
+                "is known; use none"
+            )
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision='fp16': its loss scaler has to see all gradients before an update; with "
+                "optimizer_in_backward use bf16"
+            )
 
     @property
     def source(self) -> str:

@@ -5,12 +5,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.tuning.transformers_models.model_building import build_model
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
-from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
+from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS, update_in_backward
 from hf_memopt.tuning.transformers_models.tasks import TASKS
 
 OFFLOAD = ("off", "auto", "inputs", "all")
@@ -43,10 +43,10 @@ class ModelUpdate:
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
             self._batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
-        optimizer = OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
-        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._model = self._accelerator.prepare(model)
+        self._optimizer = self._prepare_optimizer([p for p in model.parameters() if p.requires_grad], options)
         self._accelerator.state._mixed_precision = precision
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = num_micro_batches
@@ -61,8 +61,15 @@ class ModelUpdate:
                 self._accelerator.backward(self._loss())
                 if self._accelerator.sync_gradients and self._max_grad_norm is not None:
                     self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
+                if self._optimizer is not None:
+                    self._optimizer.step()
+                    self._optimizer.zero_grad()
+
+    def _prepare_optimizer(self, parameters: list[nn.Parameter], options: ModelOptions) -> Any:
+        """Return the optimizer, as Accelerate wraps it; None, weights are updated in backward."""
+        if options.optimizer_in_backward:
+            return update_in_backward(parameters, options.optimizer)
+        return self._accelerator.prepare(OPTIMIZERS[options.optimizer](parameters))
 
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()

@@ -7,12 +7,22 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForCTC,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
 )
 
-from hf_memopt.tuning.transformers_models.model_batches import image_batch, token_batch
+from hf_memopt.tuning.transformers_models.model_batches import (
+    image_batch,
+    sequence_batch,
+    spectrogram_batch,
+    token_batch,
+    waveform_batch,
+)
 from hf_memopt.tuning.transformers_models.model_config import building
 
 
@@ -23,12 +33,14 @@ class Task:
     Attributes:
         auto: transformers' class that finds the model's.
         batch: called with a configuration, the number of samples and of tokens in each.
-        has_tokens: samples have as many tokens as they are given, and no more than the model has positions.
+        positions: what the configuration calls the most tokens that a sample may have; None, it has no such limit.
+        peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
     """
 
     auto: Any
     batch: Callable[[Any, int, int], dict[str, Tensor]] = token_batch
-    has_tokens: bool = True
+    positions: str | None = "max_position_embeddings"
+    peft_type: str | None = None
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the class of this architecture; None, it has none for the task."""
@@ -56,9 +68,13 @@ class Task:
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 TASKS = {
     "seq2seq": Task(AutoModelForSeq2SeqLM),
+    "speech-seq2seq": Task(AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions"),
     "masked": Task(AutoModelForMaskedLM),
     "causal": Task(AutoModelForCausalLM),
-    "image-classification": Task(AutoModelForImageClassification, image_batch, has_tokens=False),
+    "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None),
+    "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
+    "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
+    "ctc": Task(AutoModelForCTC, waveform_batch, positions=None),
 }
 
 

@@ -16,6 +16,14 @@ huggingface = LateModule("hf_memopt.tuning.huggingface")
         ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
         ({"seq_len": 0}, "seq_len=0 must be at least 1"),
         ({"seq_len": 10**6}, "longer than the model's max_position_embeddings"),
+        (
+            {"optimizer_in_backward": True},
+            "max_grad_norm=1.0: with optimizer_in_backward gradients are gone .* use none",
+        ),
+        (
+            {"optimizer_in_backward": True, "max_grad_norm": None, "precision": "fp16"},
+            "precision='fp16': its loss scaler .* use bf16",
+        ),
         ({"quantize": "nf4"}, "quantize='nf4': for adapters; give a lora_rank"),
         ({"use_dora": True, "lora_targets": "v_proj"}, "lora_targets='v_proj' and use_dora=True: for adapters"),
         ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
