@@ -54,6 +54,7 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "seq_len": 2048,
     "lora_rank": None,
     "lora_targets": "all-linear",
+    "padding": False,
     "use_dora": False,
     "optimizer_in_backward": False,
     "max_grad_norm": 1.0,
@@ -81,6 +82,9 @@ def add_to(
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument(
         "--seq-len", type=number(COUNT), help="tokens per sample, or frames of sound (default: %(default)s)"
+    )
+    group.add_argument(
+        "--padding", action="store_true", help="batches have an attention mask, since some samples are shorter"
     )
     group.add_argument(
         "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"

@@ -34,8 +34,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "without memory, by CUDA's rules, and print the peak: in which phase it is, what it consists of, what was "
         "assumed. No weight is downloaded or allocated; the configuration is enough.",
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
-        "h100. Batches have no padding. Not simulated, and added as named allowances: the device context and the "
-        "workspaces of cuDNN.",
+        "h100. Not simulated, and added as named allowances: the device context and the workspaces of cuDNN.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"

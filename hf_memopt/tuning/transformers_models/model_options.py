@@ -28,10 +28,10 @@ _OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora",
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A transformers model, a batch without padding, and an update as Accelerate runs it.
+    """A transformers model, a batch, and an update as Accelerate runs it.
 
-    Weights are neither downloaded nor allocated. The batch has no attention mask, so that attention may take the kernel
-    without one; labels are the inputs. fp16 is simulated without its loss scaler.
+    Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
+    may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
 
     Args:
         model: hub id, folder, or a config.json.
@@ -39,6 +39,7 @@ class ModelOptions:
             configuration's size, and other sound is as long as this number of frames.
         effective_batch: samples per update.
         task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
+        padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
             bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
@@ -66,6 +67,7 @@ class ModelOptions:
     seq_len: int = 2048
     effective_batch: int = 8
     task: str = "auto"
+    padding: bool = False
     dtype: str = "float32"
     precision: str = "no"
     attention: str = "auto"
@@ -87,6 +89,8 @@ class ModelOptions:
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         self._check_adapters()
         self._check_update()
+        if self.padding and not self.kind_of_task.has_mask:
+            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
         positions = self.kind_of_task.positions
         longest = getattr(self.config, positions, None) if positions else None
         if longest is not None and self.seq_len > longest:

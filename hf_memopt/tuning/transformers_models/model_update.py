@@ -8,6 +8,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.tuning.transformers_models.model_batches import with_padding
 from hf_memopt.tuning.transformers_models.model_building import build_model
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS, update_in_backward
@@ -42,7 +43,8 @@ class ModelUpdate:
         self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
-            self._batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
+            batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
+            self._batch = with_padding(batch) if options.padding else batch
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
         self._model = self._accelerator.prepare(model)

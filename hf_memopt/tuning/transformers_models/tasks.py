@@ -34,6 +34,7 @@ class Task:
         auto: transformers' class that finds the model's.
         batch: called with a configuration, the number of samples and of tokens in each.
         positions: what the configuration calls the most tokens that a sample may have; None, it has no such limit.
+        has_mask: batches may have an attention mask that hides padding.
         peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
     """
 
@@ -41,6 +42,7 @@ class Task:
     batch: Callable[[Any, int, int], dict[str, Tensor]] = token_batch
     positions: str | None = "max_position_embeddings"
     peft_type: str | None = None
+    has_mask: bool = True
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the class of this architecture; None, it has none for the task."""
@@ -68,13 +70,15 @@ class Task:
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 TASKS = {
     "seq2seq": Task(AutoModelForSeq2SeqLM),
-    "speech-seq2seq": Task(AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions"),
+    "speech-seq2seq": Task(
+        AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions", has_mask=False
+    ),
     "masked": Task(AutoModelForMaskedLM),
     "causal": Task(AutoModelForCausalLM),
-    "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None),
+    "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None, has_mask=False),
     "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
     "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
-    "ctc": Task(AutoModelForCTC, waveform_batch, positions=None),
+    "ctc": Task(AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
 }
 
 

@@ -1,9 +1,15 @@
 """Batches have the sizes that a configuration says."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from architectures import Workload
+from estimate_runs import deviations, training
+from late_imports import LateModule
+from transformers_toys import BATCH, TOKENS, estimate
 
 from hf_memopt.tuning.transformers_models.model_batches import (
     image_batch,
@@ -11,7 +17,13 @@ from hf_memopt.tuning.transformers_models.model_batches import (
     spectrogram_batch,
     token_batch,
     waveform_batch,
+    with_padding,
 )
+
+huggingface = LateModule("hf_memopt.tuning.huggingface")
+tasks = LateModule("hf_memopt.tuning.transformers_models.tasks")
+transformers = LateModule("transformers")
+FolderOf = Callable[..., str]
 
 
 def test_tokens_are_their_own_labels() -> None:
@@ -50,3 +62,50 @@ def test_wav2vec2_hears_twenty_milliseconds_in_a_frame() -> None:
 
 def test_classes_of_sequences_have_one_label_each() -> None:
     assert sequence_batch(SimpleNamespace(), 3, 5)["labels"].shape == (3,)
+
+
+def padded(folder: str, name: str) -> Callable[[torch.device], Any]:
+    task, config = tasks.TASKS[name], transformers.AutoConfig.from_pretrained(folder)
+
+    def build() -> Workload:
+        model, batch = task.build(config, folder).train(), with_padding(task.batch(config, BATCH, 40))
+        model.config.use_cache = False
+        return Workload(model, lambda: model(**batch).loss)
+
+    return training(build)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("qwen3", "causal"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("bert", "masked"),
+                ("t5", "seq2seq"),
+                ("bart", "seq2seq"),
+                ("qwen3", "sequence-classification"),
+            )
+        ),
+    ],
+)
+def test_padded_batches_take_what_they_take_in_a_real_run(model_type: str, name: str, folder_of: FolderOf) -> None:
+    folder = folder_of(model_type, pad_token_id=0)
+    assert max(map(abs, deviations(padded(folder, name)))) < 0.002
+
+
+def test_a_mask_is_kept_for_backward(folder_of: FolderOf) -> None:
+    """On this card attention without a mask runs in flash, and with one in the memory-efficient kernel."""
+    folder = folder_of("qwen3", num_key_value_heads=4, num_attention_heads=4)
+    plain, masked = (estimate(folder, precision="bf16", padding=padding) for padding in (False, True))
+    assert (plain.assumptions, masked.assumptions) == (("all of a tensor taken as True (2 times)",), ())
+    pairs = BATCH * TOKENS * TOKENS
+    # A truth value for each pair of tokens, and what the kernel adds instead of it in each of two layers.
+    kept = masked.breakdown["activations"] - plain.breakdown["activations"]
+    assert pairs < kept < 8 * pairs
+
+
+def test_images_have_no_padding(folder_of: FolderOf) -> None:
+    with pytest.raises(ValueError, match="padding=True: batches of task='image-classification' have no attention mask"):
+        huggingface.HuggingFaceModel(folder_of("vit"), padding=True)
