@@ -33,6 +33,7 @@ MODEL_CHOICES = {
     ),
     "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
     "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
+    "loss": (("full", "chunked"), "from all logits, or as TRL takes it, tile by tile"),
     "optimizer": (
         (
             "adamw",

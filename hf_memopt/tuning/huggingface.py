@@ -141,5 +141,5 @@ class HuggingFaceModel(ModelOptions):
         """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
         plain = (self.optimizer, self.optimizer_in_backward, self.attention) == ("adamw", False, "auto")
-        plain = plain and self.dtype != "float16"
+        plain = plain and (self.loss, self.padding) == ("full", False) and self.dtype != "float16"
         return trains_all and checkpointing != "selective" and plain

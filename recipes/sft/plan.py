@@ -70,6 +70,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "seq_len": training.max_length,
         "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
         "task": "causal",
+        "loss": "chunked",
         "dtype": sft.dtype,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a model that is simulated."""
+"""Adapters of PEFT, and TRL's output layer, on a model that is simulated."""
 
 from typing import Any
 
@@ -20,6 +20,19 @@ def import_peft(lora_rank: int) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
     return peft
+
+
+def import_fused_head() -> Any:
+    """Return TRL's `add_fused_lm_head`; import it before processes are forked, since it takes a while.
+
+    Raises:
+        ValueError: TRL is not installed, or is older than that function.
+    """
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise ValueError("loss='chunked' needs TRL: pip install 'trl>=1.16'") from error
+    return add_fused_lm_head
 
 
 def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool, peft_type: str | None) -> nn.Module:

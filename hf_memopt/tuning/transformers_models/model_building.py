@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
-from hf_memopt.tuning.transformers_models.adapters import with_adapters
+from hf_memopt.tuning.transformers_models.adapters import import_fused_head, with_adapters
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.tasks import TASKS
 
@@ -37,6 +37,8 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     model.train()
     if options.quantize != "none":
         quantise(model, options.quantize, dtype)
+    if options.loss == "chunked":
+        import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
     if options.lora_rank is not None:
         peft_type = options.kind_of_task.peft_type
         model = with_adapters(model, options.lora_rank, options.lora_targets, options.use_dora, peft_type)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
-from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_peft
+from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
 from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
@@ -18,6 +18,7 @@ CHOICES = {
     "quantize": ("none", *LAYERS),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
+    "loss": ("full", "chunked"),
     "optimizer": tuple(OPTIMIZERS),
 }
 
@@ -47,6 +48,7 @@ class ModelOptions:
             (`Int8WeightOnlyConfig`), everything else as `dtype` says.
         precision: of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
+        loss: "full", from all logits; "chunked", TRL's, which makes them tile by tile and keeps none.
         optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
             (torchao's), "adamw-8bit-bnb", "paged-adamw-8bit" and "paged-adamw-32bit" (bitsandbytes'), "sgd" (no
             momentum) or "adafactor".
@@ -71,6 +73,7 @@ class ModelOptions:
     dtype: str = "float32"
     precision: str = "no"
     attention: str = "auto"
+    loss: str = "full"
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
     lora_rank: int | None = None
@@ -89,6 +92,7 @@ class ModelOptions:
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         self._check_adapters()
         self._check_update()
+        self._check_loss()
         if self.padding and not self.kind_of_task.has_mask:
             raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
         positions = self.kind_of_task.positions
@@ -103,6 +107,13 @@ class ModelOptions:
         unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
         if unused:
             raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+
+    def _check_loss(self) -> None:
+        if self.loss == "full":
+            return
+        if self.kind != "causal":
+            raise ValueError(f"loss={self.loss!r} is for task='causal', not {self.kind!r}; use 'full'")
+        import_fused_head()
 
     def _check_update(self) -> None:
         if not self.optimizer_in_backward:

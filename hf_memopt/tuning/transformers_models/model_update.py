@@ -44,7 +44,9 @@ class ModelUpdate:
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
             batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
-            self._batch = with_padding(batch) if options.padding else batch
+            self._inputs: dict[str, Any] = with_padding(batch) if options.padding else batch
+        if options.loss == "chunked":
+            self._inputs = {**self._inputs, "fused_lm_head": True}
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
         self._model = self._accelerator.prepare(model)
@@ -76,5 +78,5 @@ class ModelUpdate:
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
         with saving:
-            loss: Tensor = self._model(**self._batch).loss
+            loss: Tensor = self._model(**self._inputs).loss
         return loss

@@ -1,15 +1,18 @@
 """Adapters: what is frozen, what is adapted, and what is refused where PEFT is missing or finds nothing."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from late_imports import LateModule
 from torch import nn
-from transformers_toys import estimate
+from transformers_toys import BATCH, TOKENS, estimate
 
-from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_peft, with_adapters
+from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft, with_adapters
 
 transformers = LateModule("transformers")
+FolderOf = Callable[..., str]
 
 RANK, WIDTH, LAYERS = 3, 16, 2
 
@@ -69,3 +72,21 @@ def test_adapters_are_all_that_is_trained(qwen3: str) -> None:
     pairs = [(hidden, hidden), (hidden, heads), (hidden, heads), (hidden, hidden), *[(hidden, inner)] * 3]
     assert found.breakdown["parameters"] == 2 * 4 * rank * sum(map(sum, pairs))
     assert found.breakdown["frozen parameters"] > 10 * found.breakdown["parameters"]
+
+
+def test_without_trl_the_loss_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    with pytest.raises(ValueError, match=r"^loss='chunked' needs TRL: pip install 'trl>=1.16'$"):
+        import_fused_head()
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "quantize": "nf4", "precision": "bf16"}])
+def test_a_loss_in_tiles_keeps_no_logits(folder_of: FolderOf, options: dict[str, Any]) -> None:
+    vocabulary = 40_000
+    folder = folder_of("qwen3", vocab_size=vocabulary)
+    full, chunked = (estimate(folder, loss=loss, **options) for loss in ("full", "chunked"))
+    assert chunked.unreached == ()
+    logits = BATCH * TOKENS * vocabulary * 4
+    kept = full.breakdown["activations"] - chunked.breakdown["activations"]
+    assert kept > 0.95 * logits
+    assert full.peak_bytes - chunked.peak_bytes > logits

@@ -24,6 +24,11 @@ huggingface = LateModule("hf_memopt.tuning.huggingface")
             {"optimizer_in_backward": True, "max_grad_norm": None, "precision": "fp16"},
             "precision='fp16': its loss scaler .* use bf16",
         ),
+        ({"loss": "half"}, "loss='half' is unknown; choose from full, chunked"),
+        (
+            {"loss": "chunked", "task": "sequence-classification"},
+            "loss='chunked' is for task='causal', not 'sequence-classification'",
+        ),
         ({"quantize": "nf4"}, "quantize='nf4': for adapters; give a lora_rank"),
         ({"use_dora": True, "lora_targets": "v_proj"}, "lora_targets='v_proj' and use_dora=True: for adapters"),
         ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
