@@ -25,6 +25,8 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
+# What the planner calls the recipe's ways to store a frozen base.
+STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
 # Without selective checkpointing, for which TRL has no flag.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
 
@@ -68,12 +70,13 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "seq_len": training.max_length,
         "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
         "task": "causal",
+        "loss": "chunked",
         "dtype": sft.dtype,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
         "lora_rank": sft.lora_rank,
         "lora_targets": sft.lora_targets,
-        "quantize": sft.quantize,
+        "quantize": STORED[sft.quantize],
         "max_grad_norm": training.max_grad_norm or None,
         "offload_threshold_mb": memopt.offload_threshold_mb,
     }

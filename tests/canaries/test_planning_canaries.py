@@ -1,6 +1,7 @@
 """What simulated training steps rely on in torch, transformers and accelerate. A failure names who relies on it."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ transformers_utils = LateModule("transformers.utils.import_utils")
 AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
+FUSED_HEAD = "hf_memopt/estimate/simulation/fused_head.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary
@@ -73,6 +75,16 @@ def test_the_flags_of_attention_backends_say_what_sdpa_kernel_chose() -> None:
         assert [flag() for flag in flags] == [True, True]
         with sdpa_kernel(SDPBackend.MATH):
             assert [flag() for flag in flags] == [False, False]
+
+
+def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    with relied_on_by(FUSED_HEAD):
+        code = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
+        assert {"_forward_tile", "_backward_tile", "_addmm_fp32"} <= set(re.findall(r"\w+", code))
+        assert "_use_triton(hidden_states.device)" in inspect.getsource(utils.add_fused_lm_head)
 
 
 def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise() -> None:

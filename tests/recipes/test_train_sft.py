@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import accelerators
 import pytest
@@ -23,6 +23,7 @@ from hf_memopt import recipes
 train_sft = LateModule("hf_memopt.recipes.train_sft")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.plan")
+model_options = LateModule("hf_memopt.tuning.transformers_models.model_options")
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -154,7 +155,6 @@ def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_pat
 
 REFUSED = {
     ("--quantize=nf4",): "quantize='nf4' freezes the base, so that adapters have to learn; add --lora_rank",
-    ("--quantize=int8", LORA, "--plan=8GiB"): "quantize='int8' is not simulated",
     ("--lora_rank=0",): "lora_rank=0 must be at least 1",
     ("--plan=x",): "plan='x': ",
     ("--plan=auto",): "plan='auto' needs an accelerator",
@@ -184,6 +184,11 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"quantize='nf4' needs bitsandbytes: pip install bitsandbytes$"):
         train(tmp_path / "run", LORA, "--quantize=nf4")
+
+
+def test_every_way_to_quantise_is_planned() -> None:
+    for how in get_args(get_type_hints(sft_options.SftOptions)["quantize"]):
+        assert sft_plan.STORED[how] in model_options.CHOICES["quantize"]
 
 
 def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:

@@ -11,8 +11,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import (
+    BACKWARD,
     FORWARD,
     OPTIMIZER,
     OUTSIDE,
@@ -131,7 +133,7 @@ class StepLabels:
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
-        self._phases.name = OUTSIDE
+        self._phases.name = BACKWARD if in_backward() else OUTSIDE
 
     def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -6,7 +6,8 @@ and what is recomputed there. A handle takes its workspace when its first produc
 that adds a bias does.
 
 Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
-SoftMax.cu.
+SoftMax.cu. The backward of CTC's loss makes a second table like forward's. Source: `ctc_loss_backward_gpu_template` of
+LossCTC.cu.
 """
 
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ class KernelMemory:
         """Yield what an operation on the device takes, after its results are allocated."""
         if function.overloadpacket is _aten._softmax_backward_data:
             yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)
+        if function.overloadpacket is _aten._ctc_loss_backward:
+            yield KernelBlock("CTC's backward", args[6].nbytes, stays=False)
         if function.overloadpacket not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}

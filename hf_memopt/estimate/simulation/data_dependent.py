@@ -31,8 +31,18 @@ _SHRUNK = (
     _aten.binary_cross_entropy.default,
     _aten.soft_margin_loss.default,
 )
+# Results of these hide what their first argument hides.
+_KEEPING = {_aten._to_copy, _aten.alias, _aten.all, _aten.clone, _aten.detach, _aten.slice, _aten.unsqueeze, _aten.view}
+# Set on tensors by `hiding`; torch keeps attributes of tensors as long as these.
+_HIDES = "_hf_memopt_hides"
 # Checks that go through `all()` are assumed to pass: masks are full, the arguments of distributions are valid.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
+
+
+def hiding(mask: Tensor) -> Tensor:
+    """Declare that a mask hides something, so that `all` of it and of its copies is known to be False."""
+    setattr(mask, _HIDES, True)
+    return mask
 
 
 class UnsupportedOperationError(ValueError):
@@ -43,7 +53,8 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
     A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
-    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take all of their input.
+    nothing unless that was declared (`hiding`), and no exceptional branch is taken. Selections (`nonzero`, boolean
+    indexing) take all of their input.
 
     Args:
         phases: know which module is running, for errors.
@@ -62,6 +73,8 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if function is _aten._grouped_mm.default:
             return _grouped_mm(function, args, kwargs)
+        if function.overloadpacket is _aten._ctc_loss_backward:
+            return torch.empty_like(args[1])  # the gradient of the logarithms of probabilities
         if function in _DRAWN and _is_one_number_on_host(function, args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -83,6 +96,8 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from error
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
             self._sources[result] = function.overloadpacket.__name__
+        if function.overloadpacket in _KEEPING and hasattr(args[0], _HIDES):
+            hiding(result)
         return result
 
     def _value(self, function: Any, args: Any) -> Any:
@@ -95,6 +110,8 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype != torch.bool:
             self.guesses["a whole number read from a tensor taken as 1"] += 1
             return 1
+        if hasattr(tensor, _HIDES):
+            return False
         source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
         holds = source in _TAKEN_AS_TRUE
         self.guesses[f"{source} of a tensor taken as {holds}"] += 1

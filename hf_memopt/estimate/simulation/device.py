@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_tempo
 
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
-from hf_memopt.estimate.simulation import attention, autocast
+from hf_memopt.estimate.simulation import attention, autocast, fused_head
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
 from hf_memopt.transfer.device_types import DeviceType, registered
@@ -122,6 +122,7 @@ def simulation(
         if like == "cuda":
             enter(autocast.shared_casts())
             enter(attention.attention_as_on_cuda(DEVICE_TYPE, clock.card.compute_capability))
+            enter(fused_head.fused_head_as_on_cuda())
             enter(_redirect_autocast())
             enter(_redirect_accelerate(device))
         enter(_disable_compile(data_dependent))

@@ -103,3 +103,22 @@ def test_the_backward_of_softmax_makes_a_product_for_itself(dtype: torch.dtype) 
     at_peak = estimate_peak_memory(setup, step)
     assert at_peak.phase == "backward"
     assert ("softmax's backward", num_bytes) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
+
+
+def test_the_backward_of_ctc_makes_a_table_like_forwards() -> None:
+    frames, labels, samples = 4096, 256, 2
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = nn.Linear(4, 4), torch.zeros(frames, samples, 4)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), loss)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        targets = torch.zeros(samples, labels, dtype=torch.long, device=x.device)
+        lengths = [torch.full((samples,), length, device=x.device) for length in (frames, labels)]
+        return nn.functional.ctc_loss(model(x).log_softmax(-1), targets, *lengths)
+
+    at_peak = estimate_peak_memory(setup, step)
+    assert at_peak.phase == "backward"
+    table = samples * frames * (2 * labels + 1) * 4
+    assert ("CTC's backward", table) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}

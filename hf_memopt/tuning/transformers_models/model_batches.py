@@ -1,0 +1,71 @@
+"""Batches as a transformers model of a task takes them: zeros, in the sizes that its configuration says."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memopt.estimate.simulation.data_dependent import hiding
+
+Batch = dict[str, Tensor]
+
+
+def with_padding(batch: Batch) -> Batch:
+    """Return a batch of tokens with the attention mask of a collator that pads, as if samples were a token shorter."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -1:] = 0
+    return batch | {"attention_mask": hiding(mask)}
+
+
+def token_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+    """Return tokens without padding, which are their own labels: `(num_samples, seq_len)`."""
+    tokens = torch.zeros(num_samples, seq_len, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def image_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+    """Return images of the configuration's size, `(num_samples, channels, height, width)`, and a class for each."""
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    pixels = torch.zeros(num_samples, getattr(config, "num_channels", 3), height, width)
+    return {"pixel_values": pixels, "labels": torch.zeros(num_samples, dtype=torch.long)}
+
+
+def sequence_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+    """Return tokens without padding and a class for each sample: `(num_samples, seq_len)`, `(num_samples,)`."""
+    return token_batch(config, num_samples, seq_len) | {"labels": torch.zeros(num_samples, dtype=torch.long)}
+
+
+def spectrogram_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+    """Return spectrograms of Whisper's whole window, `(num_samples, mel bins, frames)`, and tokens as labels.
+
+    Raises:
+        ValueError: the model is none of Whisper's architecture, whose spectrograms its configuration tells.
+    """
+    if config.model_type != "whisper":
+        raise ValueError(
+            f"task='speech-seq2seq': model_type={config.model_type!r} does not say in its configuration how long its "
+            "inputs are, as whisper does; write setup and step yourself and call "
+            "hf_memopt.estimate.estimate.estimate_peak_memory"
+        )
+    features = torch.zeros(num_samples, config.num_mel_bins, 2 * config.max_source_positions)
+    return {"input_features": features, "labels": torch.zeros(num_samples, seq_len, dtype=torch.long)}
+
+
+def waveform_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+    """Return sound of which the encoder makes `seq_len` frames, `(num_samples, samples)`, and a label for each third.
+
+    Raises:
+        ValueError: the model does not read sound through convolutions that its configuration tells.
+    """
+    if not (hasattr(config, "conv_kernel") and hasattr(config, "conv_stride")):
+        raise ValueError(
+            f"task='ctc': model_type={config.model_type!r} has no conv_kernel and conv_stride in its configuration, "
+            "which tell how much sound a frame is, as in wav2vec2; write setup and step yourself and call "
+            "hf_memopt.estimate.estimate.estimate_peak_memory"
+        )
+    length = seq_len
+    for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+        length = (length - 1) * stride + kernel
+    labels = torch.zeros(num_samples, max(1, seq_len // 3), dtype=torch.long)
+    return {"input_values": torch.zeros(num_samples, length), "labels": labels}

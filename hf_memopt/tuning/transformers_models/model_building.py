@@ -1,0 +1,49 @@
+"""A transformers model as it is trained: quantised, with adapters, checkpointed."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
+from hf_memopt.tuning.transformers_models.adapters import import_fused_head, with_adapters
+from hf_memopt.tuning.transformers_models.model_options import ModelOptions
+from hf_memopt.tuning.transformers_models.tasks import TASKS
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Module:
+    """Return a model in training mode.
+
+    Args:
+        options: what it is trained with.
+        config: the options', or one with fewer layers.
+        checkpointing: one of `CHECKPOINTING`: "selective" (`apply_selective_checkpointing`), "full" (transformers').
+
+    Raises:
+        ValueError: no model can be built from the configuration, or it has no layers for the adapters.
+    """
+    dtype = getattr(torch, options.dtype)
+    attention = None if options.attention == "auto" else options.attention
+    # Weights that are quantised reach the device in their final form alone.
+    with torch.device("cpu") if options.quantize != "none" else nullcontext():
+        model: Any = TASKS[options.kind].build(config, options.source, dtype=dtype, attn_implementation=attention)
+    model.config.use_cache = False
+    if getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
+    model.train()
+    if options.quantize != "none":
+        quantise(model, options.quantize, dtype)
+    if options.loss == "chunked":
+        import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
+    if options.lora_rank is not None:
+        peft_type = options.kind_of_task.peft_type
+        model = with_adapters(model, options.lora_rank, options.lora_targets, options.use_dora, peft_type)
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing == "selective":
+        apply_selective_checkpointing(model)
+    return model  # type: ignore[no-any-return]

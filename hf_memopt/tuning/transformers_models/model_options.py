@@ -1,0 +1,165 @@
+"""What a transformers model is trained with: all options, checked before anything is built."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
+from hf_memopt.tuning.transformers_models.model_config import read_config
+from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
+from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
+
+# What each option may be, the default first.
+CHOICES = {
+    "task": ("auto", *TASKS),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantize": ("none", *LAYERS),
+    "precision": ("no", "bf16", "fp16"),
+    "attention": ("auto", "sdpa", "eager"),
+    "loss": ("full", "chunked"),
+    "optimizer": tuple(OPTIMIZERS),
+}
+
+
+# Options that mean something only beside adapters, and their defaults.
+_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora", False))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A transformers model, a batch, and an update as Accelerate runs it.
+
+    Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
+    may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
+
+    Args:
+        model: hub id, folder, or a config.json.
+        seq_len: tokens per sample, on both sides of an encoder-decoder; images and Whisper's sound have their
+            configuration's size, and other sound is as long as this number of frames.
+        effective_batch: samples per update.
+        task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
+        padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
+            bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
+            is in float32 then, as PEFT prepares such models; "int8-torchao", in 8 bits by torchao
+            (`Int8WeightOnlyConfig`), everything else as `dtype` says.
+        precision: of Accelerate's autocast: "no", "bf16" or "fp16".
+        attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
+        loss: "full", from all logits; "chunked", TRL's, which makes them tile by tile and keeps none.
+        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
+            (torchao's), "adamw-8bit-bnb", "paged-adamw-8bit" and "paged-adamw-32bit" (bitsandbytes'), "sgd" (no
+            momentum) or "adafactor".
+        optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
+        lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
+        max_grad_norm: gradients are clipped to this norm; None, they are not.
+        offload_threshold_mb: of `ActivationOffloader`.
+
+    Raises:
+        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
+            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
+            positions.
+    """
+
+    model: str
+    seq_len: int = 2048
+    effective_batch: int = 8
+    task: str = "auto"
+    padding: bool = False
+    dtype: str = "float32"
+    precision: str = "no"
+    attention: str = "auto"
+    loss: str = "full"
+    optimizer: str = "adamw"
+    optimizer_in_backward: bool = False
+    lora_rank: int | None = None
+    lora_targets: str = ALL_LINEAR
+    use_dora: bool = False
+    quantize: str = "none"
+    max_grad_norm: float | None = 1.0
+    offload_threshold_mb: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            check_choice(name, getattr(self, name), known)
+        for name in ("seq_len", "effective_batch", "lora_rank"):
+            COUNT.check(name, getattr(self, name))
+        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
+        self._check_adapters()
+        self._check_update()
+        self._check_loss()
+        if self.padding and not self.kind_of_task.has_mask:
+            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        positions = self.kind_of_task.positions
+        longest = getattr(self.config, positions, None) if positions else None
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank is not None:
+            import_peft(self.lora_rank)
+            return
+        unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
+        if unused:
+            raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+
+    def _check_loss(self) -> None:
+        if self.loss == "full":
+            return
+        if self.kind != "causal":
+            raise ValueError(f"loss={self.loss!r} is for task='causal', not {self.kind!r}; use 'full'")
+        import_fused_head()
+
+    def _check_update(self) -> None:
+        if not self.optimizer_in_backward:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
+                "is known; use none"
+            )
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision='fp16': its loss scaler has to see all gradients before an update; with "
+                "optimizer_in_backward use bf16"
+            )
+
+    @property
+    def source(self) -> str:
+        """The model, as messages name it."""
+        return f"model={self.model!r}"
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration, which says everything about shapes."""
+        return read_config(self.model)
+
+    @cached_property
+    def kind(self) -> str:
+        """The task that is simulated.
+
+        Raises:
+            ValueError: transformers has no class of this architecture for it; or the task is "auto", and the
+                configuration names a class of another task.
+        """
+        return task_of(self.config, self.task, self.source)
+
+    @property
+    def kind_of_task(self) -> Task:
+        """What is built and fed for the task."""
+        return TASKS[self.kind]
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Refuse a value that an option does not take.
+
+    Raises:
+        ValueError: names option, value and those that are known.
+    """
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")

@@ -1,0 +1,82 @@
+"""One update of a transformers model, as Accelerate runs it."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+
+from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.tuning.transformers_models.model_batches import with_padding
+from hf_memopt.tuning.transformers_models.model_building import build_model
+from hf_memopt.tuning.transformers_models.model_options import ModelOptions
+from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS, update_in_backward
+from hf_memopt.tuning.transformers_models.tasks import TASKS
+
+OFFLOAD = ("off", "auto", "inputs", "all")
+
+
+class ModelUpdate:
+    """One update with Accelerate, on the device that its `Accelerator` finds.
+
+    Args:
+        options: of the training.
+        config: the options', or one with fewer layers.
+        checkpointing: how activations are checkpointed.
+        offload: one of `OFFLOAD`.
+        micro_batch: samples per forward pass.
+        num_micro_batches: forward passes.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        config: Any,
+        checkpointing: str,
+        offload: str,
+        micro_batch: int,
+        num_micro_batches: int,
+    ) -> None:
+        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
+        precision = "bf16" if options.precision == "fp16" else options.precision
+        self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        with self._accelerator.device:
+            model = build_model(options, config, checkpointing)
+            batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
+            self._inputs: dict[str, Any] = with_padding(batch) if options.padding else batch
+        if options.loss == "chunked":
+            self._inputs = {**self._inputs, "fused_lm_head": True}
+        # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
+        self._accelerator.state._mixed_precision = options.precision
+        self._model = self._accelerator.prepare(model)
+        self._optimizer = self._prepare_optimizer([p for p in model.parameters() if p.requires_grad], options)
+        self._accelerator.state._mixed_precision = precision
+        self._max_grad_norm = options.max_grad_norm
+        self._num_micro_batches = num_micro_batches
+        self._offloader = None
+        if offload != "off":
+            self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
+
+    def run(self) -> None:
+        """Train on all micro-batches and update the weights."""
+        for _ in range(self._num_micro_batches):
+            with self._accelerator.accumulate(self._model):
+                self._accelerator.backward(self._loss())
+                if self._accelerator.sync_gradients and self._max_grad_norm is not None:
+                    self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+                if self._optimizer is not None:
+                    self._optimizer.step()
+                    self._optimizer.zero_grad()
+
+    def _prepare_optimizer(self, parameters: list[nn.Parameter], options: ModelOptions) -> Any:
+        """Return the optimizer, as Accelerate wraps it; None, weights are updated in backward."""
+        if options.optimizer_in_backward:
+            return update_in_backward(parameters, options.optimizer)
+        return self._accelerator.prepare(OPTIMIZERS[options.optimizer](parameters))
+
+    def _loss(self) -> Tensor:
+        saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
+        with saving:
+            loss: Tensor = self._model(**self._inputs).loss
+        return loss
