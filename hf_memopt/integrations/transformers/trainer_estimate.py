@@ -1,0 +1,126 @@
+"""The peak memory of a trainer's own training steps, before it trains."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_run
+from hf_memopt.estimate.gpus import Card, find_card
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, offloader_of
+from hf_memopt.integrations.transformers.trainer_batches import Window, largest_window
+from hf_memopt.ranges import COUNT
+
+logger = logging.getLogger(__name__)
+
+# Passes until an offloader's plan has settled, and steps until the optimizer has its state.
+_PASSES_OF_AUTO, _NUM_STEPS = 4, 2
+
+
+def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_batches: int = 100) -> MemoryEstimate:
+    """Say how much device memory the training steps of a trainer will need, without the device.
+
+    The trainer trains for two steps, or four with an offloader that plans, on an accelerator that is simulated, in a
+    forked process: its own `train` with its data, collator, loss, optimizer, precision, accumulation and
+    checkpointing, its reference model, and what `attach` has attached. This process, the trainer and its weights stay
+    as they are. Other callbacks, evaluation and saving do not run.
+
+    Args:
+        trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU. One whose
+            arguments have `place_model_on_device=False` may have a model on "meta", which takes no memory.
+        gpu: as for `estimate_peak_memory`.
+        num_batches: how many batches of its data are looked at; the update with the largest is simulated. If the
+            data has more, `assumptions` says so.
+
+    Raises:
+        ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
+            are quantised, generation, Liger's kernels, TRL's own offloading), naming it; an offloader plans and there
+            is no `gpu`; it has no training data; or what `estimate_peak_memory` raises.
+        IsolatedError: a training step failed.
+
+    Cost: some 50 ms for each layer, step and micro-batch, and drawing the batches.
+
+    Example:
+        >>> estimate = estimate_trainer(trainer, gpu="rtx4090")
+        >>> print(estimate)
+        >>> estimate.peak_bytes / 2**30
+    """
+    COUNT.check("num_batches", num_batches)
+    _refuse(trainer)
+    plans = any(offloader is not None and offloader.mode == "auto" for offloader in _offloaders(trainer))
+    if plans and gpu is None:
+        raise ValueError("gpu=None: the attached offloader weighs copies against compute, so name a gpu")
+    card = None if gpu is None else find_card(gpu)
+    num_steps = _PASSES_OF_AUTO if plans else _NUM_STEPS
+    estimate, simulated = run_isolated(lambda: _simulate(trainer, card, num_batches, num_steps))
+    logger.info("estimated with batches of %s", simulated)
+    return estimate
+
+
+def _simulate(trainer: Trainer, card: Card | None, num_batches: int, num_steps: int) -> tuple[MemoryEstimate, str]:
+    window = largest_window(trainer, num_batches)
+    simulated: SimulatedTrainer
+
+    def setup(device: Any) -> Any:
+        nonlocal simulated
+        simulated = SimulatedTrainer(trainer, window, device)
+        return simulated.modules, simulated.batches
+
+    def run(state: Any, begin_step: Callable[[], None]) -> None:
+        simulated.run(num_steps, begin_step)
+
+    estimate = simulate_run(setup, run, gpu=card)
+    return _about_the_model(estimate, len(simulated.modules) > 1, window), str(window)
+
+
+def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: Window) -> MemoryEstimate:
+    """Leave out what other modules lack, which are not trained, and say if there may be larger batches."""
+    prefix = f"{MODEL}." if has_others else ""
+    unreached = tuple(name for name in estimate.unreached if name.startswith(prefix))
+    assumptions = estimate.assumptions
+    if not window.is_all:
+        assumptions += (f"no batch is larger than the largest of the first {window.num_seen} of the data",)
+    confidence = "low" if unreached else "medium" if assumptions else "high"
+    return replace(estimate, unreached=unreached, assumptions=assumptions, confidence=confidence)
+
+
+def _offloaders(trainer: Trainer) -> list[Any]:
+    return [offloader_of(callback) for callback in trainer.callback_handler.callbacks]
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Refuse what a simulation in one process on one device does not show."""
+    args = trainer.args
+    unknown = {
+        f"world_size={args.world_size}": args.world_size > 1,
+        f"n_gpu={args.n_gpu}": args.n_gpu > 1,
+        f"fsdp={args.fsdp!r}": bool(args.fsdp),
+        f"deepspeed={args.deepspeed!r}": bool(args.deepspeed),
+        "use_liger_kernel=True": args.use_liger_kernel,
+        "activation_offloading=True": getattr(args, "activation_offloading", False),
+        f"{type(trainer).__name__}, which generates text": hasattr(trainer, "generation_config"),
+    }
+    for name, is_on in unknown.items():
+        if is_on:
+            raise ValueError(f"{name} is not simulated; estimate without it, or on one device")
+    _refuse_weights(trainer.model)
+
+
+def _refuse_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
+        if kind is not Tensor:
+            raise ValueError(
+                f"{name} is a {kind.__name__}, and weights of such types are not simulated; for a model in 4 or 8 bits "
+                "use hf-memopt estimate --quantize"
+            )
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{name} is on {parameter.device}; make the trainer where it stays on the CPU (use_cpu=True, or "
+                "place_model_on_device=False), since a forked process cannot reach the device"
+            )
