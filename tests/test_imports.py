@@ -24,7 +24,7 @@ LAYERS = (
     ("training", "checkpoint"),
     ("estimate",),
     ("tuning",),
-    ("integrations.lerobot", "callbacks"),
+    ("integrations.lerobot", "integrations.transformers", "callbacks"),
     ("recipes",),
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
@@ -60,6 +60,7 @@ LIBRARIES = {
         "draccus",
         "tqdm",
     },
+    "integrations.transformers": {"torch", "transformers", "accelerate"},
     "callbacks": {"torch", "transformers", "accelerate"},
 }
 

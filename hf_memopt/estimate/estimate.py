@@ -113,15 +113,18 @@ def simulate(
     return _estimate(_run(setup, _repeatedly(step, num_steps), like, gpu), has_card=gpu is not None)
 
 
-def simulate_run(setup: Callable[[Any], Any], run: Run, *, gpu: str | Card | None = None) -> MemoryEstimate:
+def simulate_run(
+    setup: Callable[[Any], Any], run: Run, *, like: Like = "cuda", gpu: str | Card | None = None
+) -> MemoryEstimate:
     """Simulate a training loop that cannot be taken apart into steps, in this process.
 
     Args:
         setup: called with a device. What it returns is passed to `run`.
         run: all steps; it calls the second argument as each of them begins.
-        gpu: as for `estimate_peak_memory`, whose errors and result these are.
+        like: as for `estimate_peak_memory`, whose errors and result these are.
+        gpu: as there.
     """
-    return _estimate(_run(setup, run, "cuda", gpu), has_card=gpu is not None)
+    return _estimate(_run(setup, run, like, gpu), has_card=gpu is not None)
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import extract_model_from_parallel, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
@@ -103,15 +104,15 @@ def _modules(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
 
 def _was_prepared(module: nn.Module) -> bool:
     """Take off what another `Accelerator` has put around a module; return whether one had."""
-    if not getattr(module, "_is_accelerate_prepared", False):
-        return False
-    del module._is_accelerate_prepared
-    assert extract_model_from_parallel(module, keep_fp32_wrapper=False) is module
-    return True
+    was_prepared = vars(module).pop("_is_accelerate_prepared", False)
+    if "_original_forward" in vars(module):
+        # accelerate's own unwrapping also takes off what others had put around it before, such as TRL's losses.
+        module.forward = vars(module).pop("_original_forward")
+    return was_prepared
 
 
 def _renew_accelerator(trainer: Trainer) -> None:
-    """Give a trainer an `Accelerator` of the simulation. fp16 has autocast's type, and no scaler, which reads values."""
+    """Give a trainer an `Accelerator` of the simulation. fp16 has the type of autocast, and no scaler, which reads values."""
     precision = trainer.args.mixed_precision
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
     trainer.create_accelerator_and_postprocess()
@@ -132,7 +133,7 @@ def _place(module: nn.Module, device: torch.device) -> None:
     """Give weights and buffers memory on the device, as `module.to(device)` does, without values."""
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
-            if parameter.device != device:
+            if not isinstance(parameter, FakeTensor):  # a tied one has been there before
                 replace_memory(parameter, _empty_like(parameter, device))
                 parameter.grad = None
         for name, buffer in child.named_buffers(recurse=False):

@@ -1,5 +1,6 @@
 """The peak memory of a trainer's own training steps, before it trains."""
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import simulate_run
+from hf_memopt.estimate.estimate import Like, simulate_run
 from hf_memopt.estimate.gpus import Card, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, offloader_of
@@ -31,16 +32,17 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     as they are. Other callbacks, evaluation and saving do not run.
 
     Args:
-        trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU. One whose
-            arguments have `place_model_on_device=False` may have a model on "meta", which takes no memory.
+        trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU
+            (`use_cpu=True`). With `bf16_full_eval=True` its model may also be on "meta", where it takes no memory.
         gpu: as for `estimate_peak_memory`.
         num_batches: how many batches of its data are looked at; the update with the largest is simulated. If the
             data has more, `assumptions` says so.
 
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
-            are quantised, generation, Liger's kernels, TRL's own offloading), naming it; an offloader plans and there
-            is no `gpu`; it has no training data; or what `estimate_peak_memory` raises.
+            are quantised or on a device, generation, Liger's kernels, TRL's own offloading, reference values computed
+            beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; or what
+            `estimate_peak_memory` raises.
         IsolatedError: a training step failed.
 
     Cost: some 50 ms for each layer, step and micro-batch, and drawing the batches.
@@ -57,12 +59,16 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
         raise ValueError("gpu=None: the attached offloader weighs copies against compute, so name a gpu")
     card = None if gpu is None else find_card(gpu)
     num_steps = _PASSES_OF_AUTO if plans else _NUM_STEPS
-    estimate, simulated = run_isolated(lambda: _simulate(trainer, card, num_batches, num_steps))
+    estimate, simulated = run_isolated(lambda: simulate_trainer(trainer, num_batches, num_steps, gpu=card))
     logger.info("estimated with batches of %s", simulated)
     return estimate
 
 
-def _simulate(trainer: Trainer, card: Card | None, num_batches: int, num_steps: int) -> tuple[MemoryEstimate, str]:
+def simulate_trainer(
+    trainer: Trainer, num_batches: int, num_steps: int, *, like: Like = "cuda", gpu: Card | None = None
+) -> tuple[MemoryEstimate, str]:
+    """Do the work of `estimate_trainer` in this process, to which the trainer is lost; describe the batches too."""
+    gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
     window = largest_window(trainer, num_batches)
     simulated: SimulatedTrainer
 
@@ -74,7 +80,7 @@ def _simulate(trainer: Trainer, card: Card | None, num_batches: int, num_steps: 
     def run(state: Any, begin_step: Callable[[], None]) -> None:
         simulated.run(num_steps, begin_step)
 
-    estimate = simulate_run(setup, run, gpu=card)
+    estimate = simulate_run(setup, run, like=like, gpu=gpu)
     return _about_the_model(estimate, len(simulated.modules) > 1, window), str(window)
 
 
@@ -103,11 +109,12 @@ def _refuse(trainer: Trainer) -> None:
         f"deepspeed={args.deepspeed!r}": bool(args.deepspeed),
         "use_liger_kernel=True": args.use_liger_kernel,
         "activation_offloading=True": getattr(args, "activation_offloading", False),
-        f"{type(trainer).__name__}, which generates text": hasattr(trainer, "generation_config"),
+        "precompute_ref_log_probs=True": getattr(args, "precompute_ref_log_probs", False),
+        f"generation ({type(trainer).__name__})": hasattr(trainer, "generation_config"),
     }
     for name, is_on in unknown.items():
         if is_on:
-            raise ValueError(f"{name} is not simulated; estimate without it, or on one device")
+            raise ValueError(f"{name} is not simulated; estimate a trainer without it, in one process")
     _refuse_weights(trainer.model)
 
 
@@ -121,6 +128,6 @@ def _refuse_weights(model: nn.Module) -> None:
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"{name} is on {parameter.device}; make the trainer where it stays on the CPU (use_cpu=True, or "
-                "place_model_on_device=False), since a forked process cannot reach the device"
+                f"{name} is on {parameter.device}; make the trainer with use_cpu=True, since a forked process cannot "
+                "reach the device"
             )
