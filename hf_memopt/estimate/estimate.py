@@ -21,8 +21,6 @@ from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
 
 Like = Literal["cuda", "cpu"]
-# All steps, with what `setup` returned; it calls the second argument as each of them begins.
-Run = Callable[[Any, Callable[[], None]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +108,7 @@ def simulate(
     gpu: str | Card | None = None,
 ) -> MemoryEstimate:
     """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
-    return _estimate(_run(setup, _repeatedly(step, num_steps), like, gpu), has_card=gpu is not None)
-
-
-def simulate_run(
-    setup: Callable[[Any], Any], run: Run, *, like: Like = "cuda", gpu: str | Card | None = None
-) -> MemoryEstimate:
-    """Simulate a training loop that cannot be taken apart into steps, in this process.
-
-    Args:
-        setup: called with a device. What it returns is passed to `run`.
-        run: all steps; it calls the second argument as each of them begins.
-        like: as for `estimate_peak_memory`, whose errors and result these are.
-        gpu: as there.
-    """
-    return _estimate(_run(setup, run, like, gpu), has_card=gpu is not None)
+    return _estimate(_run(setup, step, like, num_steps, gpu), has_card=gpu is not None)
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
@@ -153,7 +137,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
     if num_more < 1:
         raise NotRepeatedError(f"there are but {layers.count} of them")
     shorter, longer = (
-        _run(simulated.setup, _repeatedly(simulated.step, simulated.num_steps), "cuda", gpu)
+        _run(simulated.setup, simulated.step, "cuda", simulated.num_steps, gpu)
         for simulated in (repeated.step_with(few), repeated.step_with(few + layers.period))
     )
     each_adds = growth(shorter.history, longer.history, layers)
@@ -174,18 +158,10 @@ def _line[Number: (int, float)](first: Number, second: Number, num_more: int) ->
     return second + num_more * (second - first)
 
 
-def _repeatedly(step: Callable[[Any], Any], num_steps: int) -> Run:
+def _run(
+    setup: Callable[[Any], Any], step: Callable[[Any], Any], like: Like, num_steps: int, gpu: str | Card | None
+) -> _Run:
     COUNT.check("num_steps", num_steps)
-
-    def run(state: Any, begin_step: Callable[[], None]) -> None:
-        for _ in range(num_steps):
-            begin_step()
-            step(state)
-
-    return run
-
-
-def _run(setup: Callable[[Any], Any], run: Run, like: Like, gpu: str | Card | None) -> _Run:
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
@@ -201,18 +177,17 @@ def _run(setup: Callable[[Any], Any], run: Run, like: Like, gpu: str | Card | No
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
 
-    def begin_step() -> None:
-        log.history.step_begins.append(log.history.position)
-        phases.begin_step()
-        clock.begin_step()
-
     log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
         with log, labels.following():
             state = setup(device)
             labels.add_state(state)
-            run(state, begin_step)
+            for _ in range(num_steps):
+                log.history.step_begins.append(log.history.position)
+                phases.begin_step()
+                clock.begin_step()
+                step(state)
             unreached = labels.unreached()
         # Closed before the simulation ends, which frees what autocast has cached.
         history = log.closed()

@@ -1,7 +1,7 @@
 """A trainer on the simulated accelerator. It is changed for good, so it has to be in a process of its own."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,28 +9,29 @@ from accelerate import PartialState
 from accelerate.utils import send_to_device
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.estimate.simulation.device import replace_memory
-from hf_memopt.integrations.transformers.trainer_batches import Window
+from hf_memopt.integrations.transformers.trainer_batches import Window, num_bytes
 
 MODEL = "model"
 
 
 class SimulatedTrainer:
-    """Puts a trainer on a device that is simulated, and runs its own `train`.
+    """Puts a trainer on a device that is simulated, and runs its own `train`, one update at a time.
 
-    Its callbacks do not run, apart from those that offload: they log, evaluate and save.
+    Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the batches that it
+    accumulates at most two run, the largest last, since the third finds memory as the second did; all are there.
 
     Args:
         trainer: as its constructor left it, or as an earlier `train` did.
-        window: the batches of each update.
+        window: the batches of an update.
         device: where the weights are to be; they get no values.
 
     Attributes:
         modules: the trained model as `MODEL`, and others that the trainer has, such as a reference model.
-        batches: of each update.
+        batches: of an update.
     """
 
     def __init__(self, trainer: Trainer, window: Window, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class SimulatedTrainer:
         args.__dict__["_setup_devices"] = device
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
-        self.modules = dict(_modules(trainer))
+        self.modules = dict(modules_of(trainer))
         prepared = {name for name, module in self.modules.items() if _was_prepared(module)}
         _renew_accelerator(trainer)
         for name, module in self.modules.items():
@@ -49,21 +50,16 @@ class SimulatedTrainer:
                 trainer.accelerator.prepare_model(module, evaluation_mode=True)
         _renew_optimizer(trainer)
         self.batches = send_to_device(window.batches, device) if window.moves else window.batches
+        *others, largest = sorted(self.batches, key=num_bytes)
+        running = _Batches([*others[:1], largest])
+        args.gradient_accumulation_steps, args.max_steps = len(running), 1
+        trainer.get_train_dataloader = lambda: running
+        handler = trainer.callback_handler
+        handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
 
-    def run(self, num_steps: int, begin_step: Callable[[], None]) -> None:
-        """Train for some updates.
-
-        Args:
-            num_steps: how many.
-            begin_step: called as each begins.
-        """
-        trainer, handler = self._trainer, self._trainer.callback_handler
-        trainer.args.max_steps = num_steps
-        batches = _Batches(self.batches)
-        trainer.get_train_dataloader = lambda: batches
-        offloading = [each for each in handler.callbacks if offloader_of(each) is not None]
-        handler.callbacks = [*offloading, _StepBegins(begin_step)]
-        trainer.train()
+    def step(self) -> None:
+        """Make one update; the optimizer goes on where it was."""
+        self._trainer.train()
 
 
 def offloader_of(callback: TrainerCallback) -> ActivationOffloader | None:
@@ -80,17 +76,7 @@ class _Batches(list[Any]):
             yield copy.copy(batch) if isinstance(batch, Mapping) else batch
 
 
-class _StepBegins(TrainerCallback):
-    def __init__(self, begin_step: Callable[[], None]) -> None:
-        self._begin_step = begin_step
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._begin_step()
-
-
-def _modules(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
     """Yield the trained model, and what else the trainer holds, by name, each once."""
     yield MODEL, trainer.model
     known = set(trainer.model.modules())
@@ -104,7 +90,7 @@ def _modules(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
 
 def _was_prepared(module: nn.Module) -> bool:
     """Take off what another `Accelerator` has put around a module; return whether one had."""
-    was_prepared = vars(module).pop("_is_accelerate_prepared", False)
+    was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
     if "_original_forward" in vars(module):
         # accelerate's own unwrapping also takes off what others had put around it before, such as TRL's losses.
         module.forward = vars(module).pop("_original_forward")
@@ -112,7 +98,7 @@ def _was_prepared(module: nn.Module) -> bool:
 
 
 def _renew_accelerator(trainer: Trainer) -> None:
-    """Give a trainer an `Accelerator` of the simulation. fp16 has the type of autocast, and no scaler, which reads values."""
+    """Give a trainer an `Accelerator` of the simulation; fp16 autocasts without a scaler, which would read values."""
     precision = trainer.args.mixed_precision
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
     trainer.create_accelerator_and_postprocess()

@@ -52,14 +52,15 @@ def largest_window(trainer: Trainer, num_batches: int) -> Window:
     moves = getattr(loader, "device", None) is not None
     if moves:
         loader.device = None
-    newest: deque[Any] = deque(maxlen=args.gradient_accumulation_steps)
+    length = args.gradient_accumulation_steps
+    newest: deque[Any] = deque(maxlen=length)
     kept: list[Any] = []
     largest = num_seen = 0
     remaining = iter(loader)
     for batch in itertools.islice(remaining, num_batches):
         num_seen += 1
         newest.append(batch)
-        if num_bytes(batch) > largest or len(kept) < newest.maxlen:
+        if num_bytes(batch) > largest or len(kept) < length:
             largest, kept = max(largest, num_bytes(batch)), list(newest)
     if not kept:
         raise ValueError("the trainer's dataloader has no batch; check train_dataset and per_device_train_batch_size")

@@ -2,25 +2,24 @@
 
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import Like, simulate_run
+from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.gpus import Card, find_card
+from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, offloader_of
+from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.integrations.transformers.trainer_batches import Window, largest_window
 from hf_memopt.ranges import COUNT
+from hf_memopt.tuning.workload import PASSES_OF_AUTO
 
 logger = logging.getLogger(__name__)
-
-# Passes until an offloader's plan has settled, and steps until the optimizer has its state.
-_PASSES_OF_AUTO, _NUM_STEPS = 4, 2
 
 
 def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_batches: int = 100) -> MemoryEstimate:
@@ -54,34 +53,35 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     """
     COUNT.check("num_batches", num_batches)
     _refuse(trainer)
-    plans = any(offloader is not None and offloader.mode == "auto" for offloader in _offloaders(trainer))
-    if plans and gpu is None:
+    if _plans(trainer) and gpu is None:
         raise ValueError("gpu=None: the attached offloader weighs copies against compute, so name a gpu")
     card = None if gpu is None else find_card(gpu)
-    num_steps = _PASSES_OF_AUTO if plans else _NUM_STEPS
-    estimate, simulated = run_isolated(lambda: simulate_trainer(trainer, num_batches, num_steps, gpu=card))
+    estimate, simulated = run_isolated(lambda: _estimate(trainer, num_batches, card))
     logger.info("estimated with batches of %s", simulated)
     return estimate
 
 
-def simulate_trainer(
-    trainer: Trainer, num_batches: int, num_steps: int, *, like: Like = "cuda", gpu: Card | None = None
-) -> tuple[MemoryEstimate, str]:
-    """Do the work of `estimate_trainer` in this process, to which the trainer is lost; describe the batches too."""
+def trainer_step(trainer: Trainer, window: Window) -> SimulatedStep:
+    """Return the update of a trainer on some batches, for one simulation, to which the trainer is lost."""
+
+    def setup(device: torch.device) -> tuple[Any, ...]:
+        simulated = SimulatedTrainer(trainer, window, device)
+        return simulated.modules, simulated.batches, simulated
+
+    return SimulatedStep(
+        setup=setup,
+        step=lambda state: state[-1].step(),
+        num_steps=PASSES_OF_AUTO if _plans(trainer) else 2,
+        num_micro_batches=min(2, len(window.batches)),
+    )
+
+
+def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[MemoryEstimate, str]:
     gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
     window = largest_window(trainer, num_batches)
-    simulated: SimulatedTrainer
-
-    def setup(device: Any) -> Any:
-        nonlocal simulated
-        simulated = SimulatedTrainer(trainer, window, device)
-        return simulated.modules, simulated.batches
-
-    def run(state: Any, begin_step: Callable[[], None]) -> None:
-        simulated.run(num_steps, begin_step)
-
-    estimate = simulate_run(setup, run, like=like, gpu=gpu)
-    return _about_the_model(estimate, len(simulated.modules) > 1, window), str(window)
+    step, has_others = trainer_step(trainer, window), len(dict(modules_of(trainer))) > 1
+    estimate = simulate_step(step, gpu=card).with_passes(len(window.batches) / step.num_micro_batches)
+    return _about_the_model(estimate, has_others, window), str(window)
 
 
 def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: Window) -> MemoryEstimate:
@@ -95,8 +95,9 @@ def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: Window)
     return replace(estimate, unreached=unreached, assumptions=assumptions, confidence=confidence)
 
 
-def _offloaders(trainer: Trainer) -> list[Any]:
-    return [offloader_of(callback) for callback in trainer.callback_handler.callbacks]
+def _plans(trainer: Trainer) -> bool:
+    offloaders = [offloader_of(callback) for callback in trainer.callback_handler.callbacks]
+    return any(offloader is not None and offloader.mode == "auto" for offloader in offloaders)
 
 
 def _refuse(trainer: Trainer) -> None:

@@ -48,17 +48,22 @@ REAL: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", REAL)
 def test_it_holds_on_a_cpu_what_the_estimate_says(name: str, tmp_path: Path) -> None:
     make = REAL[name]
-    estimate, _ = run_isolated(lambda: estimates.simulate_trainer(make(tmp_path), 8, 2, like="cpu"))
+    estimate = run_isolated(lambda: on_cpu(make(tmp_path)))
     trainer = make(tmp_path)
     ahead = batches.num_bytes(next(iter(trainer.get_train_dataloader())))
     # On the CPU the batch that the dataloader has drawn ahead is in the same memory, beside a number or two.
     assert 0 <= real_peak(trainer) - estimate.peak_bytes <= ahead + 8
 
 
+def on_cpu(trainer: Any) -> MemoryEstimate:
+    step = estimates.trainer_step(trainer, batches.largest_window(trainer, 8))
+    return simulate(step.setup, step.step, like="cpu")
+
+
 def real_peak(trainer: Any) -> int:
     """The most that storages hold while a trainer makes two updates, to the byte."""
     allocator = CountedAllocator()
-    for _, module in simulated._modules(trainer):
+    for _, module in simulated.modules_of(trainer):
         allocator.charge((*module.parameters(), *module.buffers()))
     gc.collect()
     allocator.reset_peaks()
@@ -85,9 +90,8 @@ def test_it_is_the_estimate_of_the_same_model_but_for_small_tensors(name: str, t
     step = model.step_with(checkpointing, "off", 4)
     expected = run_isolated(lambda: simulate(step.setup, step.step))
     assert (found.phase, found.step, found.reserved_bytes) == (expected.phase, expected.step, expected.reserved_bytes)
-    # Labels are a tensor of their own here, and Trainer adds up losses; it counts the tokens, and keeps the loss.
-    labels = 4 * 64 * 8
-    more = {"inputs": labels + BLOCK, "activations": BLOCK, "temporaries": BLOCK}
+    # Labels are a tensor of their own. Trainer keeps the sum of losses, the number of tokens and the divided loss.
+    more = {"inputs": 4 * 64 * 8, "activations": 3 * BLOCK}
     assert found.breakdown == {kind: size + more.get(kind, 0) for kind, size in expected.breakdown.items()}
 
 
