@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.published.measurements import Measurement, model_config
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.gpus import CARDS
-from hf_memopt.estimate.simulation.quantised_base import copy_before_adding, quantise_nf4
+from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 
 _AUTO_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,
@@ -76,7 +76,7 @@ def _build(measured: Measurement, device: torch.device) -> nn.Module:
         config, dtype=getattr(torch, measured.dtype), attn_implementation=measured.attention
     )
     if measured.base == "nf4":
-        quantise_nf4(model, getattr(torch, measured.dtype))
+        quantise(model, "nf4", getattr(torch, measured.dtype))
     model.to(device)
     model.config.use_cache = False
     if measured.lora_rank is not None:
@@ -98,7 +98,7 @@ def _with_adapters(model: Any, measured: Measurement) -> Any:
         target_modules=measured.lora_targets,
     )
     model = get_peft_model(model, adapters, autocast_adapter_dtype=measured.adapters_dtype == "float32")
-    copy_before_adding(model)
+    adapt_as_peft_does(model)
     return model
 
 

@@ -5,7 +5,7 @@ import importlib
 from typing import Any
 
 from hf_memopt.command_line import number
-from hf_memopt.commands.planning_commands import ACTIVATION_CHOICES
+from hf_memopt.commands.model_flags import ACTIVATION_CHOICES
 from hf_memopt.ranges import Range
 
 RECIPES = ("causal_lm", "fluxflow", "lgt", "neural_operator")

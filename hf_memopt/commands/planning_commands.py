@@ -7,82 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.command_line import check_output_file, check_output_folder, number, or_none
-from hf_memopt.ranges import COUNT, POSITIVE
+from hf_memopt.command_line import check_output_file, check_output_folder, number
+from hf_memopt.commands import model_flags
+from hf_memopt.ranges import COUNT
 
 if TYPE_CHECKING:
     from hf_memopt.estimate.simulated_step import SimulatedStep
     from hf_memopt.tuning import SearchDimension, TrainingPlan, Workload
-    from hf_memopt.tuning.huggingface import HuggingFaceModel
 
-# Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
-# here, since `tuning.huggingface` is slow to import and not needed for `--help`.
-MODEL_CHOICES = {
-    "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
-    "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
-    "quantize": (
-        ("none", "nf4"),
-        "frozen weights in 4 bits by bitsandbytes, with --lora-rank and --dtype for products",
-    ),
-    "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
-    "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
-    "optimizer": (
-        ("adamw", "adamw-foreach", "sgd", "adamw-8bit", "adamw-4bit", "adafactor"),
-        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
-    ),
-}
-# The other options of `HuggingFaceModel`, and all their defaults on the command line.
-_MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
-    "seq_len": 2048,
-    "lora_rank": None,
-    "lora_targets": "all-linear",
-    "max_grad_norm": 1.0,
-}
 _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
-ACTIVATION_CHOICES = {
-    "checkpointing": (("none", "selective", "full"), "of activations"),
-    "offload": (("off", "auto", "inputs", "all"), "of activations"),
-}
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_estimate(commands)
     _add_plan(commands)
-
-
-def _add_model_options(parser: argparse.ArgumentParser, recipes_precisions: tuple[str, ...] = ()) -> Any:
-    """Add what a transformers model is trained with: the arguments of `HuggingFaceModel`. Returns their group."""
-    group = parser.add_argument_group("with a model")
-    precisions, text = MODEL_CHOICES["precision"]
-    _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
-    group.add_argument("--seq-len", type=number(COUNT), help="tokens per sample (default: %(default)s)")
-    group.add_argument(
-        "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
-    )
-    group.add_argument(
-        "--lora-targets",
-        help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-grad-norm",
-        type=or_none(number(POSITIVE)),
-        help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
-    )
-    parser.set_defaults(**_MODEL_DEFAULTS)
-    return group
-
-
-def _add_choices(group: Any, choices: dict[str, tuple[tuple[str, ...], str]]) -> None:
-    for name, (values, text) in choices.items():
-        group.add_argument(f"--{name}", choices=values, help=f"{text} (default: {values[0]})")
-
-
-def _model(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceModel":
-    from hf_memopt.tuning.huggingface import HuggingFaceModel
-
-    options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
-    options |= {name: getattr(parsed, name) for name in _MODEL_DEFAULTS.keys() - MODEL_CHOICES.keys()}
-    return HuggingFaceModel(parsed.model, effective_batch=effective_batch, **options)
 
 
 # --------------------------------------------------------------------------------------------------- estimate
@@ -114,7 +52,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     step.add_argument(
         "--accumulation", type=number(COUNT), help="forward passes per update (default: 1; a recipe's own)"
     )
-    _add_choices(_add_model_options(parser), ACTIVATION_CHOICES)
+    model_flags.add_to(parser, checkpointing_and_offload=True)
     output = parser.add_argument_group("output")
     output.add_argument("--gpu", help=f"say whether it fits: {_GPU}")
     output.add_argument("--check", action="store_true", help="exit status 1 if it does not fit on --gpu")
@@ -164,11 +102,7 @@ def _plan_command(parsed: argparse.Namespace) -> str:
     """Return the command that looks for settings with which the same model fits the same card."""
     batch = parsed.batch_size * (parsed.accumulation or 1)
     words = ["hf-memopt", "plan", "--model", parsed.model, "--gpu", parsed.gpu, "--effective-batch", str(batch)]
-    for name, default in _MODEL_DEFAULTS.items():
-        value = getattr(parsed, name)
-        if value != default:
-            words += [f"--{name.replace('_', '-')}", "none" if value is None else str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, *model_flags.given(parsed)])
 
 
 def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
@@ -176,7 +110,7 @@ def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
         raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
     if parsed.offload == "auto" and not parsed.gpu:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
-    workload = _model(parsed, parsed.batch_size * (parsed.accumulation or 1))
+    workload = model_flags.model_of(parsed, parsed.batch_size * (parsed.accumulation or 1))
     checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
     return workload, workload.step_with(checkpointing, offload, parsed.batch_size)
 
@@ -226,7 +160,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--effective-batch", type=number(COUNT), help="samples per update (default: the configuration's)"
     )
-    _add_model_options(parser, recipes_precisions=("auto",))
+    model_flags.add_to(parser, recipes_precisions=("auto",))
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, help="folder for the chosen configuration and an accelerate config")
     output.add_argument("--explain", action="store_true", help="say why each lever is used or not")
@@ -259,7 +193,7 @@ def _workload(parsed: argparse.Namespace) -> "Workload":
     if (parsed.model is None) == (parsed.config is None):
         raise ValueError("name either a recipe's --config FILE or a --model")
     if parsed.config is None:
-        return _model(parsed, parsed.effective_batch or 1)
+        return model_flags.model_of(parsed, parsed.effective_batch or 1)
     name = parsed.recipe or recipe_of(parsed.config)
     return recipe_workload(name, parsed.config, precision=parsed.precision, effective_batch=parsed.effective_batch)
 

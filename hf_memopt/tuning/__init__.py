@@ -3,9 +3,9 @@
 - `workload`: a training step that depends on settings.
 - `settings_table`: what a search answers, which prints itself.
 - `settings_search`: `plan`, the search.
-- `model_config`, `huggingface`: workloads made from transformers' configurations.
+- `transformers_models`: models made from transformers' configurations, and their updates.
 - `equal_layers`: which of a model's layers tell what all do.
-- `adapters`: PEFT's, on a model that is simulated.
+- `huggingface`: these models as workloads.
 - `accelerate_config`: writes the answer for `accelerate launch`.
 """
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from hf_memopt.recipes.causal_lm.options import ModelOptions
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.tuning.model_config import building, check_sizes
+from hf_memopt.tuning.transformers_models.model_config import building, check_sizes
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:

@@ -74,8 +74,6 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     if sft.lora_rank is None and sft.quantize != "none":
         raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
     check_card(sft.plan)
-    if sft.plan is not None and sft.quantize == "int8":
-        raise ValueError("quantize='int8' is not simulated; use --quantize nf4 or none with --plan")
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")
     return options

@@ -25,6 +25,8 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
+# What the planner calls the recipe's ways to store a frozen base.
+STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
 # Without selective checkpointing, for which TRL has no flag.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
 
@@ -73,7 +75,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "optimizer": OPTIMIZERS[training.optim.value],
         "lora_rank": sft.lora_rank,
         "lora_targets": sft.lora_targets,
-        "quantize": sft.quantize,
+        "quantize": STORED[sft.quantize],
         "max_grad_norm": training.max_grad_norm or None,
         "offload_threshold_mb": memopt.offload_threshold_mb,
     }

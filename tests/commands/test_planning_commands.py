@@ -127,11 +127,3 @@ def test_what_it_refuses(arguments: list[str], message: str, model: str, capsys:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
-
-
-def test_the_choices_are_those_of_the_library() -> None:
-    from hf_memopt.commands.planning_commands import ACTIVATION_CHOICES, MODEL_CHOICES
-    from hf_memopt.tuning import huggingface
-
-    known = {**huggingface.CHOICES, "checkpointing": huggingface.CHECKPOINTING, "offload": huggingface.OFFLOAD}
-    assert {name: values for name, (values, _) in (MODEL_CHOICES | ACTIVATION_CHOICES).items()} == known

@@ -32,13 +32,13 @@ def frozen(workload: Workload) -> None:
         parameter.requires_grad_(False)
 
 
-def lora(checkpointing: bool = False) -> Setup:
+def lora(checkpointing: bool = False, use_dora: bool = False) -> Setup:
     def build() -> Workload:
         from peft import LoraConfig, get_peft_model
 
         model = make_model("LlamaForCausalLM", hidden_size=32, intermediate_size=64, num_hidden_layers=3,
                            num_attention_heads=4, vocab_size=VOCABULARY)  # fmt: skip
-        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=use_dora))
         if checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.randint(5, VOCABULARY, (BATCH, 24))
@@ -106,6 +106,8 @@ CASES: dict[str, tuple[Setup, Callable[[Any], object]]] = {
     "bert, lower half frozen": (architecture("bert", prepare=frozen), step),
     "llama, LoRA": (lora(), step),
     "llama, LoRA, checkpointed": (lora(checkpointing=True), step),
+    "llama, DoRA": (lora(use_dora=True), step),
+    "llama, DoRA, checkpointed": (lora(checkpointing=True, use_dora=True), step),
     "llama, 3 micro-batches": (architecture("llama"), accumulating),
     "resnet, 3 micro-batches": (architecture("resnet"), accumulating),
     "gpt2, AdamW foreach": (architecture("gpt2", make_optimizer=optimizer(torch.optim.AdamW, foreach=True)), step),

@@ -103,8 +103,13 @@ def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -
     check(repeated(step), whole(step))
 
 
-def test_qlora(tmp_path: Path) -> None:
-    step = step_of(tmp_path, "llama", **QLORA)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"use_dora": True}, marks=pytest.mark.slow)],
+    ids=["LoRA", "DoRA"],
+)
+def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
+    step = step_of(tmp_path, "llama", **{**QLORA, **options})
     check(repeated(step), whole(step))
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import accelerators
 import pytest
@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt.recipes import train_sft
-from hf_memopt.recipes.sft.options import parse
-from hf_memopt.recipes.sft.plan import OPTIMIZERS, apply_plan, workload
+from hf_memopt.recipes.sft.options import SftOptions, parse
+from hf_memopt.recipes.sft.plan import OPTIMIZERS, STORED, apply_plan, workload
 from hf_memopt.recipes.train_sft import main
+from hf_memopt.tuning.transformers_models.model_options import CHOICES
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -152,7 +153,6 @@ def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_pat
 
 REFUSED = {
     ("--quantize=nf4",): "quantize='nf4' freezes the base, so that adapters have to learn; add --lora_rank",
-    ("--quantize=int8", LORA, "--plan=8GiB"): "quantize='int8' is not simulated",
     ("--lora_rank=0",): "lora_rank=0 must be at least 1",
     ("--plan=x",): "plan='x': ",
     ("--plan=auto",): "plan='auto' needs an accelerator",
@@ -182,6 +182,11 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"quantize='nf4' needs bitsandbytes: pip install bitsandbytes$"):
         train(tmp_path / "run", LORA, "--quantize=nf4")
+
+
+@pytest.mark.parametrize("how", get_args(get_type_hints(SftOptions)["quantize"]))
+def test_every_way_to_store_the_base_can_be_planned(how: str) -> None:
+    assert STORED[how] in CHOICES["quantize"]
 
 
 def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:

@@ -82,9 +82,12 @@ class VirtualClock:
         return max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
 
     def _flops_per_s(self, dtypes: set[torch.dtype]) -> float:
-        """Return the speed of products of these types; tensor cores take bfloat16 from Ampere on."""
+        """Return the speed of products of these types; tensor cores take bfloat16 from Ampere on.
+
+        Those of whole numbers in 8 bits are taken to be as fast as those of float16.
+        """
         has_bfloat16 = self.card.compute_capability >= (8, 0)
-        is_half = torch.float16 in dtypes or (torch.bfloat16 in dtypes and has_bfloat16)
+        is_half = dtypes & {torch.float16, torch.int8} or (torch.bfloat16 in dtypes and has_bfloat16)
         return self.card.half_flops if is_half else self.card.float32_flops
 
 
@@ -94,7 +97,8 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
         return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
     if function.overloadpacket is torch.ops.aten.convolution_backward:
         return _convolution_backward_flops(*args)
-    count = flop_registry.get(function.overloadpacket)
+    aten = torch.ops.aten
+    count = flop_registry.get(aten.mm if function.overloadpacket is aten._int_mm else function.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 

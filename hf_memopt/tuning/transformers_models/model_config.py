@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
@@ -80,14 +78,3 @@ def building(source: str) -> Iterator[None]:
             f"{source}: transformers cannot build a model from this configuration ({type(error).__name__}: {error}); "
             "compare it with the one that was published"
         ) from error
-
-
-def batch_for(config: Any, task: str, num_samples: int, seq_len: int) -> dict[str, Tensor]:
-    """Return zeros as a model's inputs and labels: tokens without padding, or images of the configuration's size."""
-    if task == "image-classification":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        pixels = torch.zeros(num_samples, getattr(config, "num_channels", 3), height, width)
-        return {"pixel_values": pixels, "labels": torch.zeros(num_samples, dtype=torch.long)}
-    tokens = torch.zeros(num_samples, seq_len, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}

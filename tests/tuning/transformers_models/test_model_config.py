@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-model_config = LateModule("hf_memopt.tuning.model_config")
+model_config = LateModule("hf_memopt.tuning.transformers_models.model_config")
 transformers = LateModule("transformers")
 
 

@@ -1,0 +1,98 @@
+"""The flags that say how a transformers model is trained, for all commands that simulate one."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.command_line import number, or_none
+from hf_memopt.ranges import COUNT, POSITIVE
+
+if TYPE_CHECKING:
+    from hf_memopt.tuning.huggingface import HuggingFaceModel
+
+# Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
+# here, since `tuning.huggingface` is slow to import and not needed for `--help`.
+MODEL_CHOICES = {
+    "task": (("auto", "seq2seq", "masked", "causal", "image-classification"), "auto, by the architecture"),
+    "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
+    "quantize": (
+        ("none", "nf4", "int8", "int8-torchao"),
+        "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; with --lora-rank",
+    ),
+    "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
+    "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
+    "optimizer": (
+        ("adamw", "adamw-foreach", "sgd", "adamw-8bit", "adamw-4bit", "adafactor"),
+        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
+    ),
+}
+# The other options of `HuggingFaceModel`, and all their defaults on the command line.
+_MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
+    "seq_len": 2048,
+    "lora_rank": None,
+    "lora_targets": "all-linear",
+    "use_dora": False,
+    "max_grad_norm": 1.0,
+}
+ACTIVATION_CHOICES = {
+    "checkpointing": (("none", "selective", "full"), "of activations"),
+    "offload": (("off", "auto", "inputs", "all"), "of activations"),
+}
+
+
+def add_to(
+    parser: argparse.ArgumentParser,
+    recipes_precisions: tuple[str, ...] = (),
+    checkpointing_and_offload: bool = False,
+) -> None:
+    """Add what a transformers model is trained with: the arguments of `HuggingFaceModel`.
+
+    Args:
+        parser: of the command.
+        recipes_precisions: what recipes may be given for `--precision` besides.
+        checkpointing_and_offload: add them too; a plan searches them.
+    """
+    group = parser.add_argument_group("with a model")
+    precisions, text = MODEL_CHOICES["precision"]
+    _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
+    group.add_argument("--seq-len", type=number(COUNT), help="tokens per sample (default: %(default)s)")
+    group.add_argument(
+        "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
+    )
+    group.add_argument(
+        "--lora-targets",
+        help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
+    )
+    group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
+    group.add_argument(
+        "--max-grad-norm",
+        type=or_none(number(POSITIVE)),
+        help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+    )
+    parser.set_defaults(**_MODEL_DEFAULTS)
+    if checkpointing_and_offload:
+        _add_choices(group, ACTIVATION_CHOICES)
+
+
+def model_of(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceModel":
+    """Return the model that a command line describes."""
+    from hf_memopt.tuning.huggingface import HuggingFaceModel
+
+    options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
+    options |= {name: getattr(parsed, name) for name in _MODEL_DEFAULTS.keys() - MODEL_CHOICES.keys()}
+    return HuggingFaceModel(parsed.model, effective_batch=effective_batch, **options)
+
+
+def given(parsed: argparse.Namespace) -> list[str]:
+    """Return the flags that say the same of the model to another command."""
+    words = []
+    for name, default in _MODEL_DEFAULTS.items():
+        value = getattr(parsed, name)
+        if value != default:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else ["none" if value is None else str(value)]
+    return words
+
+
+def _add_choices(group: Any, choices: dict[str, tuple[tuple[str, ...], str]]) -> None:
+    for name, (values, text) in choices.items():
+        group.add_argument(f"--{name}", choices=values, help=f"{text} (default: {values[0]})")

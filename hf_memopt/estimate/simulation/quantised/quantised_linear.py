@@ -1,0 +1,33 @@
+"""What linear layers with frozen weights in few bits have in common."""
+
+import torch
+from torch import Tensor, nn
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose frozen weight is stored in few bits.
+
+    Args:
+        linear: whose shape and bias it has.
+        compute_dtype: of its product, where the library leaves that open.
+    """
+
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.compute_dtype = compute_dtype
+        self.weight = nn.Parameter(self._stored(linear.weight), requires_grad=False)
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802 - the name by which PEFT asks whether a weight has to be unpacked
+        """The weight as it is stored."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as numbers, `(out_features, in_features)`, in new memory; PEFT's DoRA asks for it."""
+        raise NotImplementedError
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        """Return memory for the weight, and register buffers for what goes with it."""
+        raise NotImplementedError

@@ -1,0 +1,71 @@
+"""One update of a transformers model, as Accelerate runs it."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor
+
+from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.tuning.transformers_models.model_building import build_model
+from hf_memopt.tuning.transformers_models.model_options import ModelOptions
+from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
+from hf_memopt.tuning.transformers_models.tasks import TASKS
+
+OFFLOAD = ("off", "auto", "inputs", "all")
+
+
+class ModelUpdate:
+    """One update with Accelerate, on the device that its `Accelerator` finds.
+
+    Args:
+        options: of the training.
+        config: the options', or one with fewer layers.
+        checkpointing: how activations are checkpointed.
+        offload: one of `OFFLOAD`.
+        micro_batch: samples per forward pass.
+        num_micro_batches: forward passes.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        config: Any,
+        checkpointing: str,
+        offload: str,
+        micro_batch: int,
+        num_micro_batches: int,
+    ) -> None:
+        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
+        precision = "bf16" if options.precision == "fp16" else options.precision
+        self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        with self._accelerator.device:
+            model = build_model(options, config, checkpointing)
+            self._batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
+        optimizer = OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
+        # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
+        self._accelerator.state._mixed_precision = options.precision
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._accelerator.state._mixed_precision = precision
+        self._max_grad_norm = options.max_grad_norm
+        self._num_micro_batches = num_micro_batches
+        self._offloader = None
+        if offload != "off":
+            self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
+
+    def run(self) -> None:
+        """Train on all micro-batches and update the weights."""
+        for _ in range(self._num_micro_batches):
+            with self._accelerator.accumulate(self._model):
+                self._accelerator.backward(self._loss())
+                if self._accelerator.sync_gradients and self._max_grad_norm is not None:
+                    self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+
+    def _loss(self) -> Tensor:
+        saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
+        with saving:
+            loss: Tensor = self._model(**self._batch).loss
+        return loss

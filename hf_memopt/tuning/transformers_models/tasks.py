@@ -1,0 +1,94 @@
+"""What a transformers model is trained for: the class of the model, and the batch that it takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
+
+from hf_memopt.tuning.transformers_models.model_batches import image_batch, token_batch
+from hf_memopt.tuning.transformers_models.model_config import building
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task.
+
+    Attributes:
+        auto: transformers' class that finds the model's.
+        batch: called with a configuration, the number of samples and of tokens in each.
+        has_tokens: samples have as many tokens as they are given, and no more than the model has positions.
+    """
+
+    auto: Any
+    batch: Callable[[Any, int, int], dict[str, Tensor]] = token_batch
+    has_tokens: bool = True
+
+    def class_name(self, config: Any) -> str | None:
+        """Return the name of the class of this architecture; None, it has none for the task."""
+        if type(config) not in self.auto._model_mapping:
+            return None
+        found = self.auto._model_mapping[type(config)]
+        return str((found[0] if isinstance(found, tuple) else found).__name__)
+
+    def build(self, config: Any, source: str, **options: Any) -> nn.Module:
+        """Return a model with weights that nobody has trained.
+
+        Args:
+            config: of the model.
+            source: where it comes from, for the message.
+            options: of transformers' `from_config`.
+
+        Raises:
+            ValueError: no model can be built from the configuration.
+        """
+        with building(source):
+            model: nn.Module = self.auto.from_config(config, trust_remote_code=False, **options)
+        return model
+
+
+# From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
+TASKS = {
+    "seq2seq": Task(AutoModelForSeq2SeqLM),
+    "masked": Task(AutoModelForMaskedLM),
+    "causal": Task(AutoModelForCausalLM),
+    "image-classification": Task(AutoModelForImageClassification, image_batch, has_tokens=False),
+}
+
+
+def task_of(config: Any, wanted: str, source: str) -> str:
+    """Return the task that is simulated.
+
+    Args:
+        config: of the model.
+        wanted: a task; "auto", that of the class which the configuration names.
+        source: where it comes from, for the message.
+
+    Raises:
+        ValueError: transformers has no class of this architecture for it; or the task is "auto", and the configuration
+            names a class of another task.
+    """
+    possible = {name: found for name, task in TASKS.items() if (found := task.class_name(config)) is not None}
+    if wanted != "auto" and wanted in possible:
+        return wanted
+    if not possible or wanted != "auto":
+        tried = "any task of " + ", ".join(TASKS) if wanted == "auto" else f"task={wanted!r}"
+        raise ValueError(
+            f"{source}: transformers has no class of model_type={config.model_type!r} for {tried}; write setup and "
+            "step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
+        )
+    named = config.architectures or list(possible.values())
+    for name, class_name in possible.items():
+        if class_name in named:
+            return name
+    known = ", ".join(f"task={name!r} for {class_name}" for name, class_name in possible.items())
+    raise ValueError(
+        f"{source}: its configuration is of {named[0]}, whose task is not simulated; name another one if that is "
+        f"meant: {known}"
+    )
