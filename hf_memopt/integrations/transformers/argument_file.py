@@ -41,7 +41,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "parallelism_config": (None,),
     "use_liger_kernel": (None, False),
     "activation_offloading": (None, False),
-    "load_in_8bit": (False,),
     "model_init_kwargs": (None, {}),
     "optim_target_modules": (None,),
     "auto_find_batch_size": (False,),
@@ -122,7 +121,7 @@ class ArgumentFile:
         with argparse_raising():
             (arguments,) = parser.parse_args_into_dataclasses(args=[], look_for_args_file=False)
         if arguments.optim not in OPTIMIZERS:
-            raise ValueError(f"optim={str(arguments.optim)!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
+            raise ValueError(f"optim={arguments.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
         return arguments
 
 
@@ -163,7 +162,9 @@ def read_argument_file(path: Path) -> ArgumentFile:
 def _refuse(given: Mapping[str, Any]) -> None:
     for name, harmless in _REFUSED.items():
         if name in given and given[name] not in harmless:
-            raise ValueError(f"{name}={given[name]!r} is not simulated; leave it out of the file to estimate without it")
+            raise ValueError(
+                f"{name}={given[name]!r} is not simulated; leave it out of the file to estimate without it"
+            )
 
 
 def _names(kind: Any) -> set[str]:

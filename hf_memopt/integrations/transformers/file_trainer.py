@@ -7,27 +7,22 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_memopt.estimate.simulation.quantised_base import copy_before_adding, quantise_nf4
+from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile
-from hf_memopt.tuning.model_config import building
+from hf_memopt.tuning.transformers_models.tasks import TASKS
 
 _PADDING, _END = "<pad>", "</s>"
 
 
 def make_trainer(
-    file: ArgumentFile,
-    config: Any,
-    auto_class: Any,
-    changes: Mapping[str, Any],
-    seq_len: int,
-    output_dir: str,
+    file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
 ) -> Trainer:
     """Return a Trainer, or TRL's SFTTrainer, for `trainer_step`.
 
     Args:
         file: says how it trains.
         config: of the model.
-        auto_class: of transformers, such as AutoModelForCausalLM.
+        task: one whose samples are tokens.
         changes: fields that have other values than in the file.
         seq_len: tokens of each sample.
         output_dir: an empty folder.
@@ -37,31 +32,38 @@ def make_trainer(
     """
     arguments = file.training_arguments(changes, output_dir)
     about = file.model_fields(changes)
-    model = _base_model(config, auto_class, about)
+    model = _base_model(config, task, about)
     rows = [[0] * seq_len] * (arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps)
     adapters = _adapters(about) if about["use_peft"] else None
     if file.is_sft:
-        trainer = _sft_trainer(model, arguments, rows, adapters, about["load_in_4bit"])
+        trainer = _sft_trainer(model, arguments, rows, adapters, is_quantised=storage(about) is not None)
     else:
         trainer = _plain_trainer(model, arguments, rows, adapters)
-    copy_before_adding(trainer.model)
+    adapt_as_peft_does(trainer.model)
     return trainer
 
 
-def _base_model(config: Any, auto_class: Any, about: Mapping[str, Any]) -> Any:
-    dtype = torch.float32 if about["dtype"] is None else about["dtype"]
-    dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    with building(f"model={about['model_name_or_path']!r}"), torch.device("meta"):
-        model = auto_class.from_config(
-            config, dtype=dtype, attn_implementation=attention(about), trust_remote_code=False
+def _base_model(config: Any, task: str, about: Mapping[str, Any]) -> Any:
+    name = about["dtype"] or "float32"
+    dtype = (config.dtype or torch.float32) if name == "auto" else getattr(torch, name)
+    with torch.device("meta"):
+        model: Any = TASKS[task].build(
+            config, f"model={about['model_name_or_path']!r}", dtype=dtype, attn_implementation=attention(about)
         )
-        if about["load_in_4bit"]:
+        stored = storage(about)
+        if stored is not None:
             kept = {name: weight.dtype for name, weight in model.named_parameters()}
-            quantise_nf4(model, dtype)
+            quantise(model, stored, dtype)
             # TRL does not prepare the model by PEFT, which would make the other weights float32.
             for name, weight in model.named_parameters():
-                weight.data = weight.data.to(kept[name]) if weight.is_floating_point() else weight.data
+                if weight.is_floating_point():
+                    weight.data = weight.data.to(kept[name])
     return model
+
+
+def storage(about: Mapping[str, Any]) -> str | None:
+    """Return how bitsandbytes stores the frozen weights."""
+    return "nf4" if about["load_in_4bit"] else "int8" if about["load_in_8bit"] else None
 
 
 def attention(about: Mapping[str, Any]) -> str | None:
@@ -89,16 +91,14 @@ def _adapters(about: Mapping[str, Any]) -> Any:
     )
 
 
-def _sft_trainer(
-    model: Any, arguments: Any, rows: list[list[int]], adapters: Any, is_in_4_bits: bool
-) -> Trainer:
+def _sft_trainer(model: Any, arguments: Any, rows: list[list[int]], adapters: Any, is_quantised: bool) -> Trainer:
     from datasets import Dataset, disable_progress_bars
     from trl import SFTTrainer
 
     disable_progress_bars()
     data = {"train_dataset": Dataset.from_dict({"input_ids": rows}), "processing_class": _tokenizer()}
     # TRL asks for this where it makes adapters, which it makes bfloat16 then; later transformers asks bitsandbytes.
-    model.is_loaded_in_4bit = is_in_4_bits
+    model.is_loaded_in_4bit = is_quantised
     trainer: Trainer = SFTTrainer(model, arguments, peft_config=adapters, **data)
     del model.is_loaded_in_4bit
     return trainer

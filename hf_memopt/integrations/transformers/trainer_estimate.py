@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.gpus import Card, find_card
-from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.integrations.transformers.trainer_batches import Window, largest_window
@@ -61,8 +61,14 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     return estimate
 
 
-def trainer_step(trainer: Trainer, window: Window) -> SimulatedStep:
-    """Return the update of a trainer on some batches, for one simulation, to which the trainer is lost."""
+def trainer_step(trainer: Trainer, window: Window, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+    """Return the update of a trainer on some batches, for one simulation, to which the trainer is lost.
+
+    Args:
+        trainer: on the host.
+        window: the batches of the update.
+        repeated: the model's equal layers, with the step of a like trainer of fewer.
+    """
 
     def setup(device: torch.device) -> tuple[Any, ...]:
         simulated = SimulatedTrainer(trainer, window, device)
@@ -73,6 +79,7 @@ def trainer_step(trainer: Trainer, window: Window) -> SimulatedStep:
         step=lambda state: state[-1].step(),
         num_steps=PASSES_OF_AUTO if _plans(trainer) else 2,
         num_micro_batches=min(2, len(window.batches)),
+        repeated=repeated,
     )
 
 
