@@ -24,7 +24,8 @@ LAYERS = (
     ("training", "checkpoint"),
     ("estimate",),
     ("tuning",),
-    ("integrations.lerobot", "integrations.transformers", "callbacks"),
+    ("integrations.lerobot", "callbacks"),
+    ("integrations.transformers",),
     ("recipes",),
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
@@ -60,7 +61,16 @@ LIBRARIES = {
         "draccus",
         "tqdm",
     },
-    "integrations.transformers": {"torch", "transformers", "accelerate"},
+    "integrations.transformers": {
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "trl",
+        "datasets",
+        "tokenizers",
+        "yaml",
+    },
     "callbacks": {"torch", "transformers", "accelerate"},
 }
 

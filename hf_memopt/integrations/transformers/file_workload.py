@@ -72,12 +72,13 @@ class FileWorkload:
         if self._task not in _TOKEN_TASKS:
             raise ValueError(f"task={self._task!r}: its samples are no tokens; call estimate_trainer(trainer)")
         self.arguments = file.training_arguments(changes, self._folder)
-        self._seq_len = seq_len or getattr(self.arguments, "max_length", None)
-        if self._seq_len is None:
+        length = seq_len or getattr(self.arguments, "max_length", None)
+        if length is None:
             raise ValueError("max_length is none, so that samples may have any length; name one with --seq-len")
+        self._seq_len: int = length
         longest = getattr(self._config, "max_position_embeddings", None)
-        if longest is not None and self._seq_len > longest:
-            raise ValueError(f"seq_len={self._seq_len} is longer than the model's max_position_embeddings={longest}")
+        if longest is not None and length > longest:
+            raise ValueError(f"seq_len={length} is longer than the model's max_position_embeddings={longest}")
         self.micro_batch: int = self.arguments.per_device_train_batch_size
         self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
 

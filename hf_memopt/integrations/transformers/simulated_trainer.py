@@ -1,6 +1,7 @@
 """A trainer on the simulated accelerator. It is changed for good, so it has to be in a process of its own."""
 
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ class SimulatedTrainer:
     """
 
     def __init__(self, trainer: Trainer, window: Window, device: torch.device) -> None:
+        gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
         if device.type == DEVICE_TYPE:
             run_as_on_cuda()
         self._trainer = trainer

@@ -1,6 +1,5 @@
 """The peak memory of a trainer's own training steps, before it trains."""
 
-import gc
 import logging
 from dataclasses import replace
 from typing import Any
@@ -84,7 +83,6 @@ def trainer_step(trainer: Trainer, window: Window, repeated: RepeatedLayers | No
 
 
 def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[MemoryEstimate, str]:
-    gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
     window = largest_window(trainer, num_batches)
     step, has_others = trainer_step(trainer, window), len(dict(modules_of(trainer))) > 1
     estimate = simulate_step(step, gpu=card).with_passes(len(window.batches) / step.num_micro_batches)

@@ -34,7 +34,7 @@ class _Kernel:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Take the time of the product, and no memory: cuBLAS adds halves to a float32 in place, which torch cannot fake."""
+    """Take the product's time and no memory: cuBLAS adds halves to a float32 in place, which torch cannot fake."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
