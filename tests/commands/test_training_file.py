@@ -20,7 +20,7 @@ FILE: dict[str, Any] = {
     "max_length": 48,
     "use_peft": True,
     "lora_r": 4,
-    "lora_target_modules": "all-linear",
+    "lora_target_modules": ["q_proj"],
     "learning_rate": "2e-4",
     "eval_strategy": "steps",
     "report_to": "wandb",
@@ -30,7 +30,7 @@ FILE: dict[str, Any] = {
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=320, max_position_embeddings=128, **sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "model")
