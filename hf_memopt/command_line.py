@@ -93,6 +93,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists all options")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Tell besides, as `given`, which options the command line names, whatever their values."""
+        parsed, others = super().parse_known_args(args, namespace)
+        if not hasattr(parsed, "given"):  # the parser of a subcommand has told
+            absent: list[Any] = []
+            unset = argparse.Namespace(**dict.fromkeys(vars(parsed), absent))
+            again, _ = super().parse_known_args(args, unset)
+            parsed.given = frozenset(name for name, value in vars(again).items() if value is not absent)
+        return parsed, others
+
 
 @contextmanager
 def argparse_raising() -> Iterator[None]:

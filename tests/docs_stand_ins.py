@@ -42,6 +42,11 @@ def causal_lm(toys: Toys) -> Any:
     return LlamaForCausalLM(config).train()
 
 
+def model_folder(toys: Toys) -> str:
+    toys["model"].save_pretrained("model")
+    return "model"
+
+
 def samples(toys: Toys) -> list[dict[str, Tensor]]:
     found = torch.randint(VOCABULARY, (NUM_SAMPLES, LENGTH))
     return [{"input_ids": tokens, "labels": tokens} for tokens in found]
@@ -176,7 +181,7 @@ PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
         "solve": lambda toys: solve,
         "load": lambda toys: coupling_toys.load,
     },
-    "estimating": {"MyModel": lambda toys: Convolution},
+    "estimating": {"MyModel": lambda toys: Convolution, "folder": model_folder},
     "fluxflow": {
         "images": lambda toys: torch.randn(2, 3, 8, 8),
         "autocast": lambda toys: lambda: torch.autocast("cpu", enabled=False),

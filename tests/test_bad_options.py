@@ -55,6 +55,7 @@ GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70)),
 BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "estimate": {
         "--recipe": ("a.b", "../x"),
+        "--training-args": ("missing", "PLACE", "PLACE/file"),
         "--task": ("x",),
         "--dtype": ("x",),
         "--precision": ("x",),
@@ -72,6 +73,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "plan": {
         "--config": ("missing", "PLACE/file"),
+        "--training-args": ("missing", "PLACE/file"),
         "--model": ("PLACE/missing",),
         "--gpu": ("x",),
         "--host": ("x", "0GiB"),

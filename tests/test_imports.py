@@ -25,6 +25,7 @@ LAYERS = (
     ("estimate",),
     ("tuning",),
     ("integrations.lerobot", "callbacks"),
+    ("integrations.transformers",),
     ("recipes",),
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
@@ -59,6 +60,16 @@ LIBRARIES = {
         "httpx",
         "draccus",
         "tqdm",
+    },
+    "integrations.transformers": {
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "trl",
+        "datasets",
+        "tokenizers",
+        "yaml",
     },
     "callbacks": {"torch", "transformers", "accelerate"},
 }

@@ -1,6 +1,7 @@
 """The flags that say how a transformers model is trained, for all commands that simulate one."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.command_line import number, or_none
@@ -79,6 +80,13 @@ def add_to(
         checkpointing_and_offload: add them too; a plan searches them.
     """
     group = parser.add_argument_group("with a model")
+    group.add_argument(
+        "--training-args",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as it says; "
+        "other flags overrule it",
+    )
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.command_line import check_output_file, check_output_folder, number
-from hf_memopt.commands import model_flags
+from hf_memopt.commands import model_flags, training_file
 from hf_memopt.ranges import COUNT
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     if parsed.check and not parsed.gpu:
         raise ValueError("check=True asks whether it fits on a card, so it needs --gpu")
     card = find_card(parsed.gpu) if parsed.gpu else None
-    workload, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
+    workload, step = _step(parsed)
     estimate = run_isolated(lambda: simulate_step(step, gpu=card))
     accumulation = workload.effective_batch // parsed.batch_size
     estimate = estimate.with_passes(accumulation / step.num_micro_batches)
@@ -92,16 +92,29 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
         print(f"\nsnapshot, for https://pytorch.org/memory_viz: {written}")
     if card is None or estimate_report.fits(estimate, card):
         return 0
-    if parsed.model:
+    if not parsed.recipe:
         print(f"\nSettings that fit, if there are any: {_plan_command(parsed)}")
     return 1 if parsed.check else 0
 
 
 def _plan_command(parsed: argparse.Namespace) -> str:
     """Return the command that looks for settings with which the same model fits the same card."""
+    if parsed.training_args:
+        return shlex.join(["hf-memopt", "plan", "--gpu", parsed.gpu, *training_file.flags(parsed)])
     batch = parsed.batch_size * (parsed.accumulation or 1)
     words = ["hf-memopt", "plan", "--model", parsed.model, "--gpu", parsed.gpu, "--effective-batch", str(batch)]
     return shlex.join([*words, *model_flags.given(parsed)])
+
+
+def _step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
+    if parsed.recipe:
+        return _recipe_step(parsed)
+    if parsed.training_args:
+        workload = training_file.workload_of(parsed)
+        parsed.batch_size = workload.micro_batch
+        parsed.accumulation = workload.effective_batch // workload.micro_batch
+        return workload, workload.as_given(parsed.offload or "off")
+    return _model_step(parsed)
 
 
 def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
@@ -189,6 +202,8 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 def _workload(parsed: argparse.Namespace) -> "Workload":
     from hf_memopt.commands.recipe_workloads import recipe_of, recipe_workload
 
+    if parsed.training_args:
+        return training_file.workload_of(parsed)
     if (parsed.model is None) == (parsed.config is None):
         raise ValueError("name either a recipe's --config FILE or a --model")
     if parsed.config is None:

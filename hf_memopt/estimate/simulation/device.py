@@ -230,7 +230,7 @@ def _keep_parameters_when_moved() -> Any:
                 with torch.no_grad():
                     moved = function(parameter.detach())
                 if (moved.device, moved.dtype) != (parameter.device, parameter.dtype):
-                    _replace_memory(parameter, moved)
+                    replace_memory(parameter, moved)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = function(buffer)
         return self
@@ -252,7 +252,7 @@ def _let_weights_change_device() -> Iterator[None]:
         yield
 
 
-def _replace_memory(tensor: Tensor, memory: Tensor) -> None:
+def replace_memory(tensor: Tensor, memory: Tensor) -> None:
     """Do what `tensor.data = memory` does, across devices: the same object gets the implementation of another one."""
     if isinstance(tensor, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
@@ -265,7 +265,7 @@ def _rebind(tensor: Any, memory: Tensor) -> None:
     if tensor.device == memory.device:
         Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
     else:
-        _replace_memory(tensor, memory.detach())
+        replace_memory(tensor, memory.detach())
 
 
 _storage_address = torch.UntypedStorage.data_ptr

@@ -1,0 +1,163 @@
+"""A file of TrainingArguments or an SFTConfig as a workload: each candidate is a trainer that is simulated."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import yaml
+
+from hf_memopt.callbacks import attach
+from hf_memopt.estimate.accounting.repeated_layers import Layers
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
+from hf_memopt.integrations.transformers.argument_file import MODEL_FIELDS, ArgumentFile
+from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer
+from hf_memopt.integrations.transformers.trainer_batches import largest_window
+from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
+from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
+from hf_memopt.tuning.huggingface import ACTIVATIONS
+from hf_memopt.tuning.transformers_models.model_config import read_config
+from hf_memopt.tuning.transformers_models.tasks import TASKS, task_of
+from hf_memopt.tuning.workload import SearchDimension, divisors
+
+_TOKEN_TASKS = ("causal", "masked", "seq2seq")
+# Without selective checkpointing, for which Trainer has no field.
+_CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
+_BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+class FileWorkload:
+    """Trains as a file says, on samples of one length without padding.
+
+    Args:
+        file: the fields.
+        changes: fields that have other values than in the file.
+        seq_len: tokens of each sample; None, the file's `max_length`.
+        task: of a plain Trainer's model; SFTTrainer's is causal.
+        effective_batch: samples per update; None, what the fields make it.
+
+    Raises:
+        ValueError: no model or no length is named; the task's samples are no tokens; or a field or its value is not
+            simulated.
+    """
+
+    levers = (SearchDimension("activations", _CHOICES),)
+
+    def __init__(
+        self,
+        file: ArgumentFile,
+        changes: Mapping[str, Any],
+        *,
+        seq_len: int | None = None,
+        task: str = "auto",
+        effective_batch: int | None = None,
+    ) -> None:
+        if seq_len is not None and file.is_sft:
+            changes = {**changes, "max_length": seq_len}
+        self.file, self._changes = file, changes
+        self._folder, self._offload = mkdtemp(prefix="hf_memopt-"), "off"
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._about = file.model_fields(changes)
+        self.model = self._about["model_name_or_path"]
+        if self.model is None:
+            raise ValueError("name a model: model_name_or_path in the file, or on the command line")
+        self._config = read_config(self.model)
+        self._task = task_of(self._config, "causal" if file.is_sft else task, f"model={self.model!r}")
+        if self._task not in _TOKEN_TASKS:
+            raise ValueError(f"task={self._task!r}: its samples are no tokens; call estimate_trainer(trainer)")
+        self.arguments = file.training_arguments(changes, self._folder)
+        length = seq_len or getattr(self.arguments, "max_length", None)
+        if length is None:
+            raise ValueError("max_length is none, so that samples may have any length; name one with --seq-len")
+        self._seq_len: int = length
+        longest = getattr(self._config, "max_position_embeddings", None)
+        if longest is not None and length > longest:
+            raise ValueError(f"seq_len={length} is longer than the model's max_position_embeddings={longest}")
+        self.micro_batch: int = self.arguments.per_device_train_batch_size
+        self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
+
+    @property
+    def name(self) -> str:
+        """The trainer, the model, the length of samples, and what is taken for something else."""
+        trainer = "SFTTrainer" if self.file.is_sft else "Trainer"
+        taken = "".join(f"; {note}" for note in self._taken())
+        return f"{trainer} of {self.model} by {self.file.path.name}, {self._seq_len} tokens in each sample{taken}"
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """All that divide the update."""
+        return divisors(self.effective_batch)
+
+    def as_given(self, offload: str = "off") -> SimulatedStep:
+        """Return the update as the file has it.
+
+        Args:
+            offload: what `attach` is given besides: "off" or a mode of `ActivationOffloader`.
+        """
+        return self._step({}, offload)
+
+    def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
+        checkpointing, offload = ACTIVATIONS[settings["activations"]]
+        return self._step(self._chosen(checkpointing, micro_batch), offload)
+
+    def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
+        """An accelerate config, and the file with what the plan chooses."""
+        checkpointing, self._offload = ACTIVATIONS[settings["activations"]]
+        precision = "bf16" if self.arguments.bf16 else "fp16" if self.arguments.fp16 else "no"
+        # TrainingArguments have no fields for the model.
+        changes = {k: v for k, v in self._changes.items() if self.file.is_sft or k not in MODEL_FIELDS}
+        fields = dict(self.file.given) | changes | self._chosen(checkpointing, micro_batch)
+        written = folder / self.file.path.name
+        is_json = written.suffix == ".json"
+        text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)
+        written.write_text(text, encoding="utf-8")
+        return [write_accelerate_config(folder / "accelerate.yaml", precision), written]
+
+    def command(self, written: list[Path]) -> str:
+        """TRL's script with the file, or a script of one's own; under `hf-memopt launch` where it offloads."""
+        config, fields = written
+        script = f"-m trl.scripts.sft --config {fields}" if self.file.is_sft else f"a script with {fields}"
+        if self._offload == "off":
+            return f"accelerate launch --config_file {config} {script}"
+        return f"hf-memopt launch --config_file {config} --offload {self._offload} -- {script}"
+
+    def _chosen(self, checkpointing: str, micro_batch: int) -> dict[str, Any]:
+        return {
+            _BATCH: micro_batch,
+            _ACCUMULATION: self.effective_batch // micro_batch,
+            "gradient_checkpointing": checkpointing == "full",
+        }
+
+    def _taken(self) -> list[str]:
+        asked, nested = self._about["attn_implementation"], self._about["use_bnb_nested_quant"]
+        notes = [f"{asked} taken for sdpa"] if asked != attention(self._about) else []
+        return notes + (["use_bnb_nested_quant taken for false"] if nested and self._about["load_in_4bit"] else [])
+
+    def _step(self, chosen: Mapping[str, Any], offload: str) -> SimulatedStep:
+        changes = dict(self._changes) | dict(chosen)
+
+        def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+            trainer = make_trainer(self.file, config, self._task, changes, self._seq_len, self._folder)
+            if offload != "off":
+                attach(trainer, offloader=offload, memory=False)
+            window = largest_window(trainer, trainer.args.gradient_accumulation_steps)
+            return trainer_step(trainer, window, repeated)
+
+        # As for `HuggingFaceModel`: offloaders treat layers as they like, torchao's optimizers keep tables.
+        has_tables = self.arguments.optim in ("adamw_torch_8bit", "adamw_torch_4bit")
+        layers = None if offload != "off" or has_tables else self._equal_layers
+        if layers is None:
+            return step_of(self._config)
+        few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(self._config, layers, count)))
+        return step_of(self._config, few)
+
+    @cached_property
+    def _equal_layers(self) -> Layers | None:
+        with torch.device("meta"):
+            return equal_layers(TASKS[self._task].build(self._config, f"model={self.model!r}"))

@@ -1,0 +1,142 @@
+"""A trainer on the simulated accelerator. It is changed for good, so it has to be in a process of its own."""
+
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import send_to_device
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import Trainer, TrainerCallback
+
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.estimate.simulation.device import DEVICE_TYPE, replace_memory
+from hf_memopt.integrations.transformers.trainer_batches import Window, num_bytes
+from hf_memopt.integrations.transformers.trl_kernels import run_as_on_cuda
+
+MODEL = "model"
+
+
+class SimulatedTrainer:
+    """Puts a trainer on a device that is simulated, and runs its own `train`, one update at a time.
+
+    Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the batches that it
+    accumulates at most two run, the largest last, since the third finds memory as the second did; all are there.
+
+    Args:
+        trainer: as its constructor left it, or as an earlier `train` did.
+        window: the batches of an update.
+        device: where the weights are to be; they get no values.
+
+    Attributes:
+        modules: the trained model as `MODEL`, and others that the trainer has, such as a reference model.
+        batches: of an update.
+    """
+
+    def __init__(self, trainer: Trainer, window: Window, device: torch.device) -> None:
+        gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
+        if device.type == DEVICE_TYPE:
+            run_as_on_cuda()
+        self._trainer = trainer
+        args = trainer.args
+        args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()
+        args.__dict__["_setup_devices"] = device
+        args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
+        args.logging_nan_inf_filter = False  # would read every loss
+        self.modules = dict(modules_of(trainer))
+        prepared = {name for name, module in self.modules.items() if _was_prepared(module)}
+        _renew_accelerator(trainer)
+        for name, module in self.modules.items():
+            _place(module, device)
+            if name in prepared and name != MODEL:
+                trainer.accelerator.prepare_model(module, evaluation_mode=True)
+        _renew_optimizer(trainer)
+        self.batches = send_to_device(window.batches, device) if window.moves else window.batches
+        *others, largest = sorted(self.batches, key=num_bytes)
+        running = _Batches([*others[:1], largest])
+        args.gradient_accumulation_steps, args.max_steps = len(running), 1
+        trainer.get_train_dataloader = lambda: running
+        handler = trainer.callback_handler
+        handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
+
+    def step(self) -> None:
+        """Make one update; the optimizer goes on where it was."""
+        self._trainer.train()
+
+
+def offloader_of(callback: TrainerCallback) -> ActivationOffloader | None:
+    """Return the offloader of those callbacks that have one, such as what `attach` adds."""
+    offloader = getattr(callback, "offloader", None)
+    return offloader if isinstance(offloader, ActivationOffloader) else None
+
+
+class _Batches(list[Any]):
+    """Gives mappings of its own for each update, as a dataloader does: some trainers take entries out of them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield copy.copy(batch) if isinstance(batch, Mapping) else batch
+
+
+def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the trained model, and what else the trainer holds, by name, each once."""
+    yield MODEL, trainer.model
+    known = set(trainer.model.modules())
+    for name, value in vars(trainer).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        for number, module in enumerate(values):
+            if isinstance(module, nn.Module) and module not in known:
+                known |= set(module.modules())
+                yield name if module is value else f"{name}.{number}", module
+
+
+def _was_prepared(module: nn.Module) -> bool:
+    """Take off what another `Accelerator` has put around a module; return whether one had."""
+    was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
+    if "_original_forward" in vars(module):
+        # accelerate's own unwrapping also takes off what others had put around it before, such as TRL's losses.
+        module.forward = vars(module).pop("_original_forward")
+    return was_prepared
+
+
+def _renew_accelerator(trainer: Trainer) -> None:
+    """Give a trainer an `Accelerator` of the simulation; fp16 autocasts without a scaler, which would read values."""
+    precision = trainer.args.mixed_precision
+    trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
+    trainer.create_accelerator_and_postprocess()
+    accelerator, state = trainer.accelerator, trainer.accelerator.state
+    plain_prepare_model, simulated_precision = accelerator.prepare_model, trainer.args.mixed_precision
+
+    def prepare_model(*args: Any, **options: Any) -> Any:
+        state._mixed_precision = precision
+        try:
+            return plain_prepare_model(*args, **options)
+        finally:
+            state._mixed_precision = simulated_precision
+
+    accelerator.prepare_model = prepare_model
+
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Give weights and buffers memory on the device, as `module.to(device)` does, without values."""
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            if not isinstance(parameter, FakeTensor):  # a tied one has been there before
+                replace_memory(parameter, _empty_like(parameter, device))
+                parameter.grad = None
+        for name, buffer in child.named_buffers(recurse=False):
+            child._buffers[name] = _empty_like(buffer, device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _renew_optimizer(trainer: Trainer) -> None:
+    """Let an optimizer that was given, or that trained before, begin anew."""
+    if trainer.optimizer is not None:
+        trainer.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        trainer.optimizer.state.clear()

@@ -1,0 +1,86 @@
+"""The batches of a trainer's own data with which its memory is estimated: those around the largest."""
+
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer
+
+
+@dataclass(frozen=True)
+class Window:
+    """The batches of one update, on the host.
+
+    Attributes:
+        batches: as many as the trainer accumulates, or fewer where it has no more.
+        num_seen: how many batches were looked at.
+        is_all: whether the trainer has no others.
+        moves: whether its dataloader puts batches on the device, as accelerate's do.
+    """
+
+    batches: list[Any]
+    num_seen: int
+    is_all: bool
+    moves: bool
+
+    def __str__(self) -> str:
+        largest = max(self.batches, key=num_bytes)
+        shapes = {name: "x".join(map(str, value.shape)) for name, value in tensors_of(largest).items()}
+        return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def largest_window(trainer: Trainer, num_batches: int) -> Window:
+    """Draw batches and return the consecutive ones that hold the largest.
+
+    Changes the trainer and the state of random numbers, so it is for a process of its own.
+
+    Args:
+        trainer: whose dataloader and collator are used, in this process alone.
+        num_batches: how many are drawn at most.
+
+    Raises:
+        ValueError: there is none.
+    """
+    args = trainer.args
+    # Workers are processes, which a simulation's process may not have; they change no memory of the device.
+    args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
+    args.dataloader_persistent_workers = args.dataloader_pin_memory = False
+    loader = trainer.get_train_dataloader()
+    moves = getattr(loader, "device", None) is not None
+    if moves:
+        loader.device = None
+    length = args.gradient_accumulation_steps
+    newest: deque[Any] = deque(maxlen=length)
+    kept: list[Any] = []
+    largest = num_seen = 0
+    remaining = iter(loader)
+    for batch in itertools.islice(remaining, num_batches):
+        num_seen += 1
+        newest.append(batch)
+        if num_bytes(batch) > largest or len(kept) < length:
+            largest, kept = max(largest, num_bytes(batch)), list(newest)
+    if not kept:
+        raise ValueError("the trainer's dataloader has no batch; check train_dataset and per_device_train_batch_size")
+    return Window(kept, num_seen, is_all=next(remaining, None) is None, moves=moves)
+
+
+def num_bytes(batch: Any) -> int:
+    """Return the bytes of all tensors of a batch."""
+    return sum(tensor.nbytes for tensor in tensors_of(batch).values())
+
+
+def tensors_of(batch: Any, name: str = "") -> dict[str, Tensor]:
+    """Return the tensors in nested mappings and sequences, by the names under which they lie."""
+    if isinstance(batch, Tensor):
+        return {name: batch}
+    found: dict[str, Tensor] = {}
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            found |= tensors_of(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, list | tuple):
+        for position, value in enumerate(batch):
+            found |= tensors_of(value, f"{name}.{position}" if name else str(position))
+    return found

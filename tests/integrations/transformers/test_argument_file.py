@@ -1,0 +1,67 @@
+"""Files of TrainingArguments and of TRL's SFTConfig: what is read, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+
+argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
+trl = LateModule("trl")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def read(folder: Path, text: str, name: str = "args.yaml") -> Any:
+    (folder / name).write_text(text)
+    return argument_file.read_argument_file(folder / name)
+
+
+def test_a_file_for_trl_has_trls_defaults_and_a_plain_one_those_of_transformers(tmp_path: Path) -> None:
+    plain = read(tmp_path, "learning_rate: 2e-4\nreport_to: wandb\neval_strategy: steps\n")
+    sft = read(tmp_path, "max_length: 64\nmodel_name_or_path: a/model\ndataset_name: b\nenv: {A: '1'}\nfp16: true\n")
+    assert (plain.is_sft, sft.is_sft) == (False, True)
+    arguments = plain.training_arguments({}, str(tmp_path))
+    assert (arguments.learning_rate, arguments.bf16, arguments.gradient_checkpointing) == (2e-4, False, False)
+    assert (arguments.report_to, arguments.use_cpu) == ([], True)
+    arguments = sft.training_arguments({"per_device_train_batch_size": 3}, str(tmp_path))
+    assert (arguments.fp16, arguments.bf16, arguments.gradient_checkpointing) == (True, False, True)
+    assert (arguments.per_device_train_batch_size, arguments.max_length) == (3, 64)
+
+
+def test_json_is_read_too(tmp_path: Path) -> None:
+    assert read(tmp_path, json.dumps({"bf16": True}), "args.json").given == {"bf16": True}
+
+
+def test_fields_of_the_model_have_the_defaults_of_trls_model_config(tmp_path: Path) -> None:
+    assert {field.name: field.default for field in dataclasses.fields(trl.ModelConfig)} == argument_file.MODEL_FIELDS
+    found = read(tmp_path, "use_peft: true\nlora_r: 8\n").model_fields({"lora_r": 4})
+    assert (found["use_peft"], found["lora_r"], found["lora_alpha"]) == (True, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("deepspeed: zero3.json", "deepspeed='zero3.json' is not simulated"),
+        ("fsdp: full_shard", "fsdp='full_shard' is not simulated"),
+        ("use_liger_kernel: true", "use_liger_kernel=True is not simulated"),
+        ("max_length: 8\nactivation_offloading: true", "activation_offloading=True is not simulated"),
+        ("optim: paged_adamw_8bit", "optim='paged_adamw_8bit' is not simulated; choose from adamw_torch_fused"),
+        ("optim: adam", "adam is not a valid OptimizerNames"),
+        ("gradient_accumulation_steps: many", "invalid int value: 'many'"),
+        ("per_device_batch: 3", "'per_device_batch' is a field of neither.*the nearest is per_device_"),
+        ("beta: 0.1", r"call estimate_trainer\(trainer\)"),
+        ("bf16: [", "cannot be read"),
+        ("- bf16", "holds no fields"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, text).training_arguments({}, str(tmp_path))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"training-args='.*args\.yaml' is no file"):
+        argument_file.read_argument_file(tmp_path / "args.yaml")

@@ -1,0 +1,96 @@
+"""Files of arguments as workloads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl_trainers
+import yaml
+from late_imports import LateModule
+
+from hf_memopt.estimate.estimate import _estimate, _repeated, simulate
+from hf_memopt.estimate.simulation.child_process import run_isolated
+
+argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
+file_workload = LateModule("hf_memopt.integrations.transformers.file_workload")
+
+SFT: dict[str, Any] = {"max_length": 32, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections(small_heap: None) -> None:
+    """Trainer collects garbage often."""
+
+
+def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, **options: Any) -> Any:
+    config = trl_trainers.decoder().config
+    config.num_hidden_layers, config.architectures, config.max_position_embeddings = (
+        num_layers,
+        ["LlamaForCausalLM"],
+        64,
+    )
+    config.save_pretrained(folder / "model")
+    (folder / "run.yaml").write_text(yaml.safe_dump(fields))
+    file = argument_file.read_argument_file(folder / "run.yaml")
+    return file_workload.FileWorkload(file, {"model_name_or_path": str(folder / "model")}, **options)
+
+
+def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -> None:
+    made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
+    few, whole = made.as_given(), made.as_given()
+    expected = run_isolated(lambda: simulate(whole.setup, whole.step))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), has_card=False))
+    assert found.breakdown == expected.breakdown
+    assert found.reserved_bytes == expected.reserved_bytes
+    assert few.num_micro_batches == 2
+
+
+def test_it_says_what_it_is(tmp_path: Path) -> None:
+    made = workload(tmp_path, SFT | {"attn_implementation": "flash_attention_2"}, effective_batch=12)
+    text = f"SFTTrainer of {tmp_path / 'model'} by run.yaml, 32 tokens in each sample"
+    assert made.name == f"{text}; flash_attention_2 taken for sdpa"
+    assert (made.micro_batch, made.effective_batch, made.micro_batches) == (2, 12, [1, 2, 3, 4, 6, 12])
+    assert workload(tmp_path, SFT, seq_len=48).arguments.max_length == 48
+
+
+@pytest.mark.parametrize(
+    ("activations", "starts"),
+    [
+        ("kept", "accelerate launch --config_file a.yaml -m trl.scripts.sft --config b.yaml"),
+        ("all offloaded", "hf-memopt launch --config_file a.yaml --offload all -- -m trl.scripts.sft --config b.yaml"),
+    ],
+)
+def test_a_plan_starts_trls_script(activations: str, starts: str, tmp_path: Path) -> None:
+    made = workload(tmp_path, SFT)
+    (tmp_path / "plan").mkdir()
+    written = made.write({"activations": activations}, 8, tmp_path / "plan")
+    fields = yaml.safe_load(written[1].read_text())
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 1)
+    assert fields["model_name_or_path"] == str(tmp_path / "model")
+    assert made.command([Path("a.yaml"), Path("b.yaml")]) == starts
+
+
+def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
+    made = workload(tmp_path, {"per_device_train_batch_size": 2}, seq_len=32)
+    step = made.simulated({"activations": "offloaded where free"}, 1)
+    assert (step.num_steps, step.repeated) == (4, None)
+    (tmp_path / "plan").mkdir()
+    _, written = made.write({"activations": "kept"}, 2, tmp_path / "plan")
+    assert "model_name_or_path" not in yaml.safe_load(written.read_text())  # no field of TrainingArguments
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({"max_length": None}, {}, "max_length is none.*--seq-len"),
+        (SFT, {"seq_len": 65}, "seq_len=65 is longer than the model's max_position_embeddings=64"),
+        ({"bf16": True}, {"seq_len": 8, "task": "image-classification"}, "task='image-classification'"),
+        ({"bf16": True}, {}, "name one with --seq-len"),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        workload(tmp_path, fields, **options)

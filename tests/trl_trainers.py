@@ -1,0 +1,76 @@
+"""TRL's trainers of a tiny model, whose batches all have the same length, and Trainer itself."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from late_imports import LateModule
+
+transformers = LateModule("transformers")
+trl = LateModule("trl")
+datasets = LateModule("datasets")
+peft = LateModule("peft")
+
+WORDS = ["<pad>", "<eos>", "one", "two", "three", "then"]
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="<pad>", eos_token="<eos>")
+
+
+def decoder() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.LlamaConfig(vocab_size=len(WORDS), **special, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+def sft(folder: Path, lora: bool = False, **options: Any) -> Any:
+    rows = [{"text": "one two three " * 8}] * 16
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear") if lora else None
+    arguments = trl.SFTConfig(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return trl.SFTTrainer(decoder(), args=arguments, peft_config=adapters, **data)
+
+
+def dpo(folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": "then one", "chosen": " two" * 7, "rejected": " three" * 7}] * 16
+    model, arguments = decoder(), trl.DPOConfig(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return trl.DPOTrainer(model, ref_model=copy.deepcopy(model), args=arguments, **data)
+
+
+def grpo(folder: Path) -> Any:
+    arguments = trl.GRPOConfig(str(folder), **SETTINGS, num_generations=2, max_completion_length=4)
+    data = {"train_dataset": datasets.Dataset.from_list([{"prompt": "then one"}] * 8), "processing_class": tokenizer()}
+    return trl.GRPOTrainer(decoder(), reward_funcs=lambda completions, **columns: [0.0], args=arguments, **data)
+
+
+def plain(folder: Path, lengths: Callable[[int], int] = lambda number: 64, **options: Any) -> Any:
+    """Make a Trainer with 16 samples, the n-th as long as `lengths(n)`; batches are padded."""
+    of_trainer = {name: options.pop(name) for name in ("model", "optimizers") if name in options}
+    rows = [torch.zeros(lengths(number), dtype=torch.long) for number in range(16)]
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        tokens = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    arguments = transformers.TrainingArguments(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": [{"input_ids": row} for row in rows], "data_collator": collate}
+    return transformers.Trainer(**({"model": decoder()} | of_trainer), args=arguments, **data)
