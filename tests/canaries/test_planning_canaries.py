@@ -157,7 +157,7 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
             return str(torch._C._get_privateuse1_backend_name())
 
     with relied_on_by(DEVICE):
-        assert run_isolated(rename) == "virtual_cuda"
+        assert run_isolated(rename) == "virtualcuda"
         assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 
 

@@ -12,6 +12,7 @@ opens, such as an offloader's, lies above them.
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import warnings
@@ -39,11 +40,73 @@ from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
 from hf_memopt.transfer.device_types import DeviceType, registered
 
-DEVICE_TYPE = "virtual_cuda"
+# torch's device meshes take letters alone.
+DEVICE_TYPE = "virtualcuda"
+
+
+class _Event:
+    """A moment in a stream, which has always been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> "_Event":
+        return self
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """A queue of its own for operations, and memory of its own for their results. It takes no time.
+
+    Attributes:
+        number: 0, the first one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(_stream_numbers)
+
+    def wait_stream(self, other: "_Stream") -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+_stream_numbers = itertools.count()
+_FIRST_STREAM = _Stream()
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of `torch.<backend>`; nothing of it has an effect."""
+    """What torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect.
+
+    Attributes:
+        phases: are told which stream is running.
+    """
+
+    Stream, Event = _Stream, _Event
+
+    def __init__(self) -> None:
+        self.phases = StepPhases()
+        self._running = _FIRST_STREAM
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._running
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before = self._running
+        self._running, self.phases.stream = stream, stream.number
+        try:
+            yield
+        finally:
+            self._running, self.phases.stream = before, before.number
+
+    def set_device(self, device: Any) -> None: ...
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]
@@ -63,6 +126,7 @@ class _Backend(backend_registration._DummyBackendModule):
         return contextlib.nullcontext()
 
 
+_BACKEND = _Backend()
 _TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
 
@@ -84,7 +148,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _register() -> list[torch.library.Library]:
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Backend())
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_BACKEND)
     return autocast.register(DEVICE_TYPE) + attention.register_softmax()
 
 
@@ -109,10 +173,12 @@ def simulation(
     process, which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
-    data_dependent = DataDependentOps(StepPhases() if phases is None else phases)
+    phases = StepPhases() if phases is None else phases
+    data_dependent = DataDependentOps(phases)
     device = torch.device("cpu")
     if like == "cuda":
         _register()
+        _BACKEND.phases = phases
         device = torch.device(DEVICE_TYPE, 0)
     with ExitStack() as stack:
         enter = stack.enter_context

@@ -74,7 +74,7 @@ def history(build: Callable[[], nn.Module], optimizer: Callable[..., Any] = torc
 
     def step(state: Any) -> None:
         model, update, x = state
-        with torch.autocast("virtual_cuda", torch.bfloat16):
+        with torch.autocast("virtualcuda", torch.bfloat16):
             loss = model(x).float().square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
