@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from hf_memopt.autograd_state import in_backward
@@ -140,6 +141,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function is _DEVICE and type(args[0]) is FakeTensor:
                 return args[0].fake_device
             return function(*args, **(kwargs or {}))
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations, on the local tensors, are to be seen
         if self.phases.observe():
             self.history.backwards.append(self.history.position)
         self._place = self._running_place()

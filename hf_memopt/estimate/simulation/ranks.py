@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -49,7 +50,8 @@ def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor],
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
         enter(patch.object(PartialState, "_prepare_backend", lambda *options: (BACKEND, DistributedType.MULTI_GPU)))
-        enter(_meshes_with_values())
+        enter(meshes_with_values())
+        enter(unseen_shape_propagation())
         enter(_reducers_on_fake_tensors(on_bucket))
         dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=num_ranks)
         stack.callback(dist.destroy_process_group)
@@ -57,8 +59,8 @@ def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor],
 
 
 @contextmanager
-def _meshes_with_values() -> Iterator[None]:
-    """Give a device mesh the numbers of its ranks, wherever its maker was imported to."""
+def meshes_with_values() -> Iterator[None]:
+    """Give device meshes the numbers of their ranks, in host memory that no mode sees."""
     plain = device_mesh.init_device_mesh
 
     def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +72,17 @@ def _meshes_with_values() -> Iterator[None]:
             if vars(holder).get("init_device_mesh") is plain:
                 stack.enter_context(patch.object(holder, "init_device_mesh", init_device_mesh))
         yield
+
+
+def unseen_shape_propagation() -> Any:
+    """Hide the tensors of global shape on which DTensors find out the shape of a result: they have no memory."""
+    plain = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return plain(self, op_schema)
+
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
 
 @contextmanager
