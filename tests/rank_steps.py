@@ -24,7 +24,7 @@ class Way(NamedTuple):
     """How a model is trained: `reshard` is FSDP2's `reshard_after_forward`, or None for DDP with these options."""
 
     reshard: bool | None = None
-    ddp: dict[str, Any] = {}
+    ddp: tuple[tuple[str, Any], ...] = ()
     precision: str = "no"
     num_micro_batches: int = 1
     checkpointing: bool = False
@@ -32,8 +32,10 @@ class Way(NamedTuple):
 
 WAYS = {
     "ddp": Way(),
-    "ddp, small buckets that gradients are views of": Way(ddp={"bucket_cap_mb": 1, "gradient_as_bucket_view": True}),
-    "ddp, accumulating": Way(ddp={"bucket_cap_mb": 1}, num_micro_batches=2),
+    "ddp, small buckets that gradients are views of": Way(
+        ddp=(("bucket_cap_mb", 1), ("gradient_as_bucket_view", True))
+    ),
+    "ddp, accumulating": Way(ddp=(("bucket_cap_mb", 1),), num_micro_batches=2),
     "fsdp2": Way(reshard=True),
     "fsdp2, not resharded": Way(reshard=False),
     "fsdp2 in bfloat16, accumulating, checkpointed": Way(
@@ -67,7 +69,7 @@ def setup(way: Way, device: torch.device, backend: str) -> State:
             mixed_precision=way.precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(way.num_micro_batches, sync_with_dataloader=False),
             fsdp_plugin=plugin,
-            kwargs_handlers=[DistributedDataParallelKwargs(**way.ddp)],
+            kwargs_handlers=[DistributedDataParallelKwargs(**dict(way.ddp))],
         )
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
@@ -89,17 +91,16 @@ def step(state: State) -> None:
 
 
 def held_bytes(state: State) -> dict[str, int]:
-    """What a rank holds before the second update: bytes of storages, and of DDP's buckets as it says itself."""
+    """What a rank holds before the second update: bytes of storages."""
     step(state)
     with patch.object(state.optimizer.optimizer, "zero_grad"), patch.object(state.optimizer.optimizer, "step"):
         step(state)
     parameters = list(state.model.parameters())
-    held = {
+    return {
         "parameters": _bytes_of(parameters),
         "gradients": _bytes_of(parameter.grad for parameter in parameters),
         "optimizer state": _bytes_of(value for each in state.optimizer.state.values() for value in each.values()),
     }
-    return held
 
 
 def _bytes_of(tensors: Iterable[Any]) -> int:

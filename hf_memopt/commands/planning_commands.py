@@ -30,6 +30,10 @@ MODEL_CHOICES = {
         ("adamw", "adamw-foreach", "sgd", "adamw-8bit", "adamw-4bit", "adafactor"),
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW, or Adafactor",
     ),
+    "engine": (
+        ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
+        "how --num-gpus share the run; DeepSpeed's zero2 and zero3 are refused with what shards the same",
+    ),
 }
 # The other options of `HuggingFaceModel`, and all their defaults on the command line.
 _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
@@ -37,6 +41,7 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "lora_rank": None,
     "lora_targets": "all-linear",
     "max_grad_norm": 1.0,
+    "num_gpus": 1,
 }
 _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 ACTIVATION_CHOICES = {
@@ -67,6 +72,9 @@ def _add_model_options(parser: argparse.ArgumentParser, recipes_precisions: tupl
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),
         help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-gpus", type=number(COUNT), help="processes, one GPU each; figures are of one (default: %(default)s)"
     )
     parser.set_defaults(**_MODEL_DEFAULTS)
     return group
@@ -143,11 +151,11 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     card = find_card(parsed.gpu) if parsed.gpu else None
     workload, step = _recipe_step(parsed) if parsed.recipe else _model_step(parsed)
     estimate = run_isolated(lambda: simulate_step(step, gpu=card))
-    accumulation = workload.effective_batch // parsed.batch_size
+    accumulation = workload.effective_batch // (parsed.batch_size * step.num_gpus)
     estimate = estimate.with_passes(accumulation / step.num_micro_batches)
     if parsed.json:
         parsed.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
-    print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}")
+    print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}{_not_counted(step.num_gpus)}")
     if parsed.timeline:
         print(f"\ntimeline: {memory_page.write_timeline(estimate, workload.name, parsed.timeline)}")
     if parsed.snapshot:
@@ -160,9 +168,15 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     return 1 if parsed.check else 0
 
 
+def _not_counted(num_gpus: int) -> str:
+    from hf_memopt.tuning.accelerate_config import NOT_COUNTED
+
+    return f"\n\nOf one GPU. {NOT_COUNTED}" if num_gpus > 1 else ""
+
+
 def _plan_command(parsed: argparse.Namespace) -> str:
     """Return the command that looks for settings with which the same model fits the same card."""
-    batch = parsed.batch_size * (parsed.accumulation or 1)
+    batch = parsed.batch_size * (parsed.accumulation or 1) * parsed.num_gpus
     words = ["hf-memopt", "plan", "--model", parsed.model, "--gpu", parsed.gpu, "--effective-batch", str(batch)]
     for name, default in _MODEL_DEFAULTS.items():
         value = getattr(parsed, name)
@@ -176,7 +190,7 @@ def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
         raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
     if parsed.offload == "auto" and not parsed.gpu:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
-    workload = _model(parsed, parsed.batch_size * (parsed.accumulation or 1))
+    workload = _model(parsed, parsed.batch_size * (parsed.accumulation or 1) * parsed.num_gpus)
     checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
     return workload, workload.step_with(checkpointing, offload, parsed.batch_size)
 
@@ -184,12 +198,18 @@ def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
 def _recipe_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     from hf_memopt.commands.recipe_workloads import recipe_workload
 
+    _refuse_ranks(parsed)
     if parsed.model is not None:
         raise ValueError(f"recipe={parsed.recipe!r} and MODEL={parsed.model!r}: name one of them")
     batch = None if parsed.accumulation is None else parsed.batch_size * parsed.accumulation
     workload = recipe_workload(parsed.recipe, parsed.config, effective_batch=batch)
     settings = {each.name: each.values[0] for each in workload.levers} | _chosen(parsed.set, workload.levers)
     return workload, workload.simulated(settings, parsed.batch_size)
+
+
+def _refuse_ranks(parsed: argparse.Namespace) -> None:
+    if parsed.num_gpus > 1 or parsed.engine:
+        raise ValueError(f"num_gpus={parsed.num_gpus}: recipes are simulated on one GPU; give --num-gpus with a model")
 
 
 def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[str, Any]:
@@ -243,7 +263,7 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 
     workload = _workload(parsed)
     found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)
-    print(found)
+    print(f"{found}{_not_counted(parsed.num_gpus)}")
     if parsed.explain:
         print("\n" + "\n".join(explain(found)))
     if parsed.json:
@@ -259,7 +279,8 @@ def _workload(parsed: argparse.Namespace) -> "Workload":
     if (parsed.model is None) == (parsed.config is None):
         raise ValueError("name either a recipe's --config FILE or a --model")
     if parsed.config is None:
-        return _model(parsed, parsed.effective_batch or 1)
+        return _model(parsed, parsed.effective_batch or parsed.num_gpus)
+    _refuse_ranks(parsed)
     name = parsed.recipe or recipe_of(parsed.config)
     return recipe_workload(name, parsed.config, precision=parsed.precision, effective_batch=parsed.effective_batch)
 

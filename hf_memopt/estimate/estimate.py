@@ -81,9 +81,10 @@ def estimate_peak_memory(
     are not.
 
     Raises:
-        ValueError: `like` or `gpu` is unknown, or `num_steps` or `num_gpus` is no count; an operation has no fake implementation
-            (named, with its module); no trainable parameter got a gradient; backward has run on an accelerator before;
-            or `setup` or `step` raised it.
+        ValueError: `like` or `gpu` is unknown, or `num_steps` or `num_gpus` is no count; an operation has no fake
+            implementation (named, with its module); no trainable parameter got a gradient; backward has run on an
+            accelerator before; this process belongs to a process group and `num_gpus` is more than one; or `setup` or
+            `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
@@ -145,9 +146,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
     num_more = (layers.count - few) // layers.period - 1
     if num_more < 1:
         raise NotRepeatedError(f"there are but {layers.count} of them")
-    shorter, longer = (
-        _run(repeated.step_with(count), gpu) for count in (few, few + layers.period)
-    )
+    shorter, longer = (_run(repeated.step_with(count), gpu) for count in (few, few + layers.period))
     each_adds = growth(shorter.history, longer.history, layers)
     if shorter.unreached != longer.unreached or shorter.guesses.keys() != longer.guesses.keys():
         raise NotRepeatedError("another layer adds assumptions, or weights without a gradient")

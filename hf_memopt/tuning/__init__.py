@@ -6,7 +6,7 @@
 - `model_config`, `huggingface`: workloads made from transformers' configurations.
 - `equal_layers`: which of a model's layers tell what all do.
 - `adapters`: PEFT's, on a model that is simulated.
-- `accelerate_config`: writes the answer for `accelerate launch`.
+- `accelerate_config`: how processes share a run, simulated and in the file for `accelerate launch`.
 """
 
 from hf_memopt.estimate.simulated_step import SimulatedStep

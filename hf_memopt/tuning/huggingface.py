@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from transformers import (
@@ -28,7 +26,8 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.quantised_base import quantise_nf4
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.training.low_bit import low_bit_adamw
-from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning import accelerate_config
+from hf_memopt.tuning.accelerate_config import DDP, ENGINES
 from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
 from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
 from hf_memopt.tuning.model_config import batch_for, building, read_config
@@ -60,6 +59,7 @@ CHOICES = {
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
     "optimizer": tuple(_OPTIMIZERS),
+    "engine": ENGINES,
 }
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
@@ -72,6 +72,7 @@ ACTIVATIONS = {
     "all offloaded": ("none", "all"),
 }
 _LEVERS = (SearchDimension("activations", tuple(ACTIVATIONS)),)
+_LEVERS_OF_SHARDS = (SearchDimension("activations", ("kept", "selectively checkpointed", "checkpointed")),)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class HuggingFaceModel:
     Args:
         model: hub id, folder, or a config.json.
         seq_len: tokens per sample, on both sides of an encoder-decoder; images have their configuration's size.
-        effective_batch: samples per update.
+        effective_batch: samples per update, of all GPUs together.
         task: "causal", "masked", "seq2seq" or "image-classification"; "auto", that of the class which the
             configuration names.
         dtype: of the weights: "float32", "bfloat16" or "float16".
@@ -98,11 +99,13 @@ class HuggingFaceModel:
         lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
+        num_gpus: processes that train it together, each on a GPU of its own.
+        engine: how they share it: "ddp", "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward.
 
     Raises:
-        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
-            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
-            positions.
+        ValueError: an option is unknown or out of range, or two do not go together; the configuration cannot be found,
+            read or simulated (see `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer
+            than the model's positions.
     """
 
     model: str
@@ -118,13 +121,18 @@ class HuggingFaceModel:
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
+    num_gpus: int = 1
+    engine: str = DDP
     levers: tuple[SearchDimension, ...] = field(default=_LEVERS, init=False)
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             _check_choice(name, getattr(self, name), known)
-        for name in ("seq_len", "effective_batch", "lora_rank"):
+        for name in ("seq_len", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
+        accelerate_config.check_ranks(self.num_gpus, self.engine, self.effective_batch, self.quantize)
+        if self.engine != DDP:
+            object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         if self.lora_rank is not None:
@@ -139,12 +147,13 @@ class HuggingFaceModel:
 
     @property
     def name(self) -> str:
-        """The model, and the class of transformers that is simulated."""
-        return f"{self.model} as {self._class_name(self.kind)}"
+        """The model, the class of transformers that is simulated, and on how many GPUs."""
+        ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
+        return f"{self.model} as {self._class_name(self.kind)}{ranks}"
 
     @property
     def micro_batches(self) -> list[int]:
-        return divisors(self.effective_batch)
+        return divisors(self.effective_batch // self.num_gpus)
 
     @cached_property
     def config(self) -> Any:
@@ -191,7 +200,7 @@ class HuggingFaceModel:
         Args:
             checkpointing: "none", "selective" (`apply_selective_checkpointing`) or "full" (transformers' own).
             offload: "off" or a mode of `ActivationOffloader`, which needs `card` in `estimate_peak_memory`.
-            micro_batch: samples per forward pass, a divisor of `effective_batch`.
+            micro_batch: samples per forward pass of a GPU, a divisor of its share of `effective_batch`.
 
         Raises:
             ValueError: an option is unknown, or they do not go together.
@@ -200,14 +209,14 @@ class HuggingFaceModel:
         _check_choice("offload", offload, OFFLOAD)
         if offload == "inputs" and checkpointing == "none":
             raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
-        if micro_batch < 1 or self.effective_batch % micro_batch:
-            raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
-        num_micro_batches = min(2, self.effective_batch // micro_batch)
+        num_micro_batches = min(
+            2, accelerate_config.check_step(self.num_gpus, self.engine, self.effective_batch, micro_batch, offload)
+        )
         _ = self.kind, self._class_name(self.kind)  # imported once, before processes are forked
         # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes. And
-        # torchao's optimizers keep tables for the process, so that a second simulation is not like the first.
+        # torchao's optimizers keep tables for the process. DDP's buckets are cut by size, whatever the layers.
         has_tables = self.optimizer in ("adamw-8bit", "adamw-4bit")
-        layers = None if offload != "off" or has_tables else self._equal_layers
+        layers = None if offload != "off" or has_tables or self.num_gpus > 1 else self._equal_layers
 
         def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
             return SimulatedStep(
@@ -216,6 +225,7 @@ class HuggingFaceModel:
                 num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
+                num_gpus=self.num_gpus,
             )
 
         if layers is None:
@@ -232,19 +242,17 @@ class HuggingFaceModel:
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
         """An accelerate config; the settings as JSON; and flags for `train_causal_lm.py` if it can train with them."""
         checkpointing, offload = ACTIVATIONS[settings["activations"]]
-        accumulation = self.effective_batch // micro_batch
+        accumulation = self.effective_batch // (micro_batch * self.num_gpus)
         chosen = asdict(self) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
         chosen |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload}
         del chosen["levers"]
-        (folder / "settings.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
-        written = [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "settings.json"]
+        launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"
+        settings_file.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+        accelerate_config.write_accelerate_config(launch, self.precision, self.num_gpus, self.engine)
+        written = [launch, settings_file]
         if self._is_for_the_recipe(checkpointing):
             fields = {
-                "model": {
-                    "model": self.model,
-                    "dtype": self.dtype,
-                    "gradient_checkpointing": checkpointing == "full",
-                },
+                "model": {"model": self.model, "dtype": self.dtype, "gradient_checkpointing": checkpointing == "full"},
                 "data": {"block_size": self.seq_len},
                 "training": {
                     "per_device_batch_size": micro_batch,
@@ -269,7 +277,7 @@ class HuggingFaceModel:
         """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
         plain = (self.optimizer, self.attention) == ("adamw", "auto") and self.dtype != "float16"
-        return trains_all and checkpointing != "selective" and plain
+        return trains_all and checkpointing != "selective" and plain and self.engine == DDP
 
     def _class_name(self, task: str) -> str:
         model_class = _AUTO_CLASSES[task]._model_mapping[type(self.config)]
@@ -280,17 +288,10 @@ class _Update:
     """One update with Accelerate, on the device that its `Accelerator` finds."""
 
     def __init__(
-        self,
-        options: HuggingFaceModel,
-        config: Any,
-        checkpointing: str,
-        offload: str,
-        micro_batch: int,
-        num_micro_batches: int,
+        self, options: HuggingFaceModel, config: Any, checkpointing: str, offload: str, micro_batch: int, passes: int
     ) -> None:
-        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         precision = "bf16" if options.precision == "fp16" else options.precision
-        self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        self._accelerator = accelerate_config.accelerator_for(precision, passes, options.engine)
         with self._accelerator.device:
             model = _build(options, config, checkpointing)
             self._batch = batch_for(config, options.kind, micro_batch, options.seq_len)
@@ -300,13 +301,13 @@ class _Update:
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._accelerator.state._mixed_precision = precision
         self._max_grad_norm = options.max_grad_norm
-        self._num_micro_batches = num_micro_batches
+        self._passes = passes
         self._offloader = None
         if offload != "off":
             self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
 
     def run(self) -> None:
-        for _ in range(self._num_micro_batches):
+        for _ in range(self._passes):
             with self._accelerator.accumulate(self._model):
                 self._accelerator.backward(self._loss())
                 if self._accelerator.sync_gradients and self._max_grad_norm is not None:
@@ -324,8 +325,8 @@ class _Update:
 def _build(options: HuggingFaceModel, config: Any, checkpointing: str) -> nn.Module:
     auto, dtype = _AUTO_CLASSES[options.kind], getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    # Weights that are quantised reach the device in their final form alone.
-    place = torch.device("cpu") if options.quantize != "none" else nullcontext()
+    # Weights that are quantised or sharded reach the device in their final form alone.
+    place = nullcontext() if (options.quantize, options.engine) == ("none", DDP) else torch.device("cpu")
     with building(f"model={options.model!r}"), place:
         model: Any = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     model.config.use_cache = False

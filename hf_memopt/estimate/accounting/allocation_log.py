@@ -268,8 +268,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         num_bytes = requested if record.on_host else self._rounded(requested)
         if record.died is not None:
-            born = {"born": self.history.position, "died": None, "phase": self.phases.name, "stream": self.phases.stream}
-            again = replace(record, num_bytes=num_bytes, requested_bytes=requested, **born)  # type: ignore[arg-type]
+            again = replace(record, num_bytes=num_bytes, requested_bytes=requested, died=None)
+            again.born, again.phase, again.stream = self.history.position, self.phases.name, self.phases.stream
             self._live[address] = self._add(again), reference
         elif requested:
             self._write(index, num_bytes - record.num_bytes)

@@ -2,8 +2,8 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp with its default settings. Blocks are multiples of 512 bytes; up to 1 MiB they
 come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of
-2 MiB. A segment serves the stream that asked for it. The best fitting free block is taken, and split if enough is left; neighbours that are free join again. Only when
-the device is full are segments without tensors returned.
+2 MiB. A segment serves the stream that asked for it. The best fitting free block is taken, and split if enough is left;
+neighbours that are free join again. Only when the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort

@@ -12,7 +12,6 @@ opens, such as an offloader's, lies above them.
 """
 
 import contextlib
-import itertools
 import os
 import sys
 import warnings
@@ -37,48 +36,17 @@ from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation import attention, autocast
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.estimate.simulation.virtual_time import (
+    FIRST_STREAM,
+    VirtualClock,
+    VirtualCopier,
+    VirtualEvent,
+    VirtualStream,
+)
 from hf_memopt.transfer.device_types import DeviceType, registered
 
 # torch's device meshes take letters alone.
 DEVICE_TYPE = "virtualcuda"
-
-
-class _Event:
-    """A moment in a stream, which has always been reached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, *args: Any) -> "_Event":
-        return self
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Stream:
-    """A queue of its own for operations, and memory of its own for their results. It takes no time.
-
-    Attributes:
-        number: 0, the first one.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = next(_stream_numbers)
-
-    def wait_stream(self, other: "_Stream") -> None: ...
-
-    def wait_event(self, event: _Event) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return _Event()
-
-    def synchronize(self) -> None: ...
-
-
-_stream_numbers = itertools.count()
-_FIRST_STREAM = _Stream()
 
 
 class _Backend(backend_registration._DummyBackendModule):
@@ -88,17 +56,17 @@ class _Backend(backend_registration._DummyBackendModule):
         phases: are told which stream is running.
     """
 
-    Stream, Event = _Stream, _Event
+    Stream, Event = VirtualStream, VirtualEvent
 
     def __init__(self) -> None:
         self.phases = StepPhases()
-        self._running = _FIRST_STREAM
+        self._running = FIRST_STREAM
 
-    def current_stream(self, device: Any = None) -> _Stream:
+    def current_stream(self, device: Any = None) -> VirtualStream:
         return self._running
 
     @contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
+    def stream(self, stream: VirtualStream) -> Iterator[None]:
         before = self._running
         self._running, self.phases.stream = stream, stream.number
         try:
