@@ -1,7 +1,7 @@
 """Training steps that several ranks run together, and what they hold: for real processes and for a simulated one."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -50,10 +50,14 @@ class State(NamedTuple):
     optimizer: Any
     batch: Tensor
     num_micro_batches: int
+    write_held: Callable[[dict[str, int]], Any]
 
 
-def setup(way: Way, device: torch.device, backend: str) -> State:
-    """Prepared by Accelerate as on a GPU: for processes on the CPU it would ignore FSDP2."""
+def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[dict[str, int]], Any]) -> State:
+    """Prepared by Accelerate as on a GPU: for processes on the CPU it would ignore FSDP2.
+
+    `write_held` is called after each update with what the rank then holds.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = None
     if way.reshard is not None:
@@ -77,7 +81,8 @@ def setup(way: Way, device: torch.device, backend: str) -> State:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         model, optimizer = accelerator.prepare(model, optimizer)
-    return State(accelerator, model, optimizer, torch.zeros(2, 16, dtype=torch.long), way.num_micro_batches)
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    return State(accelerator, model, optimizer, batch, way.num_micro_batches, write_held)
 
 
 def step(state: State) -> None:
@@ -87,14 +92,12 @@ def step(state: State) -> None:
             if state.accelerator.sync_gradients:
                 state.accelerator.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
+    state.write_held(_held_bytes(state))
     state.optimizer.optimizer.zero_grad()
 
 
-def held_bytes(state: State) -> dict[str, int]:
-    """What a rank holds before the second update: bytes of storages."""
-    step(state)
-    with patch.object(state.optimizer.optimizer, "zero_grad"), patch.object(state.optimizer.optimizer, "step"):
-        step(state)
+def _held_bytes(state: State) -> dict[str, int]:
+    """What a rank holds after an update: bytes of storages, found without the log that the estimate is made from."""
     parameters = list(state.model.parameters())
     return {
         "parameters": _bytes_of(parameters),

@@ -16,7 +16,7 @@ ENGINES = (DDP, FSDP2, FSDP2_NO_RESHARD, *_DEEPSPEED)
 NOT_COUNTED = "Memory that NCCL takes for itself and time for communication are not in it."
 
 
-def check_ranks(num_gpus: int, engine: str, effective_batch: int, quantize: str) -> None:
+def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str, quantize: str) -> None:
     """Refuse what cannot be run by several processes, or is not simulated.
 
     Raises:
@@ -32,6 +32,11 @@ def check_ranks(num_gpus: int, engine: str, effective_batch: int, quantize: str)
     if effective_batch % num_gpus:
         raise ValueError(
             f"effective_batch={effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
+        )
+    if engine != DDP and optimizer == "adafactor":
+        raise ValueError(
+            f"optimizer={optimizer!r} with engine={engine!r}: torch's Adafactor cannot update sharded weights; use "
+            "another optimizer"
         )
     if engine != DDP and quantize != "none":
         raise ValueError(

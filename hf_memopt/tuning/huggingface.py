@@ -130,7 +130,7 @@ class HuggingFaceModel:
             _check_choice(name, getattr(self, name), known)
         for name in ("seq_len", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
-        accelerate_config.check_ranks(self.num_gpus, self.engine, self.effective_batch, self.quantize)
+        accelerate_config.check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
         if self.engine != DDP:
             object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
         POSITIVE.check("max_grad_norm", self.max_grad_norm)

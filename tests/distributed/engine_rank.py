@@ -1,6 +1,6 @@
-"""What each process of test_engine_ranks.py runs: `engine_rank.py <folder>`.
+"""What each process of tests/estimate/simulation/test_ranks.py runs: `engine_rank.py <folder>`.
 
-Trains a small Llama in each way of `rank_steps`, and leaves what it held in `<folder>/rank<number>of<number>.json`.
+Trains a small Llama in each way of `rank_steps`, and leaves what it held in `<folder>/rank<number>.json`.
 """
 
 import json
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from alone import leave
-from rank_steps import WAYS, Way, held_bytes, setup, step
+from rank_steps import WAYS, Way, setup, step
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -44,29 +44,33 @@ def gloo_on_copies() -> Iterator[None]:
         yield
 
 
-def peaks(way: Way) -> dict[str, int]:
-    """The most in each phase of two real steps."""
+def observed(way: Way) -> dict[str, Any]:
+    """What the rank holds after an update, and the most in each phase of two real steps."""
+    held: list[dict[str, int]] = []
     phases = StepPhases()
     log = AllocationLog("cpu", 1, phases)
     labels = StepLabels(log, phases)
-    unseen = meshes_with_values(), unseen_shape_propagation(), gloo_on_copies()
-    with log, log.following_resizes(), labels.following(), unseen[0], unseen[1], unseen[2]:
-        state = setup(way, CPU, "gloo")
+    with (
+        log,
+        log.following_resizes(),
+        labels.following(),
+        meshes_with_values(),
+        unseen_shape_propagation(),
+        gloo_on_copies(),
+    ):
+        state = setup(way, CPU, "gloo", held.append)
         labels.add_state(state)
         for _ in range(2):
             log.history.step_begins.append(log.history.position)
             phases.begin_step()
             step(state)
-    return log.closed().trace().peaks_by_phase()
+    return {"held": held[-1], "peaks": log.closed().trace().peaks_by_phase()}
 
 
 def main() -> None:
     distributed.init_process_group("gloo")
-    seen: dict[str, Any] = {
-        name: {"held": held_bytes(setup(way, CPU, "gloo")), "peaks": peaks(way)} for name, way in WAYS.items()
-    }
-    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
-    Path(sys.argv[1], f"rank{rank}of{num_ranks}.json").write_text(json.dumps(seen))
+    seen = {name: observed(way) for name, way in WAYS.items()}
+    Path(sys.argv[1], f"rank{distributed.get_rank()}.json").write_text(json.dumps(seen))
     leave()
 
 
