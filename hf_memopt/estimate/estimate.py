@@ -19,7 +19,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
-from hf_memopt.estimate.simulation.ranks import first_of
+from hf_memopt.estimate.simulation.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
 

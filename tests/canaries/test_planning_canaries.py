@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
-from hf_memopt.estimate.simulation.ranks import BACKEND
+from hf_memopt.estimate.simulation.first_rank import BACKEND
 
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
@@ -31,7 +31,7 @@ transformers_utils = LateModule("transformers.utils.import_utils")
 AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
-RANKS = "hf_memopt/estimate/simulation/ranks.py"
+RANKS = "hf_memopt/estimate/simulation/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary

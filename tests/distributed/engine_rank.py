@@ -1,4 +1,4 @@
-"""What each process of tests/estimate/simulation/test_ranks.py runs: `engine_rank.py <folder>`.
+"""What each process of tests/estimate/simulation/test_first_rank.py runs: `engine_rank.py <folder>`.
 
 Trains a small Llama in each way of `rank_steps`, and leaves what it held in `<folder>/rank<number>.json`.
 """
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.simulation.ranks import meshes_with_values, unseen_shape_propagation
+from hf_memopt.estimate.simulation.first_rank import meshes_with_values, unseen_shape_propagation
 
 CPU = torch.device("cpu")
 

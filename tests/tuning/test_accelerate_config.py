@@ -10,7 +10,7 @@ import torch
 from late_imports import LateModule
 from simulated import simulated
 
-from hf_memopt.estimate.simulation.ranks import first_of
+from hf_memopt.estimate.simulation.first_rank import first_of
 from hf_memopt.tuning.accelerate_config import (
     DDP,
     ENGINES,

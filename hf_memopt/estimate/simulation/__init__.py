@@ -3,6 +3,7 @@
 - `device`: fake tensors on a device that follows CUDA's rules.
 - `autocast`, `attention`: which dtype and which attention kernel CUDA would choose.
 - `data_dependent`: answers to questions that only real numbers could answer.
+- `first_rank`: one process of several, without the others.
 - `quantised_base`: frozen weights in 4 bits.
 - `virtual_time`: how long compute and copies would take.
 - `child_process`: runs a simulation where it leaves nothing behind.

@@ -220,15 +220,17 @@ def _redirect_autocast() -> Any:
     return patch.object(torch.autocast, "__init__", init)
 
 
-# How launchers tell a process its place among others, and accelerate that it is to use the CPU.
-_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# How launchers tell a process its place among others, and accelerate that it is to use the CPU or to shard.
+_LAUNCHED = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
 def _redirect_accelerate(device: torch.device) -> Iterator[None]:
     """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith("FSDP_")
+    }
     with (
         patch.dict(os.environ, environment, clear=True),
         patch.object(torch.distributed, "is_initialized", lambda: False),

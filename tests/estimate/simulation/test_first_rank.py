@@ -9,11 +9,12 @@ import torch
 from late_imports import LateModule
 from simulated import simulated
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from two_processes import TESTS, torchrun
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.ranks import BACKEND, first_of
+from hf_memopt.estimate.simulation.first_rank import BACKEND, first_of
 
 rank_steps = LateModule("rank_steps")
 
@@ -65,6 +66,25 @@ def test_a_member_of_a_real_group_is_refused() -> None:
 
     with pytest.raises(ValueError, match="num_gpus=2: this process belongs to a process group already"):
         run_isolated(estimate)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_options_of_ddp_that_ask_for_values_are_refused(option: str) -> None:
+    def wrap(device: torch.device) -> None:
+        with first_of(2, device, id):
+            DistributedDataParallel(torch.nn.Linear(2, 2, device=device), **{option: True})
+
+    with pytest.raises(ValueError, match=f"{option}=True of DDP is not simulated; leave it out"):
+        simulated(wrap)
+
+
+def test_hooks_of_ddp_are_refused() -> None:
+    def wrap(device: torch.device) -> None:
+        with first_of(2, device, id):
+            DistributedDataParallel(torch.nn.Linear(2, 2, device=device)).register_comm_hook(None, print)
+
+    with pytest.raises(ValueError, match="communication hooks of DDP are not simulated"):
+        simulated(wrap)
 
 
 def test_memory_of_another_stream_is_noted_as_such() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor
+from torch._C._distributed_c10d import Logger, Reducer
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,7 @@ BACKEND = "fake"
 
 
 @contextmanager
-def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor], None]) -> Iterator[None]:
+def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor], object]) -> Iterator[None]:
     """Make this process the first of so many, for torch.distributed and for an `Accelerator`, while it is open.
 
     Args:
@@ -35,7 +36,7 @@ def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor],
         on_bucket: called with each of DDP's buckets when it would be reduced.
 
     Raises:
-        ValueError: this process belongs to a process group already.
+        ValueError: this process belongs to a process group already; or, inside, DDP gets what is not simulated.
     """
     if distributed_c10d.is_initialized():
         raise ValueError(
@@ -86,9 +87,9 @@ def unseen_shape_propagation() -> Any:
 
 
 @contextmanager
-def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], None]) -> Iterator[None]:
+def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], object]) -> Iterator[None]:
     """Let DDP's reducer, in C++, do its work, but for the reading of values."""
-    make, rebuild = DistributedDataParallel.__init__, dist.Reducer._rebuild_buckets  # type: ignore[attr-defined]
+    make, rebuild = DistributedDataParallel.__init__, Reducer._rebuild_buckets
 
     def reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         on_bucket(bucket.buffer())
@@ -98,8 +99,12 @@ def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], None]) -> Iterator[N
 
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
+        for name in ("find_unused_parameters", "static_graph"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True of DDP is not simulated; leave it out: buckets have the same bytes")
         # The group's work has no result, which the reducer wants. A hook may return one.
         self.register_comm_hook(None, reduced)
+        self.register_comm_hook = _refuse_hook  # type: ignore[method-assign]
 
     def rebuild_buckets(self: Any) -> bool:
         with _RealIndices():  # type: ignore[no-untyped-call]
@@ -108,14 +113,18 @@ def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], None]) -> Iterator[N
     with (
         patch.object(dist, "_verify_params_across_processes", lambda *args: None),
         patch.object(DistributedDataParallel, "__init__", init),
-        patch.object(dist.Reducer, "_rebuild_buckets", rebuild_buckets),
+        patch.object(Reducer, "_rebuild_buckets", rebuild_buckets),
         # It would say that it takes no times on this device.
-        patch.object(dist.Logger, "set_runtime_stats_and_log", lambda self: None),
+        patch.object(Logger, "set_runtime_stats_and_log", lambda self: None),
     ):
         yield
 
 
-class _RealIndices(TorchDispatchMode):
+def _refuse_hook(*args: Any) -> None:
+    raise ValueError("communication hooks of DDP are not simulated; estimate the step without register_comm_hook")
+
+
+class _RealIndices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the reducer real tensors for the numbers of its buckets, which it sends to the other ranks and reads."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
