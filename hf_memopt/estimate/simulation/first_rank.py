@@ -91,7 +91,7 @@ def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], object]) -> Iterator
     """Let DDP's reducer, in C++, do its work, but for the reading of values."""
     make, rebuild = DistributedDataParallel.__init__, Reducer._rebuild_buckets
 
-    def reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduced(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         on_bucket(bucket.buffer())
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -104,7 +104,7 @@ def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], object]) -> Iterator
                 raise ValueError(f"{name}=True of DDP is not simulated; leave it out: buckets have the same bytes")
         # The group's work has no result, which the reducer wants. A hook may return one.
         self.register_comm_hook(None, reduced)
-        self.register_comm_hook = _refuse_hook  # type: ignore[method-assign]
+        self.register_comm_hook = _refuse_hook  # type: ignore[assignment,method-assign]
 
     def rebuild_buckets(self: Any) -> bool:
         with _RealIndices():  # type: ignore[no-untyped-call]
