@@ -91,7 +91,7 @@ def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], object]) -> Iterator
     """Let DDP's reducer, in C++, do its work, but for the reading of values."""
     make, rebuild = DistributedDataParallel.__init__, Reducer._rebuild_buckets
 
-    def reduced(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         on_bucket(bucket.buffer())
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
