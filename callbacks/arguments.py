@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Literal, Self
 
 from transformers import HfArgumentParser, Trainer
 
@@ -10,6 +10,7 @@ from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
+from hf_memopt.teacher import TEACHER_MODES
 
 # The environment variable that holds them, such as "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
@@ -31,6 +32,10 @@ class MemoptArguments(OffloadArguments):
         >>> memopt.attach(trainer)
     """
 
+    frozen: Literal["off", "auto", "resident", "swap", "stream"] = flag(
+        "off",
+        "where TRL's reference model, teacher and reward models wait for their calls; off: as the trainer has them",
+    )
     memory_log: bool = flag(True, "log peak memory with the loss, and explain a lack of memory")
     leak_check: bool = flag(False, "warn, once, when memory stays behind at every step")
     memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
@@ -39,6 +44,8 @@ class MemoptArguments(OffloadArguments):
         check_ranges(self)
         if self.offload not in MODES:
             raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
+        if self.frozen not in ("off", *TEACHER_MODES):
+            raise ValueError(f"frozen={self.frozen!r} is unknown; choose from off, {', '.join(TEACHER_MODES)}")
         if self.budget_gib is not None and self.offload != "auto":
             raise ValueError(f"budget_gib={self.budget_gib} needs offload=auto, and offload={self.offload!r}")
         if self.memory_report and not self.memory_log:
@@ -49,6 +56,7 @@ class MemoptArguments(OffloadArguments):
         return attach(
             trainer,
             offloader=self.make_offloader(trainer.args.device),
+            frozen=None if self.frozen == "off" else self.frozen,
             memory=self.memory_log,
             leak_check=self.leak_check,
             memory_report=self.memory_report,

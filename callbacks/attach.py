@@ -1,10 +1,12 @@
 """Everything that this library does for a Trainer, attached in one line."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
@@ -12,12 +14,18 @@ from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
 from hf_memopt.callbacks.offloading import ActivationOffloadCallback, log_stats, make_offloader, refuse_what_conflicts
 from hf_memopt.memory import explain_oom
+from hf_memopt.teacher import OffloadedTeacher
+from hf_memopt.teacher.offload import TeacherMode
+from hf_memopt.teacher.visits_by_call import VisitsByCall
+
+logger = logging.getLogger(__name__)
 
 
 def attach(
     trainer: Trainer,
     *,
     offloader: ActivationOffloader | str | None = "auto",
+    frozen: TeacherMode | None = None,
     memory: bool = True,
     leak_check: bool = False,
     memory_report: bool = False,
@@ -31,6 +39,8 @@ def attach(
         trainer: its training steps, and nothing else, are affected.
         offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for what forward passes and
             losses save for backward. None, no offloading.
+        frozen: where TRL's reference model, teacher and reward models live between their calls: a mode of
+            `OffloadedTeacher`, such as "auto" or "swap". None leaves them as they are.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), and explain a lack
             of memory in the output folder and in the error itself (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
@@ -42,7 +52,8 @@ def attach(
 
     Raises:
         ValueError: something else offloads activations already, naming what to switch off; the trainer has an
-            attached offloader; or `memory_report` lacks matplotlib.
+            attached offloader; it has no frozen model that could live on the host, see `FrozenModels`; or
+            `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -51,6 +62,8 @@ def attach(
     parts: list[Part] = []
     if offloader is not None:
         parts.append(OffloadedLoss(trainer, make_offloader(offloader)))
+    if frozen is not None:
+        parts.append(FrozenModels(trainer, frozen))
     if memory:
         parts.append(MemoryReports(trainer))
     if leak_check:
@@ -125,6 +138,43 @@ class OffloadedLoss(TrainerCallback):
                 yield
 
 
+class FrozenModels(TrainerCallback):
+    """Holds the frozen models beside the one that learns in host memory; each of their calls is a visit to the device.
+
+    They are what TRL's trainers keep as `ref_model`, `teacher_model` and `reward_funcs`. Weights that are frozen in the
+    learning model too, under the same name and with the same bits, are held once.
+
+    Raises:
+        ValueError: the trainer has none, since adapters make TRL take the policy itself for its reference; an engine
+            shards them; something updates them; or the trainer reads their weights between calls.
+    """
+
+    def __init__(self, trainer: Trainer, mode: TeacherMode) -> None:
+        self._trainer = trainer
+        modules = _frozen_modules(trainer)
+        _refuse_what_moves_them(trainer, modules)
+        self.visits = {
+            name: VisitsByCall(
+                OffloadedTeacher(module, device=trainer.args.device, mode=mode, share_with=trainer.model)
+            )
+            for name, module in modules.items()
+        }
+        trainer.add_callback(self)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            for name, visits in self.visits.items():
+                logger.info("%s as %s", name, visits.teacher.report())
+
+    def remove(self) -> None:
+        for visits in self.visits.values():
+            visits.remove()
+            visits.teacher.module.to(self._trainer.args.device)
+        self._trainer.remove_callback(self)
+
+
 class MemoryReports:
     """Peak memory in a trainer's logs, and a report when there is none left."""
 
@@ -169,3 +219,38 @@ def _refuse_callback(trainer: Trainer) -> None:
             "the trainer has an ActivationOffloadCallback, and two offloaders do not stack; remove it, since attach "
             "sees more"
         )
+
+
+def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
+    """Return the models beside the one that learns; not those that consist of its own weights."""
+    named = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
+    named |= {f"reward_funcs[{i}]": each for i, each in enumerate(getattr(trainer, "reward_funcs", None) or [])}
+    learning = {id(parameter) for parameter in trainer.model.parameters()}
+    found = {
+        name: module
+        for name, module in named.items()
+        if isinstance(module, nn.Module) and not learning & {id(parameter) for parameter in module.parameters()}
+    }
+    if not found:
+        raise ValueError(
+            f"frozen: this {type(trainer).__name__} has no ref_model, teacher_model or reward model of its own (with "
+            "adapters TRL takes the policy without them for its reference, which costs no memory); leave frozen out"
+        )
+    return found
+
+
+def _refuse_what_moves_them(trainer: Any, modules: dict[str, nn.Module]) -> None:
+    names = ", ".join(modules)
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(f"frozen: DeepSpeed or FSDP places {names} of this trainer already; leave frozen out")
+    if any(each.__name__ == "DistillationTrainer" for each in type(trainer).__mro__):
+        raise ValueError(
+            f"frozen: DistillationTrainer reads the output layer of {names} between calls, when it is on the host; "
+            "leave frozen out, or train with GKDTrainer, which only calls its teacher"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if any(value is module for value in vars(callback).values() for module in modules.values()):
+            raise ValueError(
+                f"frozen: {type(callback).__name__} changes the weights of {names} as training goes on; switch that "
+                "off (sync_ref_model=False), or leave frozen out"
+            )

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from late_imports import IMPORTED_WHILE_COLLECTING, SLOW
 
 # Before torch and huggingface_hub are imported. Tests run side by side, so that more threads only get in each other's
 # way, and no test may depend on the network.
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_lot = sorted(sweep, key=lambda item: zlib.crc32(f"{SEED} {item.name}".encode()))
         for item in by_lot[math.ceil(share * len(sweep)) :]:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[IMPORTED_WHILE_COLLECTING] = [name for name in SLOW if name in sys.modules]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,6 +72,12 @@ def trainer(toys: Toys) -> Any:
     return Trainer(toys["model"], toys["args"], train_dataset=toys["dataset"])
 
 
+def dpo_trainer(toys: Toys) -> Any:
+    from hf_memopt.recipes.by_feature.trainers.dpo import make_trainer
+
+    return make_trainer("run")
+
+
 def step(toys: Toys) -> Callable[[], None]:
     def run() -> None:
         toys["model"](torch.randn(64, 8)).square().mean().backward()

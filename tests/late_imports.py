@@ -4,6 +4,23 @@ seconds that lerobot, neuralop or Trainer take to import."""
 import importlib
 from typing import Any
 
+import pytest
+
+# What takes seconds to import.
+SLOW = (
+    "lerobot",
+    "trl",
+    "datasets",
+    "diffusers",
+    "torchao",
+    "neuralop",
+    "peft",
+    "matplotlib",
+    "torchvision",
+    "torch._dynamo",
+)
+IMPORTED_WHILE_COLLECTING = pytest.StashKey[list[str]]()
+
 
 class LateModule:
     """Imports a module when one of its names is read. Name the module by a string to patch what is in it."""

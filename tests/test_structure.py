@@ -1,6 +1,5 @@
 """The shape of the code: one direction, names that occur once, folders and files that a reader can take in."""
 
-import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import IMPORTED_WHILE_COLLECTING
 from structure import ROOT, groups, imports, lines, main, modules, public_classes, repeated
 from torch import nn
 
@@ -33,8 +33,6 @@ HARD = (
     "teacher/streaming/copy_schedule.py",
     "transfer/copier.py",
 )
-# What takes seconds to import, which collecting the suite must not cost. Tests name these by `late_imports.LateModule`.
-SLOW_TO_IMPORT = {"lerobot", "trl", "datasets", "diffusers", "torchao", "neuralop", "peft", "matplotlib"}
 INSTALLED = str(Path(hf_memopt.__file__).parent)
 Hook = Callable[[Any], Any]
 LIBRARY = {name: file for name, file in modules().items() if ".recipes" not in name}
@@ -87,15 +85,9 @@ def test_each_module_has_its_tests_in_the_mirrored_folder() -> None:
     assert [name for name, place in places.items() if not place.is_file()] == []
 
 
-def test_collecting_imports_nothing_slow() -> None:
-    folder, found = ROOT / "tests", []
-    for file in (*folder.rglob("test_*.py"), *folder.rglob("conftest.py")):
-        for node in ast.parse(file.read_text()).body:
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            if any(name.split(".")[0] in SLOW_TO_IMPORT for name in names):
-                found.append(f"{file.relative_to(folder)}:{node.lineno}")
-    assert found == []
+def test_collecting_imports_nothing_slow(request: pytest.FixtureRequest) -> None:
+    # Tests name slow modules by `late_imports.LateModule`.
+    assert request.config.stash[IMPORTED_WHILE_COLLECTING] == []
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -20,6 +20,8 @@ FLAGS are those of accelerate launch and these, which are the fields of MemoptAr
   --no_pin_memory            ordinary host memory
   --host_budget_gib GIB      host memory to use at most
   --cpu_copies               on a CPU: perform the copies, to try it out
+  --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
+                             reward models wait for their calls
   --no_memory_log            do not log peak memory with the loss, nor explain a lack of memory
   --leak_check               warn, once, when memory stays behind at every step
   --memory_report            when training ends, write report/report.html into the output folder

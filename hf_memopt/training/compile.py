@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch._dynamo.utils import calculate_time_spent
 
 from hf_memopt.ranges import COUNT
 
@@ -36,4 +35,4 @@ def compile_module(
 
 def compile_seconds() -> float:
     """How long this process has spent compiling so far, forward and backward."""
-    return calculate_time_spent()["total_wall_time"]
+    return torch._dynamo.utils.calculate_time_spent()["total_wall_time"]

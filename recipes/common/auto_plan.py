@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+import transformers  # Its parts are slow to import, and are when they are named.
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import AutoConfig
 
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.estimate.simulated_step import SimulatedStep
@@ -210,7 +210,7 @@ def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
     """
 
     def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         return kind.from_config(config, dtype=dtype or torch_dtype, trust_remote_code=False)
 
     return patch.object(kind, "from_pretrained", from_config)

@@ -68,6 +68,7 @@ def test_a_text_gives_what_it_was_made_of(given: dict[str, Any]) -> None:
     ("given", "complaint"),
     [
         ({"offload": "some"}, "offload='some' is unknown; choose from off, auto"),
+        ({"frozen": "paged"}, "frozen='paged' is unknown; choose from off, auto, resident, swap, stream"),
         ({"budget_gib": -1.0}, "budget_gib=-1.0 must be at least 0"),
         ({"prefetch_ahead": 1.5}, "prefetch_ahead=1.5 must be a whole number"),
         ({"budget_gib": 1.0, "offload": "all"}, "budget_gib=1.0 needs offload=auto"),

@@ -1,5 +1,6 @@
 """What offloading in a Trainer relies on in transformers, TRL and accelerate. A failure names who relies on it."""
 
+import importlib
 import inspect
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,3 +162,23 @@ def test_grpo_and_rloo_have_no_activation_offloading_of_their_own() -> None:
         for name in ("GRPO", "RLOO", "SFT", "DPO", "KTO", "Reward"):
             fields = getattr(trl, f"{name}Config").__dataclass_fields__
             assert ("activation_offloading" in fields) == (name not in ("GRPO", "RLOO"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "call"),
+    [
+        ("DPOTrainer", "self.ref_model("),
+        ("KTOTrainer", "self.ref_model("),
+        ("GRPOTrainer", "self.ref_model,"),
+        ("RLOOTrainer", "self.ref_model,"),
+        ("GRPOTrainer", "reward_func(**reward_inputs)"),
+        ("RLOOTrainer", "reward_func(**reward_inputs)"),
+        ("experimental.gkd.GKDTrainer", "self.teacher_model("),
+        ("experimental.gold.GOLDTrainer", "self.teacher_model("),
+        ("DistillationTrainer", "teacher_lm_head = unwrapped_teacher.get_output_embeddings()"),
+    ],
+)
+def test_trls_trainers_call_their_frozen_models(trainer: str, call: str) -> None:
+    module, _, name = f"trl.{trainer}".rpartition(".")
+    with relied_on_by(ATTACH):
+        assert call in inspect.getsource(getattr(importlib.import_module(module), name))

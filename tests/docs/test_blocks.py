@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState, PartialState
-from docs_stand_ins import ALL, PAGES, Toys, lora, two_layers
+from docs_stand_ins import ALL, PAGES, Toys, dpo_trainer, lora, two_layers
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,6 +18,7 @@ FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = ('plan(workload("recipes/configs/lgt.json")',)
 # Where one page has two kinds of model, by a line of the block.
 OTHER_TOYS = {
+    'frozen="auto"': {"trainer": dpo_trainer},
     "share_with=student": {"student": lora},
     "GradientCache(": {"model": two_layers},
 }

@@ -8,6 +8,7 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.teacher import OffloadedTeacher
+from hf_memopt.teacher.visits_by_call import VisitsByCall
 from hf_memopt.transfer import StreamCopier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -98,3 +99,20 @@ def test_resident_weights_live_on_the_device(network: nn.Module, x: Tensor, want
     assert (report.home, report.host_bytes) == ("cuda", 0)
     with teacher.onload() as module:
         assert torch.equal(module(x), want)
+
+
+@pytest.mark.parametrize("mode", ["swap", "stream", "auto"])
+def test_each_call_is_a_visit_in_whichever_mode_torch_is(
+    mode: str, network: nn.Module, x: Tensor, want: Tensor
+) -> None:
+    before = torch.cuda.memory_allocated()
+    visits = VisitsByCall(OffloadedTeacher(network, device="cuda", mode=mode))
+    # TRL calls reference models without gradients, and reward models in inference mode.
+    for context in (torch.inference_mode, torch.no_grad, torch.no_grad, torch.inference_mode, torch.no_grad):
+        with context():
+            got = network(x)
+        assert torch.equal(got, want)
+        del got
+    assert visits.teacher.report().bytes_host_to_device >= 5 * visits.teacher.report().host_bytes
+    if mode == "swap":
+        assert torch.cuda.memory_allocated() == before

@@ -14,17 +14,19 @@ import accelerators
 import pytest
 import torch
 import yaml
+from late_imports import LateModule
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.recipes import train_sft
-from hf_memopt.recipes.sft.options import parse
-from hf_memopt.recipes.sft.plan import OPTIMIZERS, apply_plan, workload
-from hf_memopt.recipes.train_sft import main
+from hf_memopt import recipes
+
+train_sft = LateModule("hf_memopt.recipes.train_sft")
+sft_options = LateModule("hf_memopt.recipes.sft.options")
+sft_plan = LateModule("hf_memopt.recipes.sft.plan")
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
-CONFIGS = Path(train_sft.__file__).parent / "configs"
+RECIPES = Path(recipes.__file__).parent
 TINY = ("--max_steps=3", "--logging_steps=1", "--learning_rate=0.01", "--per_device_train_batch_size=4")
 OFFLOADED = ("--cpu_copies", "--offload_threshold_mb=0")
 LORA = "--lora_rank=4"
@@ -42,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the weights that are saved."""
-    log = main([*TINY, *flags, f"--output_dir={folder}"])
+    log = train_sft.main([*TINY, *flags, f"--output_dir={folder}"])
     name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
     return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")
 
@@ -103,8 +105,8 @@ def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pyte
     best = SimpleNamespace(settings={"activations": "checkpointed, inputs offloaded"}, micro_batch=2)
     monkeypatch.setattr("hf_memopt.recipes.sft.plan.best_row", lambda model, card, process: best)
     flags = ("--plan=8GiB", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=3")
-    options = parse("", [LORA, *flags, f"--model={tiny(tmp_path)}"])
-    assert apply_plan(options) is best
+    options = sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}"])
+    assert sft_plan.apply_plan(options) is best
     training = options.training
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 6)
     assert (training.gradient_checkpointing, options.memopt.offload) == (True, "inputs")
@@ -127,11 +129,11 @@ def tiny(folder: Path) -> str:
 def test_a_plan_from_a_file_writes_one_that_runs(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text(yaml.safe_dump({"max_steps": 1, "lora_rank": 4, "budget_gib": 1.0, "max_length": 64}))
-    found = workload(file, effective_batch=4)
+    found = sft_plan.workload(file, effective_batch=4)
     (settings,) = ({"activations": value} for value in found.levers[0].values if value == "all offloaded")
     written = found.write(settings, 2, tmp_path)
     assert f"-m hf_memopt.recipes.train_sft --config {file}" in found.command(written)
-    options = parse("", ["--config", str(file)])
+    options = sft_options.parse("", ["--config", str(file)])
     assert options.memopt.offload == "all"
     assert options.memopt.budget_gib is None
     training = options.training
@@ -187,16 +189,16 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:
     from transformers.training_args import OptimizerNames
 
-    assert set(OPTIMIZERS) <= {each.value for each in OptimizerNames}
+    assert set(sft_plan.OPTIMIZERS) <= {each.value for each in OptimizerNames}
 
 
 def test_the_recipe_is_short() -> None:
-    assert len(Path(train_sft.__file__).read_text().splitlines()) <= 120
+    assert len((RECIPES / "train_sft.py").read_text().splitlines()) <= 120
 
 
 def test_the_demo_learns_and_reports_through_accelerate_launch(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
-    flags = ["--config", str(CONFIGS / "sft_demo.yaml"), f"--output_dir={tmp_path}", "--max_steps=60"]
+    flags = ["--config", str(RECIPES / "configs" / "sft_demo.yaml"), f"--output_dir={tmp_path}", "--max_steps=60"]
     command = [*launch, "-m", "hf_memopt.recipes.train_sft", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

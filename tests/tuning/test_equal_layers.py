@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from late_imports import LateModule
 from torch import nn
-from transformers import LlamaConfig
 
 from hf_memopt.estimate.accounting.repeated_layers import Layers
-from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
+
+transformers = LateModule("transformers")
+found = LateModule("hf_memopt.tuning.equal_layers")
 
 
 def model(*layers: nn.Module, **others: nn.Module) -> nn.Module:
@@ -38,7 +40,7 @@ def linear(width: int = 4, **settings: Any) -> nn.Module:
     ids=["their numbers differ", "the first differs", "every third is alike", "a setting alternates"],
 )
 def test_equal_layers_are_found(layers: list[nn.Module], period: int) -> None:
-    assert equal_layers(model(*layers)) == Layers("body.layers", len(layers), period)
+    assert found.equal_layers(model(*layers)) == Layers("body.layers", len(layers), period)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +54,16 @@ def test_equal_layers_are_found(layers: list[nn.Module], period: int) -> None:
     ids=["the last differs", "a setting differs in each", "two lists", "no list"],
 )
 def test_others_are_simulated_whole(whole: nn.Module) -> None:
-    assert equal_layers(whole) is None
+    assert found.equal_layers(whole) is None
 
 
 def test_lists_within_layers_do_not_count() -> None:
     experts = [nn.ModuleDict({"experts": nn.ModuleList(linear() for _ in range(9))}) for _ in range(4)]
-    assert equal_layers(model(*experts)) == Layers("body.layers", 4)
+    assert found.equal_layers(model(*experts)) == Layers("body.layers", 4)
 
 
 def test_shorter_configurations_keep_everything_else() -> None:
-    config = LlamaConfig(num_hidden_layers=6, layer_types=["full_attention"] * 6, hidden_size=32)
-    shorter = with_num_layers(config, Layers("model.layers", 6), 4)
+    config = transformers.LlamaConfig(num_hidden_layers=6, layer_types=["full_attention"] * 6, hidden_size=32)
+    shorter = found.with_num_layers(config, Layers("model.layers", 6), 4)
     assert (shorter.num_hidden_layers, len(shorter.layer_types), shorter.hidden_size) == (4, 4, 32)
     assert (config.num_hidden_layers, len(config.layer_types)) == (6, 6)

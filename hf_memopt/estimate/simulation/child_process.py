@@ -1,5 +1,6 @@
 """Work in a process of its own, which leaves nothing behind in this one."""
 
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -62,6 +63,8 @@ class _Isolated[Result]:
     """A function that runs in a forked process."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
+        # Once here, rather than for a second in each child, whose first operation on fake tensors would import it.
+        importlib.import_module("torch._dynamo")
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_child, args=(function, sender), daemon=True)

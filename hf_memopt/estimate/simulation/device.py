@@ -22,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # as the first operation on fake tensors would do, in every forked process: a second each
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 import torch.utils.backend_registration as backend_registration

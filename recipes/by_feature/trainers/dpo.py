@@ -1,4 +1,4 @@
-"""Preferences with TRL's DPOTrainer: what both answers' forward passes save waits in host memory.
+"""Preferences with TRL's DPOTrainer: its reference model, and what the policy's forward passes save, wait on the host.
 
 python recipes/by_feature/trainers/dpo.py
 """
@@ -53,9 +53,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, trainer = make_trainer(folder), make_trainer(folder)
         plain.train()
-        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows what would move.
+        # A GPU needs no more than attach(trainer, frozen="auto"). A CPU moves nothing by itself; this shows what would.
         offloader = ActivationOffloader(offload_threshold_mb=0.0, copier=SyncCopier() if on_cpu else None)
-        attach(trainer, offloader=offloader)  # hf_memopt: before train(); the reference model saves nothing
+        attach(trainer, offloader=offloader, frozen="swap" if on_cpu else "auto")  # hf_memopt: before train()
         trainer.train()
     print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")  # hf_memopt
     equal = all(map(torch.equal, plain.model.parameters(), trainer.model.parameters()))

@@ -14,16 +14,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from lerobot_runs import new_process
+from late_imports import LateModule
 
-from hf_memopt.recipes.reflow import lerobot_loop
-from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_VARIABLE
+lerobot_runs = LateModule("lerobot_runs")
+lerobot_loop = LateModule("hf_memopt.recipes.reflow.lerobot_loop")
 
 NUM_BATCHES = 4
+ACCUMULATES = "hf_memopt.recipes.reflow.lerobot_loop.LOOP_ACCUMULATES"
 
 
 def next_make_accelerator(cfg: Any) -> Accelerator:
-    assert ACCUMULATION_VARIABLE not in os.environ, "lerobot refuses it"
+    assert lerobot_loop.ACCUMULATION_VARIABLE not in os.environ, "lerobot refuses it"
     steps = cfg.accelerator.gradient_accumulation.steps
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
     return Accelerator(cpu=True, mixed_precision=cfg.accelerator.mixed_precision, gradient_accumulation_plugin=plugin)
@@ -55,7 +56,7 @@ def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
 def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Accelerator]:
     """The accelerators with which the loop of that version is run."""
     is_next, seen = request.param == "0.6.2", []
-    monkeypatch.setattr(lerobot_loop, "LOOP_ACCUMULATES", is_next)
+    monkeypatch.setattr(ACCUMULATES, is_next)
 
     def this_train(cfg: Any, accelerator: Accelerator) -> None:
         seen.append(accelerator)
@@ -84,8 +85,8 @@ def test_a_window_makes_one_update_whoever_accumulates(
     num_accumulation_steps: int, dtype: str, seen: list[Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     after: list[Accelerator] = []
-    with new_process(()):
-        monkeypatch.setenv(ACCUMULATION_VARIABLE, "3")  # which the recipe has read by then
+    with lerobot_runs.new_process(()):
+        monkeypatch.setenv(lerobot_loop.ACCUMULATION_VARIABLE, "3")  # which the recipe has read by then
         cfg = config(dtype)
         lerobot_loop.settle_accumulation(cfg, num_accumulation_steps)
         lerobot_loop.train(cfg, num_accumulation_steps, after.append)
@@ -111,7 +112,7 @@ def test_lerobots_own_flag_counts_where_it_exists(
 
 
 def test_two_flags_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lerobot_loop, "LOOP_ACCUMULATES", True)
+    monkeypatch.setattr(ACCUMULATES, True)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=0 must be at least 1"):
         lerobot_loop.settle_accumulation(config(), 0)
     with pytest.raises(ValueError, match=r"steps=2 and accelerator.gradient_accumulation.steps=4 differ; pass one"):

@@ -2,6 +2,7 @@
 // addresses, not tensors: whoever frees memory too early is found out.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "launch.hpp"
@@ -68,7 +69,8 @@ void copy_results(const Stack& results, const Stack& outputs) {
 
 void run_job(void* data) {
   auto* job = static_cast<Job*>(data);
-  const at::NoGradGuard no_autograd;
+  // Outside of it, what was allocated in it could not be written to.
+  const c10::InferenceMode in_inference_mode;
   generator_of_running_job = job->generator;
   try {
     Stack stack = job->arguments;

@@ -11,8 +11,8 @@ import torch
 from late_imports import LateModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
+fsdp = LateModule("torch.distributed.fsdp")
 velocity_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.velocity_teacher")
 
 
@@ -60,7 +60,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_a_sharded_student_is_refused_by_the_name_of_its_part(mesh: DeviceMesh) -> None:
     policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     velocity_teacher.check_replicated(policy)
-    fully_shard(policy[1], mesh=mesh)
+    fsdp.fully_shard(policy[1], mesh=mesh)
     with pytest.raises(ValueError, match=r"the student is sharded \(1\); .*\(parallelism.dp_shard=1\)"):
         velocity_teacher.check_replicated(policy)
 
