@@ -1,4 +1,4 @@
-"""Runs a script in two processes that talk to each other on the CPU."""
+"""Runs a script in two or more processes that talk to each other on the CPU."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ from patience import HANG_S
 TESTS = Path(__file__).parent
 
 
-def torchrun(script: Path, *arguments: str, is_to_succeed: bool = True) -> str:
-    """What both processes wrote to standard error; both have to succeed, or not. Helpers beside the tests can be
+def torchrun(script: Path, *arguments: str, is_to_succeed: bool = True, num_processes: int = 2) -> str:
+    """What all processes wrote to standard error; all have to succeed, or not. Helpers beside the tests can be
     imported.
 
     They have as many threads as this process, since results are compared bit by bit.
     """
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [*launch, str(script), *arguments],

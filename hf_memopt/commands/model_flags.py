@@ -50,6 +50,10 @@ MODEL_CHOICES = {
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW in few bits, bitsandbytes', "
         "or Adafactor",
     ),
+    "engine": (
+        ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
+        "how --num-gpus share the run; DeepSpeed's zero2 and zero3 are refused with what shards the same",
+    ),
 }
 # The other options of `HuggingFaceModel`, and all their defaults on the command line.
 _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
@@ -60,6 +64,7 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "use_dora": False,
     "optimizer_in_backward": False,
     "max_grad_norm": 1.0,
+    "num_gpus": 1,
 }
 ACTIVATION_CHOICES = {
     "checkpointing": (("none", "selective", "full"), "of activations"),
@@ -112,6 +117,9 @@ def add_to(
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),
         help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-gpus", type=number(COUNT), help="processes, one GPU each; figures are of one (default: %(default)s)"
     )
     parser.set_defaults(**_MODEL_DEFAULTS)
     if checkpointing_and_offload:

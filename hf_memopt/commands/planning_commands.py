@@ -80,11 +80,11 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     card = find_card(parsed.gpu) if parsed.gpu else None
     workload, step = _step(parsed)
     estimate = run_isolated(lambda: simulate_step(step, gpu=card))
-    accumulation = workload.effective_batch // parsed.batch_size
+    accumulation = workload.effective_batch // (parsed.batch_size * step.num_gpus)
     estimate = estimate.with_passes(accumulation / step.num_micro_batches)
     if parsed.json:
         parsed.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
-    print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}")
+    print(f"{workload.name}\n\n{estimate_report.text(estimate, card)}{_not_counted(step.num_gpus)}")
     if parsed.timeline:
         print(f"\ntimeline: {memory_page.write_timeline(estimate, workload.name, parsed.timeline)}")
     if parsed.snapshot:
@@ -97,11 +97,17 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
     return 1 if parsed.check else 0
 
 
+def _not_counted(num_gpus: int) -> str:
+    from hf_memopt.tuning.accelerate_config import NOT_COUNTED
+
+    return f"\n\nOf one GPU. {NOT_COUNTED}" if num_gpus > 1 else ""
+
+
 def _plan_command(parsed: argparse.Namespace) -> str:
     """Return the command that looks for settings with which the same model fits the same card."""
     if parsed.training_args:
         return shlex.join(["hf-memopt", "plan", "--gpu", parsed.gpu, *training_file.flags(parsed)])
-    batch = parsed.batch_size * (parsed.accumulation or 1)
+    batch = parsed.batch_size * (parsed.accumulation or 1) * parsed.num_gpus
     words = ["hf-memopt", "plan", "--model", parsed.model, "--gpu", parsed.gpu, "--effective-batch", str(batch)]
     return shlex.join([*words, *model_flags.given(parsed)])
 
@@ -122,7 +128,7 @@ def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
         raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
     if parsed.offload == "auto" and not parsed.gpu:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
-    workload = model_flags.model_of(parsed, parsed.batch_size * (parsed.accumulation or 1))
+    workload = model_flags.model_of(parsed, parsed.batch_size * (parsed.accumulation or 1) * parsed.num_gpus)
     checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
     return workload, workload.step_with(checkpointing, offload, parsed.batch_size)
 
@@ -130,12 +136,18 @@ def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
 def _recipe_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     from hf_memopt.commands.recipe_workloads import recipe_workload
 
+    _refuse_ranks(parsed)
     if parsed.model is not None:
         raise ValueError(f"recipe={parsed.recipe!r} and MODEL={parsed.model!r}: name one of them")
     batch = None if parsed.accumulation is None else parsed.batch_size * parsed.accumulation
     workload = recipe_workload(parsed.recipe, parsed.config, effective_batch=batch)
     settings = {each.name: each.values[0] for each in workload.levers} | _chosen(parsed.set, workload.levers)
     return workload, workload.simulated(settings, parsed.batch_size)
+
+
+def _refuse_ranks(parsed: argparse.Namespace) -> None:
+    if parsed.num_gpus > 1 or parsed.engine:
+        raise ValueError(f"num_gpus={parsed.num_gpus}: recipes are simulated on one GPU; give --num-gpus with a model")
 
 
 def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[str, Any]:
@@ -189,7 +201,7 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 
     workload = _workload(parsed)
     found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)
-    print(found)
+    print(f"{found}{_not_counted(parsed.num_gpus)}")
     if parsed.explain:
         print("\n" + "\n".join(explain(found)))
     if parsed.json:
@@ -207,7 +219,8 @@ def _workload(parsed: argparse.Namespace) -> "Workload":
     if (parsed.model is None) == (parsed.config is None):
         raise ValueError("name either a recipe's --config FILE or a --model")
     if parsed.config is None:
-        return model_flags.model_of(parsed, parsed.effective_batch or 1)
+        return model_flags.model_of(parsed, parsed.effective_batch or parsed.num_gpus)
+    _refuse_ranks(parsed)
     name = parsed.recipe or recipe_of(parsed.config)
     return recipe_workload(name, parsed.config, precision=parsed.precision, effective_batch=parsed.effective_batch)
 

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from hf_memopt.estimate.accounting import allocation_log, caching_allocator, cat
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, tensors_in
 from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.accounting.communication import exchanged
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
@@ -17,6 +19,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
+from hf_memopt.estimate.simulation.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
 
@@ -56,6 +59,7 @@ def estimate_peak_memory(
     like: Like = "cuda",
     num_steps: int = 2,
     gpu: str | Card | None = None,
+    num_gpus: int = 1,
 ) -> MemoryEstimate:
     """Run whole training steps on tensors without memory and report the most that was alive at one time.
 
@@ -67,6 +71,9 @@ def estimate_peak_memory(
         gpu: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. A name
             ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
             runs; without a card that of the desktop cards of 2023.
+        num_gpus: how many processes would run this together, each with a device of its own. More than one: both
+            functions are the first of them, and find torch.distributed and accelerate so. DDP and FSDP2 run as they
+            are; collectives move nothing and take no time, and what NCCL keeps for itself is not counted.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
@@ -74,9 +81,10 @@ def estimate_peak_memory(
     are not.
 
     Raises:
-        ValueError: `like` or `gpu` is unknown, or `num_steps` is no count; an operation has no fake implementation
-            (named, with its module); no trainable parameter got a gradient; backward has run on an accelerator before;
-            or `setup` or `step` raised it.
+        ValueError: `like` or `gpu` is unknown, or `num_steps` or `num_gpus` is no count; an operation has no fake
+            implementation (named, with its module); no trainable parameter got a gradient; backward has run on an
+            accelerator before; this process belongs to a process group and `num_gpus` is more than one; or `setup` or
+            `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
@@ -96,7 +104,7 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    return run_isolated(lambda: simulate(setup, step, like=like, num_steps=num_steps, gpu=gpu))
+    return run_isolated(lambda: simulate(setup, step, like=like, num_steps=num_steps, gpu=gpu, num_gpus=num_gpus))
 
 
 def simulate(
@@ -106,9 +114,11 @@ def simulate(
     like: Like = "cuda",
     num_steps: int = 2,
     gpu: str | Card | None = None,
+    num_gpus: int = 1,
 ) -> MemoryEstimate:
     """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
-    return _estimate(_run(setup, step, like, num_steps, gpu), has_card=gpu is not None)
+    step_of_run = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
+    return _estimate(_run(step_of_run, gpu, like), has_card=gpu is not None)
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
@@ -122,7 +132,7 @@ def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) ->
             return _estimate(_repeated(simulated.repeated, gpu), has_card=gpu is not None)
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
-    return simulate(simulated.setup, simulated.step, num_steps=simulated.num_steps, gpu=gpu)
+    return _estimate(_run(simulated, gpu), has_card=gpu is not None)
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
@@ -136,10 +146,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
     num_more = (layers.count - few) // layers.period - 1
     if num_more < 1:
         raise NotRepeatedError(f"there are but {layers.count} of them")
-    shorter, longer = (
-        _run(simulated.setup, simulated.step, "cuda", simulated.num_steps, gpu)
-        for simulated in (repeated.step_with(few), repeated.step_with(few + layers.period))
-    )
+    shorter, longer = (_run(repeated.step_with(count), gpu) for count in (few, few + layers.period))
     each_adds = growth(shorter.history, longer.history, layers)
     if shorter.unreached != longer.unreached or shorter.guesses.keys() != longer.guesses.keys():
         raise NotRepeatedError("another layer adds assumptions, or weights without a gradient")
@@ -158,10 +165,9 @@ def _line[Number: (int, float)](first: Number, second: Number, num_more: int) ->
     return second + num_more * (second - first)
 
 
-def _run(
-    setup: Callable[[Any], Any], step: Callable[[Any], Any], like: Like, num_steps: int, gpu: str | Card | None
-) -> _Run:
-    COUNT.check("num_steps", num_steps)
+def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") -> _Run:
+    for name in ("num_steps", "num_gpus"):
+        COUNT.check(name, getattr(simulated, name))
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
@@ -176,18 +182,21 @@ def _run(
             for block in kernels.taken_by(function, args):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
+        for kind, tensors in exchanged(function, args, kwargs):
+            log.label(tensors, kind)
 
     log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
-        with log, labels.following():
-            state = setup(device)
+        ranks = first_of(simulated.num_gpus, device, labels.add_bucket) if simulated.num_gpus > 1 else nullcontext()
+        with log, log.following_resizes(), labels.following(), ranks:
+            state = simulated.setup(device)
             labels.add_state(state)
-            for _ in range(num_steps):
+            for _ in range(simulated.num_steps):
                 log.history.step_begins.append(log.history.position)
                 phases.begin_step()
                 clock.begin_step()
-                step(state)
+                simulated.step(state)
             unreached = labels.unreached()
         # Closed before the simulation ends, which frees what autocast has cached.
         history = log.closed()

@@ -18,6 +18,7 @@ class SimulatedStep:
             from recorded passes.
         num_micro_batches: in `step`.
         repeated: the model's equal layers, if it has any; None: all are simulated.
+        num_gpus: how many processes run it together, each with a device of its own.
     """
 
     setup: Callable[[Any], Any]
@@ -25,6 +26,7 @@ class SimulatedStep:
     num_steps: int = 2
     num_micro_batches: int = 1
     repeated: "RepeatedLayers | None" = None
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 - `transformers_models`: models made from transformers' configurations, and their updates.
 - `equal_layers`: which of a model's layers tell what all do.
 - `huggingface`: these models as workloads.
-- `accelerate_config`: writes the answer for `accelerate launch`.
+- `accelerate_config`: how processes share a run, simulated and in the file for `accelerate launch`.
 """
 
 from hf_memopt.estimate.simulated_step import SimulatedStep

@@ -12,7 +12,8 @@ import yaml
 
 from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
-from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning import accelerate_config
+from hf_memopt.tuning.accelerate_config import DDP
 from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
 from hf_memopt.tuning.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions, check_choice
@@ -30,6 +31,7 @@ ACTIVATIONS = {
     "all offloaded": ("none", "all"),
 }
 _LEVERS = (SearchDimension("activations", tuple(ACTIVATIONS)),)
+_LEVERS_OF_SHARDS = (SearchDimension("activations", ("kept", "selectively checkpointed", "checkpointed")),)
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,21 @@ class HuggingFaceModel(ModelOptions):
 
     levers: tuple[SearchDimension, ...] = field(default=_LEVERS, init=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine != DDP:
+            object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
+
     @property
     def name(self) -> str:
-        """The model, and the class of transformers that is simulated."""
-        return f"{self.model} as {self.kind_of_task.class_name(self.config)}"
+        """The model, the class of transformers that is simulated, and on how many GPUs."""
+        ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
+        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{ranks}"
 
     @property
     def micro_batches(self) -> list[int]:
-        return [self.effective_batch] if self.optimizer_in_backward else divisors(self.effective_batch)
+        share = self.effective_batch // self.num_gpus
+        return [share] if self.optimizer_in_backward else divisors(share)
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
         return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
@@ -56,7 +65,7 @@ class HuggingFaceModel(ModelOptions):
         Args:
             checkpointing: "none", "selective" (`apply_selective_checkpointing`) or "full" (transformers' own).
             offload: "off" or a mode of `ActivationOffloader`, which needs `card` in `estimate_peak_memory`.
-            micro_batch: samples per forward pass, a divisor of `effective_batch`.
+            micro_batch: samples per forward pass of a GPU, a divisor of its share of `effective_batch`.
 
         Raises:
             ValueError: an option is unknown, or they do not go together.
@@ -65,14 +74,13 @@ class HuggingFaceModel(ModelOptions):
         check_choice("offload", offload, OFFLOAD)
         if offload == "inputs" and checkpointing == "none":
             raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
-        if micro_batch < 1 or self.effective_batch % micro_batch:
-            raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
-        if self.optimizer_in_backward and micro_batch != self.effective_batch:
+        passes = accelerate_config.check_step(self.num_gpus, self.engine, self.effective_batch, micro_batch, offload)
+        if self.optimizer_in_backward and passes > 1:
             raise ValueError(
                 f"micro_batch={micro_batch}: optimizer_in_backward=True updates after each micro-batch; use that of "
                 f"effective_batch={self.effective_batch}"
             )
-        num_micro_batches = min(2, self.effective_batch // micro_batch)
+        num_micro_batches = min(2, passes)
         _ = self.name  # its class is imported once, before processes are forked
         # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes.
         layers = None if offload != "off" or self._treats_layers_differently else self._equal_layers
@@ -84,6 +92,7 @@ class HuggingFaceModel(ModelOptions):
                 num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
+                num_gpus=self.num_gpus,
             )
 
         if layers is None:
@@ -94,7 +103,9 @@ class HuggingFaceModel(ModelOptions):
     @property
     def _treats_layers_differently(self) -> bool:
         """Return whether equal layers do not repeat each other: what they hold is freed in another order."""
-        return self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
+        # DDP's buckets are cut by size, whatever the layers; FSDP2 gathers and frees otherwise at the ends.
+        differs = self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
+        return differs or self.num_gpus > 1
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
@@ -104,19 +115,17 @@ class HuggingFaceModel(ModelOptions):
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
         """An accelerate config; the settings as JSON; and flags for `train_causal_lm.py` if it can train with them."""
         checkpointing, offload = ACTIVATIONS[settings["activations"]]
-        accumulation = self.effective_batch // micro_batch
+        accumulation = self.effective_batch // (micro_batch * self.num_gpus)
         chosen = asdict(self) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
         chosen |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload}
         del chosen["levers"]
-        (folder / "settings.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
-        written = [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "settings.json"]
+        launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"
+        settings_file.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+        accelerate_config.write_accelerate_config(launch, self.precision, self.num_gpus, self.engine)
+        written = [launch, settings_file]
         if self._is_for_the_recipe(checkpointing):
             fields = {
-                "model": {
-                    "model": self.model,
-                    "dtype": self.dtype,
-                    "gradient_checkpointing": checkpointing == "full",
-                },
+                "model": {"model": self.model, "dtype": self.dtype, "gradient_checkpointing": checkpointing == "full"},
                 "data": {"block_size": self.seq_len},
                 "training": {
                     "per_device_batch_size": micro_batch,
@@ -142,4 +151,4 @@ class HuggingFaceModel(ModelOptions):
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
         plain = (self.optimizer, self.optimizer_in_backward, self.attention) == ("adamw", False, "auto")
         plain = plain and (self.loss, self.padding) == ("full", False) and self.dtype != "float16"
-        return trains_all and checkpointing != "selective" and plain
+        return trains_all and self.engine == DDP and checkpointing != "selective" and plain

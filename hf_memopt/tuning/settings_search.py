@@ -142,7 +142,7 @@ class _Search:
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
-        accumulation = self._workload.effective_batch // micro_batch
+        accumulation = self._workload.effective_batch // (micro_batch * simulated.num_gpus)
         estimate = simulate_step(simulated, gpu=self._card).with_passes(accumulation / simulated.num_micro_batches)
         fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
         assert estimate.step_ms is not None

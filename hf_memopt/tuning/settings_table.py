@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         settings: value of each lever.
-        micro_batch: samples per forward pass.
+        micro_batch: samples per forward pass, on each GPU.
         accumulation: forward passes per update.
         update_ms: predicted time of one update, of `effective_batch` samples; good for ratios.
         needed_bytes: the least device memory with which the allocator gets through, allowances included.

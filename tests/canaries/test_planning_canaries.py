@@ -9,15 +9,22 @@ import torch
 from accelerate.state import PartialState
 from late_imports import LateModule
 from reliance import relied_on_by
-from torch import nn
+from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp_init
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
+from hf_memopt.estimate.simulation.first_rank import BACKEND
 
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
@@ -26,6 +33,7 @@ AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
 FUSED_HEAD = "hf_memopt/estimate/simulation/fused_head.py"
+RANKS = "hf_memopt/estimate/simulation/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary
@@ -169,8 +177,49 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
             return str(torch._C._get_privateuse1_backend_name())
 
     with relied_on_by(DEVICE):
-        assert run_isolated(rename) == "virtual_cuda"
+        assert run_isolated(rename) == "virtualcuda"
         assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
+def test_torch_runs_a_rank_without_others() -> None:
+    """By its names for what only its own tests and engines are meant to call."""
+    with relied_on_by(RANKS):
+        assert {"cpu", "cuda"} <= set(distributed.Backend.backend_capability[BACKEND])
+        assert issubclass(FakeStore, distributed.Store)
+        for holder, name in (
+            (distributed, "_verify_params_across_processes"),
+            (distributed.Reducer, "_rebuild_buckets"),
+            (distributed.Logger, "set_runtime_stats_and_log"),
+        ):
+            assert name in vars(holder)
+        source = inspect.getsource(DistributedDataParallel)
+        assert "self.reducer._rebuild_buckets()" in source
+        assert "self.logger.set_runtime_stats_and_log()" in source
+
+
+def test_a_device_mesh_computes_with_the_numbers_of_ranks() -> None:
+    """The first half says that the patch is still needed, the second that it reaches FSDP2."""
+    with relied_on_by(RANKS):
+        assert "torch.arange" in inspect.getsource(device_mesh.init_device_mesh)
+        assert fsdp_init.init_device_mesh is device_mesh.init_device_mesh
+
+
+def test_dtensors_find_shapes_on_tensors_without_memory() -> None:
+    with relied_on_by(RANKS):
+        source = inspect.getsource(ShardingPropagator._propagate_tensor_meta_non_cached)
+        assert "detect_fake_mode() or FakeTensorMode()" in source
+
+
+def test_fsdp2_frees_weights_by_resizing_their_storages() -> None:
+    with relied_on_by("hf_memopt/estimate/accounting/allocation_log.py"):
+        assert "storage.resize_(0)" in inspect.getsource(fsdp_param.free_storage)
+        assert "storage.resize_(size)" in inspect.getsource(fsdp_param.alloc_storage)
+
+
+def test_accelerate_asks_which_backend_there_is() -> None:
+    with relied_on_by(RANKS):
+        assert "self._prepare_backend(cpu, use_sagemaker_dp, original_backend)" in inspect.getsource(PartialState)
+        assert "ACCELERATE_TORCH_DEVICE" in inspect.getsource(PartialState)
 
 
 def test_torch_calls_tensors_that_are_too_large_so() -> None:

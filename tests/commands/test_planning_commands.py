@@ -92,6 +92,22 @@ def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     assert 6 * twice < often < 8 * twice
 
 
+def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, capsys: Capture) -> None:
+    ranks = ["--num-gpus", "2", "--engine", "fsdp2", "--seq-len", "32", "--precision", "bf16"]
+    assert main(["estimate", model, *ranks, "--batch-size", "2", "--gpu", "640MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{model} as Qwen3ForCausalLM, on each of 2 GPUs with fsdp2\n\nThe peak is in ")
+    assert "gathered weights" in printed
+    assert "Of one GPU. Memory that NCCL takes for itself and time for communication are not in it." in printed
+    assert printed.endswith("--effective-batch 4 --precision bf16 --engine fsdp2 --seq-len 32 --num-gpus 2\n")
+    arguments = ["--gpu", "8GiB", "--effective-batch", "4", "--workers", "1", "--output", str(tmp_path)]
+    assert main(["plan", "--model", model, *ranks, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| 2 x 1 +\| kept", printed, re.MULTILINE)
+    assert "Of one GPU." in printed
+    assert "distributed_type: FSDP" in (tmp_path / "accelerate.yaml").read_text()
+
+
 @pytest.mark.slow
 def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "text.txt").write_text("Das Wasser fliesst, und der Stein bleibt liegen. " * 400)
@@ -116,6 +132,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         (["MODEL", "--precision", "int3"], "argument --precision: invalid choice: 'int3'"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
         (["--recipe", "train_causal_lm"], "needs --config FILE"),
+        (["--recipe", "train_causal_lm", "--num-gpus", "2"], "num_gpus=2: recipes are simulated on one GPU"),
         (
             ["--recipe", "train_nothing", "--config", "x"],
             "choose from causal_lm, fluxflow, lgt, neural_operator, reflow_smolvla, sft",

@@ -7,9 +7,11 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, CARD, TOKENS, estimate
 
 from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
 
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 huggingface = LateModule("hf_memopt.tuning.huggingface")
@@ -59,6 +61,25 @@ def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
     assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
     assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
     assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)
+
+
+def test_gpus_share_a_model_and_its_batch(qwen3: str, plain: MemoryEstimate, tmp_path: Path) -> None:
+    shared = {"seq_len": TOKENS, "effective_batch": 8, "num_gpus": 2}
+    workload = huggingface.HuggingFaceModel(qwen3, **shared, engine="fsdp2")
+    assert workload.name == f"{qwen3} as Qwen3ForCausalLM, on each of 2 GPUs with fsdp2"
+    assert workload.micro_batches == [1, 2, 4]
+    assert {huggingface.ACTIVATIONS[name][1] for name in workload.levers[0].values} == {"off"}
+    sharded = run_isolated(lambda: simulate_step(workload.step_with("none", "off", BATCH), gpu=CARD))
+    for kind in ("parameters", "optimizer state"):
+        assert plain.breakdown[kind] / 2 <= sharded.breakdown[kind] < 0.6 * plain.breakdown[kind]
+    assert sharded.breakdown["gathered weights"] > 0
+    assert "communication buffers" in sharded.storage_kinds
+    written = workload.write({"activations": "kept"}, BATCH, tmp_path)
+    assert [path.name for path in written] == ["accelerate.yaml", "settings.json"]
+    assert load_config_from_file(str(written[0])).num_processes == 2
+    assert json.loads(written[1].read_text())["gradient_accumulation_steps"] == 2
+    with_copies = huggingface.HuggingFaceModel(qwen3, **shared).write({"activations": "kept"}, BATCH, tmp_path)
+    assert yaml.safe_load(with_copies[2].read_text())["training"]["gradient_accumulation_steps"] == 2
 
 
 def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class StorageRecord:
         born: position of its birth.
         died: position of its death; None while it lives.
         source: index of the storage that it was made from, where no module was running; None if that is unknown.
+        stream: number of the stream for which it was allocated; 0, the first one.
     """
 
     num_bytes: int
@@ -40,6 +41,7 @@ class StorageRecord:
     born: int
     died: int | None = None
     source: int | None = None
+    stream: int = 0
 
 
 class Change(NamedTuple):
@@ -95,6 +97,7 @@ class AllocationHistory:
             positions=tuple(position for position, _ in entries),
             first_step=sum(position < self.step_begins[0] for position, _ in entries),
             in_blocks=self.in_blocks,
+            streams={index: record.stream for index, record in enumerate(self.records) if record.stream},
         )
 
     def host_peak_bytes(self) -> int:

@@ -6,11 +6,15 @@ Peaks and breakdowns are read off the history afterwards.
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from hf_memopt.autograd_state import in_backward
@@ -28,10 +32,12 @@ class StepPhases:
     Attributes:
         name: of the running phase.
         module: full name of the innermost running module; "" outside of modules.
+        stream: number of the stream that operations are queued in; 0, the first one.
     """
 
     def __init__(self) -> None:
         self.name = SETUP
+        self.stream = 0
         self._running: list[str] = []
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
@@ -135,6 +141,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function is _DEVICE and type(args[0]) is FakeTensor:
                 return args[0].fake_device
             return function(*args, **(kwargs or {}))
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations, on the local tensors, are to be seen
         if self.phases.observe():
             self.history.backwards.append(self.history.position)
         self._place = self._running_place()
@@ -144,6 +152,19 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._observe is not None:
             self._observe(function, args, kwargs, result, self.phases.name)
         return result
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Note also when a program itself resizes a storage, which is no operation: FSDP2 frees weights so."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, num_bytes: int) -> None:
+            resize(storage, num_bytes)
+            if storage._cdata in self._live:
+                self._resize(storage._cdata, storage.nbytes())
+
+        with patch.object(torch.UntypedStorage, "resize_", noted):
+            yield
 
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
         """Say what storages are for; one that operations never showed is entered now."""
@@ -209,10 +230,9 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         address = storage._cdata
         num_bytes = storage.nbytes()
-        known = self._live.get(address)
-        if known is not None:
-            self._resize(known[0], num_bytes)
-            return self.history.records[known[0]]
+        if address in self._live:
+            self._resize(address, num_bytes)
+            return self.history.records[self._live[address][0]]
         if num_bytes == 0:
             return None
         on_host = device_type(tensor) != self._counted
@@ -228,10 +248,10 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind="",
             born=self.history.position,
             source=source,
+            stream=self.phases.stream,
         )
-        index = self._add(record)
         # The weak reference itself is kept here; its callback runs when the last reference to the storage goes.
-        self._live[address] = index, weakref.ref(storage, lambda _: self._bury(address, index))
+        self._live[address] = self._add(record), weakref.ref(storage, lambda _: self._bury(address))
         return record
 
     def _add(self, record: StorageRecord) -> int:
@@ -240,15 +260,29 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write(index, record.num_bytes)
         return index
 
-    def _resize(self, index: int, requested: int) -> None:
+    def _resize(self, address: int, requested: int) -> None:
+        """Note a storage's size, if it is another one. Empty, it is dead, and what fills it again is a new record."""
+        index, reference = self._live[address]
         record = self.history.records[index]
-        if requested != record.requested_bytes:
-            num_bytes = requested if record.on_host else self._rounded(requested)
+        if requested == (record.requested_bytes if record.died is None else 0):
+            return
+        num_bytes = requested if record.on_host else self._rounded(requested)
+        if record.died is not None:
+            again = replace(record, num_bytes=num_bytes, requested_bytes=requested, died=None)
+            again.born, again.phase, again.stream = self.history.position, self.phases.name, self.phases.stream
+            self._live[address] = self._add(again), reference
+        elif requested:
             self._write(index, num_bytes - record.num_bytes)
             record.num_bytes, record.requested_bytes = num_bytes, requested
+        else:
+            self._end(index)
 
-    def _bury(self, address: int, index: int) -> None:
-        self._live.pop(address, None)
+    def _bury(self, address: int) -> None:
+        index, _ = self._live.pop(address)
+        if self.history.records[index].died is None:
+            self._end(index)
+
+    def _end(self, index: int) -> None:
         record = self.history.records[index]
         record.died = self.history.position
         self._write(index, -record.num_bytes)

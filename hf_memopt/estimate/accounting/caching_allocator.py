@@ -2,13 +2,14 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp with its default settings. Blocks are multiples of 512 bytes; up to 1 MiB they
 come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of
-2 MiB. The best fitting free block is taken, and split if enough is left; neighbours that are free join again. Only when
-the device is full are segments without tensors returned.
+2 MiB. A segment serves the stream that asked for it. The best fitting free block is taken, and split if enough is left;
+neighbours that are free join again. Only when the device is full are segments without tensors returned.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,6 +22,10 @@ _MEDIUM_BYTES, _MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB
 _LARGE_MULTIPLE_BYTES = 2 * MIB
 
 
+# Whether its blocks are small, and the stream that they are for.
+Pool = tuple[bool, int]
+
+
 class OutOfDeviceMemoryError(MemoryError):
     """The modelled device has no room for an allocation."""
 
@@ -28,10 +33,10 @@ class OutOfDeviceMemoryError(MemoryError):
 class MemoryBlock:
     """A piece of a segment; `previous` and `following` are its neighbours there, free or not."""
 
-    __slots__ = ("address", "following", "free", "num_bytes", "previous", "small")
+    __slots__ = ("address", "following", "free", "num_bytes", "pool", "previous")
 
-    def __init__(self, address: int, num_bytes: int, small: bool) -> None:
-        self.address, self.num_bytes, self.small = address, num_bytes, small
+    def __init__(self, address: int, num_bytes: int, pool: Pool) -> None:
+        self.address, self.num_bytes, self.pool = address, num_bytes, pool
         self.free = True
         self.previous: MemoryBlock | None = None
         self.following: MemoryBlock | None = None
@@ -53,22 +58,23 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}  # by size, then address
+        self._free: defaultdict[Pool, list[tuple[int, int, MemoryBlock]]] = defaultdict(list)  # by size, then address
         self.lowest_address = 0
 
-    def allocate(self, num_bytes: int) -> MemoryBlock:
-        """Return a block of at least this size, rounded up as the allocator does.
+    def allocate(self, num_bytes: int, stream: int = 0) -> MemoryBlock:
+        """Return a block of at least this size for a stream, rounded up as the allocator does.
 
         Raises:
             OutOfDeviceMemoryError: there is no room, even with all unused segments returned.
         """
         num_bytes = max(BLOCK_BYTES, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = num_bytes <= _SMALL_BYTES
-        free = self._free[small]
+        pool = small, stream
+        free = self._free[pool]
         # The list is sorted by size and then by address: the first block that is large enough is the best fit, and
         # of equally large ones the one at the lowest address, as in torch.
         position = bisect_left(free, num_bytes, key=lambda entry: entry[0])
-        block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, small)
+        block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, pool)
         block.free = False
         # As in torch: a small block is split at any size, a large one only if what remains is no small block.
         rest = block.num_bytes - num_bytes
@@ -89,7 +95,7 @@ class CachingAllocator:
                 block = self._joined(block, neighbour)
         self._insert(block)
 
-    def _new_segment(self, num_bytes: int, small: bool) -> MemoryBlock:
+    def _new_segment(self, num_bytes: int, pool: Pool) -> MemoryBlock:
         segment_bytes = _segment_bytes(num_bytes)
         # The device is full: whole segments that nobody uses go back to it, and the segment is asked for once more.
         if not self._has_room(segment_bytes):
@@ -103,20 +109,20 @@ class CachingAllocator:
         # Drivers give falling addresses, as far as published runs show: with them every byte that a T4 reserved is
         # here, with rising ones up to 9 % are missing where attention's scores have many blocks of one size.
         self.lowest_address -= segment_bytes
-        return MemoryBlock(self.lowest_address, segment_bytes, small)
+        return MemoryBlock(self.lowest_address, segment_bytes, pool)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def _return_unused(self) -> None:
-        for small, free in self._free.items():
+        for pool, free in self._free.items():
             # A free block without neighbours is a whole segment. Only such can go back to the device.
             kept = [entry for entry in free if entry[2].previous or entry[2].following]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
-            self._free[small] = kept
+            self._free[pool] = kept
 
     def _split(self, block: MemoryBlock, num_bytes: int) -> None:
-        rest = MemoryBlock(block.address + num_bytes, block.num_bytes - num_bytes, block.small)
+        rest = MemoryBlock(block.address + num_bytes, block.num_bytes - num_bytes, block.pool)
         rest.previous, rest.following = block, block.following
         if block.following is not None:
             block.following.previous = rest
@@ -133,10 +139,10 @@ class CachingAllocator:
         return first
 
     def _insert(self, block: MemoryBlock) -> None:
-        insort(self._free[block.small], (block.num_bytes, block.address, block), key=lambda entry: entry[:2])
+        insort(self._free[block.pool], (block.num_bytes, block.address, block), key=lambda entry: entry[:2])
 
     def _remove(self, block: MemoryBlock) -> None:
-        free = self._free[block.small]
+        free = self._free[block.pool]
         del free[bisect_left(free, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
 
 
@@ -172,6 +178,7 @@ class MemoryTrace:
         positions: of each change in the ledger's log, which counts host memory too.
         first_step: index of the change at which the first step begins.
         in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.
+        streams: for which stream storages are, by number, where that is not the first one.
     """
 
     storages: tuple[int, ...]
@@ -180,6 +187,7 @@ class MemoryTrace:
     positions: tuple[int, ...]
     first_step: int
     in_blocks: bool = True
+    streams: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def unlimited(self) -> Replay:
@@ -226,7 +234,7 @@ class MemoryTrace:
             if storage in blocks:
                 allocator.release(blocks.pop(storage))
             if sizes[storage]:
-                blocks[storage] = allocator.allocate(sizes[storage])
+                blocks[storage] = allocator.allocate(sizes[storage], self.streams.get(storage, 0))
             yield sizes[storage], blocks.get(storage)
 
     def fits(self, capacity_bytes: int) -> bool:

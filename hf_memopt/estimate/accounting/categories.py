@@ -32,7 +32,9 @@ CATEGORIES = (
     BUFFER,
     INPUT,
     OPTIMIZER_STATE,
+    COMMUNICATION,
     GRADIENT,
+    GATHERED,
     ACTIVATION,
     TEMPORARY,
     WORKSPACE,
@@ -44,7 +46,9 @@ CATEGORIES = (
     "buffers",
     "inputs",
     "optimizer state",
+    "communication buffers",
     "gradients",
+    "gathered weights",
     "activations",
     "temporaries",
     "library workspaces",
@@ -102,6 +106,10 @@ class StepLabels:
                 self._trainable.setdefault(id(parameter), (name, parameter))
         for name, buffer in module.named_buffers(prefix=prefix):
             self._label_weight(buffer, BUFFER, name)
+
+    def add_bucket(self, bucket: Tensor) -> None:
+        """Label memory in which gradients are reduced."""
+        self._log.label([bucket], COMMUNICATION, "")
 
     def add_teacher_block(self, block: Tensor) -> None:
         """Label device memory that a teacher has taken."""

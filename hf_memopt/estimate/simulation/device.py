@@ -35,14 +35,45 @@ from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation import attention, autocast, fused_head
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.estimate.simulation.virtual_time import (
+    FIRST_STREAM,
+    VirtualClock,
+    VirtualCopier,
+    VirtualEvent,
+    VirtualStream,
+)
 from hf_memopt.transfer.device_types import DeviceType, registered
 
-DEVICE_TYPE = "virtual_cuda"
+# torch's device meshes take letters alone.
+DEVICE_TYPE = "virtualcuda"
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of `torch.<backend>`; nothing of it has an effect."""
+    """What torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect.
+
+    Attributes:
+        phases: are told which stream is running.
+    """
+
+    Stream, Event = VirtualStream, VirtualEvent
+
+    def __init__(self) -> None:
+        self.phases = StepPhases()
+        self._running = FIRST_STREAM
+
+    def current_stream(self, device: Any = None) -> VirtualStream:
+        return self._running
+
+    @contextmanager
+    def stream(self, stream: VirtualStream) -> Iterator[None]:
+        before = self._running
+        self._running, self.phases.stream = stream, stream.number
+        try:
+            yield
+        finally:
+            self._running, self.phases.stream = before, before.number
+
+    def set_device(self, device: Any) -> None: ...
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]
@@ -62,6 +93,7 @@ class _Backend(backend_registration._DummyBackendModule):
         return contextlib.nullcontext()
 
 
+_BACKEND = _Backend()
 _TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
 
@@ -83,7 +115,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _register() -> list[torch.library.Library]:
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Backend())
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_BACKEND)
     return autocast.register(DEVICE_TYPE) + attention.register_softmax()
 
 
@@ -108,10 +140,12 @@ def simulation(
     process, which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
-    data_dependent = DataDependentOps(StepPhases() if phases is None else phases)
+    phases = StepPhases() if phases is None else phases
+    data_dependent = DataDependentOps(phases)
     device = torch.device("cpu")
     if like == "cuda":
         _register()
+        _BACKEND.phases = phases
         device = torch.device(DEVICE_TYPE, 0)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -186,15 +220,17 @@ def _redirect_autocast() -> Any:
     return patch.object(torch.autocast, "__init__", init)
 
 
-# How launchers tell a process its place among others, and accelerate that it is to use the CPU.
-_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# How launchers tell a process its place among others, and accelerate that it is to use the CPU or to shard.
+_LAUNCHED = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
 def _redirect_accelerate(device: torch.device) -> Iterator[None]:
     """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith("FSDP_")
+    }
     with (
         patch.dict(os.environ, environment, clear=True),
         patch.object(torch.distributed, "is_initialized", lambda: False),

@@ -1,5 +1,6 @@
-"""How long a simulated step would take: a roofline for compute, two queues for copies."""
+"""How long a simulated step would take: a roofline for compute, two queues for copies; streams take none."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,3 +169,40 @@ class _VirtualTransfer:
 
     def wait(self) -> None:
         self._clock.wait_until(self._ended_s)
+
+
+class VirtualEvent:
+    """A moment in a stream, which has always been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> "VirtualEvent":
+        return self
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class VirtualStream:
+    """A queue of its own for operations, and memory of its own for their results. It takes no time.
+
+    Attributes:
+        number: 0, the first one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(_stream_numbers)
+
+    def wait_stream(self, other: "VirtualStream") -> None: ...
+
+    def wait_event(self, event: VirtualEvent) -> None: ...
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        return VirtualEvent()
+
+    def synchronize(self) -> None: ...
+
+
+_stream_numbers = itertools.count()
+FIRST_STREAM = VirtualStream()

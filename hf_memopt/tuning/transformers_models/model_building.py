@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
+from hf_memopt.tuning.accelerate_config import DDP
 from hf_memopt.tuning.transformers_models.adapters import import_fused_head, with_adapters
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.tasks import TASKS
@@ -28,8 +29,9 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     """
     dtype = getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    # Weights that are quantised reach the device in their final form alone.
-    with torch.device("cpu") if options.quantize != "none" else nullcontext():
+    # Weights that are quantised or sharded reach the device in their final form alone.
+    place = nullcontext() if (options.quantize, options.engine) == ("none", DDP) else torch.device("cpu")
+    with place:
         model: Any = TASKS[options.kind].build(config, options.source, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
     if getattr(model.config, "pad_token_id", 0) is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks
 from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
@@ -20,6 +21,7 @@ CHOICES = {
     "attention": ("auto", "sdpa", "eager"),
     "loss": ("full", "chunked"),
     "optimizer": tuple(OPTIMIZERS),
+    "engine": ENGINES,
 }
 
 
@@ -38,7 +40,7 @@ class ModelOptions:
         model: hub id, folder, or a config.json.
         seq_len: tokens per sample, on both sides of an encoder-decoder; images and Whisper's sound have their
             configuration's size, and other sound is as long as this number of frames.
-        effective_batch: samples per update.
+        effective_batch: samples per update, of all GPUs together.
         task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
         padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
         dtype: of the weights: "float32", "bfloat16" or "float16".
@@ -58,11 +60,13 @@ class ModelOptions:
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
+        num_gpus: processes that train it together, each on a GPU of its own.
+        engine: how they share it: "ddp", "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward.
 
     Raises:
-        ValueError: an option is unknown or out of range; the configuration cannot be found, read or simulated (see
-            `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer than the model's
-            positions.
+        ValueError: an option is unknown or out of range, or two do not go together; the configuration cannot be found,
+            read or simulated (see `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer
+            than the model's positions.
     """
 
     model: str
@@ -82,14 +86,17 @@ class ModelOptions:
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
     offload_threshold_mb: float = 10.0
+    num_gpus: int = 1
+    engine: str = DDP
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             check_choice(name, getattr(self, name), known)
-        for name in ("seq_len", "effective_batch", "lora_rank"):
+        for name in ("seq_len", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
+        check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
         self._check_adapters()
         self._check_update()
         self._check_loss()
@@ -113,6 +120,8 @@ class ModelOptions:
             return
         if self.kind != "causal":
             raise ValueError(f"loss={self.loss!r} is for task='causal', not {self.kind!r}; use 'full'")
+        if self.engine != DDP:
+            raise ValueError(f"loss={self.loss!r} with engine={self.engine!r} is not simulated; use 'full'")
         import_fused_head()
 
     def _check_update(self) -> None:
@@ -122,6 +131,11 @@ class ModelOptions:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
                 "is known; use none"
+            )
+        if self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus={self.num_gpus}: with optimizer_in_backward weights are updated before the ranks' gradients "
+                "are averaged; leave one of them out"
             )
         if self.precision == "fp16":
             raise ValueError(

@@ -3,11 +3,10 @@
 from contextlib import nullcontext
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.tuning.accelerate_config import accelerator_for
 from hf_memopt.tuning.transformers_models.model_batches import with_padding
 from hf_memopt.tuning.transformers_models.model_building import build_model
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
@@ -38,9 +37,8 @@ class ModelUpdate:
         micro_batch: int,
         num_micro_batches: int,
     ) -> None:
-        windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         precision = "bf16" if options.precision == "fp16" else options.precision
-        self._accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
+        self._accelerator = accelerator_for(precision, num_micro_batches, options.engine)
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
             batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
@@ -49,8 +47,7 @@ class ModelUpdate:
             self._inputs = {**self._inputs, "fused_lm_head": True}
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
-        self._model = self._accelerator.prepare(model)
-        self._optimizer = self._prepare_optimizer([p for p in model.parameters() if p.requires_grad], options)
+        self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = num_micro_batches
@@ -69,11 +66,13 @@ class ModelUpdate:
                     self._optimizer.step()
                     self._optimizer.zero_grad()
 
-    def _prepare_optimizer(self, parameters: list[nn.Parameter], options: ModelOptions) -> Any:
-        """Return the optimizer, as Accelerate wraps it; None, weights are updated in backward."""
+    def _prepare(self, model: nn.Module, options: ModelOptions) -> tuple[Any, Any]:
+        """Return model and optimizer, as Accelerate wraps them; no optimizer where weights are updated in backward."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if options.optimizer_in_backward:
-            return update_in_backward(parameters, options.optimizer)
-        return self._accelerator.prepare(OPTIMIZERS[options.optimizer](parameters))
+            update_in_backward(parameters, options.optimizer)
+            return self._accelerator.prepare(model), None
+        return self._accelerator.prepare(model, OPTIMIZERS[options.optimizer](parameters))  # type: ignore[no-any-return]
 
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()

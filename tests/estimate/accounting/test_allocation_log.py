@@ -20,6 +20,21 @@ def test_storages_are_born_once_shrink_and_die() -> None:
     assert all(record.died is not None for record in log.history.records)
 
 
+def test_a_storage_that_the_program_empties_is_dead_until_it_is_filled() -> None:
+    log = AllocationLog("cpu", 512, StepPhases())
+    with log, log.following_resizes():
+        tensor = torch.zeros(256)
+        log.label([tensor], "weights", "owner")
+        for num_bytes in (0, 0, 2048, 1000):
+            tensor.untyped_storage().resize_(num_bytes)
+        assert log.record_of(tensor) is log.history.records[1]
+        del tensor
+    assert [change.num_bytes for change in log.history.changes] == [1024, -1024, 2048, -1024, -1024]
+    first, second = log.history.records
+    assert (first.born, first.died, second.born, second.died) == (0, 1, 2, 4)
+    assert (second.kind, second.owner, second.requested_bytes) == ("weights", "owner", 1000)
+
+
 def test_phases_follow_modules_and_backward() -> None:
     phases, module = StepPhases(), nn.Linear(2, 2)
     phases.add_root(module, "student")

@@ -52,6 +52,19 @@ def test_a_freed_segment_is_kept_and_used_again() -> None:
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (30 * MIB, 30 * MIB)
 
 
+def test_a_segment_serves_the_stream_that_asked_for_it() -> None:
+    allocator = CachingAllocator()
+    allocator.release(allocator.allocate(30 * MIB, stream=1))
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.allocate(30 * MIB, stream=1)
+    assert allocator.reserved_bytes == 60 * MIB
+    trace = MemoryTrace((0, 0, 1), (30 * MIB, -30 * MIB, 30 * MIB), ("",) * 3, (0, 1, 2), 0, streams={0: 1})
+    assert trace.replay().peak_reserved_bytes == 60 * MIB
+    # On a device that is full, the segment that nobody uses goes back.
+    assert trace.fits(30 * MIB)
+
+
 def test_large_blocks_are_split_when_more_than_a_mebibyte_is_left() -> None:
     allocator = CachingAllocator()
     allocator.release(allocator.allocate(30 * MIB))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory
 from hf_memopt.estimate.accounting.repeated_layers import Growth, Layers, NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate import _run
+from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
 LAYERS = Layers("layers", 9)
@@ -74,14 +75,14 @@ def history(build: Callable[[], nn.Module], optimizer: Callable[..., Any] = torc
 
     def step(state: Any) -> None:
         model, update, x = state
-        with torch.autocast("virtual_cuda", torch.bfloat16):
+        with torch.autocast("virtualcuda", torch.bfloat16):
             loss = model(x).float().square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update.step()
         update.zero_grad()
 
-    return run_isolated(lambda: _run(setup, step, "cuda", 2, None).history)
+    return run_isolated(lambda: _run(SimulatedStep(setup, step), None).history)
 
 
 def plain(found: AllocationHistory) -> Any:

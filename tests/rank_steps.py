@@ -1,0 +1,111 @@
+"""Training steps that several ranks run together, and what they hold: for real processes and for a simulated one."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 250, "num_hidden_layers": 3, "vocab_size": 515}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+class Way(NamedTuple):
+    """How a model is trained: `reshard` is FSDP2's `reshard_after_forward`, or None for DDP with these options."""
+
+    reshard: bool | None = None
+    ddp: tuple[tuple[str, Any], ...] = ()
+    precision: str = "no"
+    num_micro_batches: int = 1
+    checkpointing: bool = False
+
+
+WAYS = {
+    "ddp": Way(),
+    "ddp, small buckets that gradients are views of": Way(
+        ddp=(("bucket_cap_mb", 1), ("gradient_as_bucket_view", True))
+    ),
+    "ddp, accumulating": Way(ddp=(("bucket_cap_mb", 1),), num_micro_batches=2),
+    "fsdp2": Way(reshard=True),
+    "fsdp2, not resharded": Way(reshard=False),
+    "fsdp2 in bfloat16, accumulating, checkpointed": Way(
+        reshard=True, precision="bf16", num_micro_batches=2, checkpointing=True
+    ),
+}
+
+
+class State(NamedTuple):
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    batch: Tensor
+    num_micro_batches: int
+    write_held: Callable[[dict[str, int]], Any]
+
+
+def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[dict[str, int]], Any]) -> State:
+    """Prepared by Accelerate as on a GPU: for processes on the CPU it would ignore FSDP2.
+
+    `write_held` is called after each update with what the rank then holds.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = None
+    if way.reshard is not None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=way.reshard, auto_wrap_policy="transformer_based_wrap"
+        )
+    places = {"ACCELERATE_TORCH_DEVICE": str(device), "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    with (
+        patch.dict(os.environ, places),
+        patch.object(PartialState, "_prepare_backend", lambda *options: (backend, DistributedType.MULTI_GPU)),
+    ):
+        accelerator = Accelerator(
+            mixed_precision=way.precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(way.num_micro_batches, sync_with_dataloader=False),
+            fsdp_plugin=plugin,
+            kwargs_handlers=[DistributedDataParallelKwargs(**dict(way.ddp))],
+        )
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+        if way.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    return State(accelerator, model, optimizer, batch, way.num_micro_batches, write_held)
+
+
+def step(state: State) -> None:
+    for _ in range(state.num_micro_batches):
+        with state.accelerator.accumulate(state.model):
+            state.accelerator.backward(state.model(input_ids=state.batch, labels=state.batch).loss)
+            if state.accelerator.sync_gradients:
+                state.accelerator.clip_grad_norm_(state.model.parameters(), 1.0)
+            state.optimizer.step()
+    state.write_held(_held_bytes(state))
+    state.optimizer.optimizer.zero_grad()
+
+
+def _held_bytes(state: State) -> dict[str, int]:
+    """What a rank holds after an update: bytes of storages, found without the log that the estimate is made from."""
+    parameters = list(state.model.parameters())
+    return {
+        "parameters": _bytes_of(parameters),
+        "gradients": _bytes_of(parameter.grad for parameter in parameters),
+        "optimizer state": _bytes_of(value for each in state.optimizer.state.values() for value in each.values()),
+    }
+
+
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local}.values())
