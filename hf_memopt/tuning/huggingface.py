@@ -32,7 +32,7 @@ from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.adapters import ALL_LINEAR, import_peft, with_adapters
 from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
 from hf_memopt.tuning.model_config import batch_for, building, read_config
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, divisors
+from hf_memopt.tuning.workload import SearchDimension, divisors, num_steps_of_auto
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 _AUTO_CLASSES = {
@@ -213,7 +213,7 @@ class HuggingFaceModel:
             return SimulatedStep(
                 setup=lambda device: _Update(self, config, checkpointing, offload, micro_batch, num_micro_batches),
                 step=lambda update: update.run(),
-                num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
+                num_steps=num_steps_of_auto(num_micro_batches) if offload == "auto" else 2,
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
             )

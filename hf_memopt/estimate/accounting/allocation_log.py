@@ -129,6 +129,11 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
         self._place = ""  # of the newest operation; see `Change`
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a simulation; what keeps it from being compiled takes a tenth of the time."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _QUESTIONS:
             # Half of all that is dispatched asks for a device, and each mode below takes its time.

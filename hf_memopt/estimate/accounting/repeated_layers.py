@@ -45,12 +45,29 @@ class Layers:
 
     def group_of(self, place: str) -> int | None:
         """Return the group that a module or a weight is in; None if it is in none."""
-        found = self._pattern.search(place)
-        return int(found[2]) // self.period if found else None
+        if place not in self._groups:
+            found = self._pattern.search(place)
+            self._groups[place] = int(found[2]) // self.period if found else None
+        return self._groups[place]
 
     def renamed(self, place: str, num_groups: int) -> str:
         """Return the name of the module or weight so many groups further on."""
-        return self._pattern.sub(lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place)
+        if num_groups == 0 or self.group_of(place) is None:
+            return place
+        if (place, num_groups) not in self._renamed:
+            self._renamed[place, num_groups] = self._pattern.sub(
+                lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place
+            )
+        return self._renamed[place, num_groups]
+
+    # Both are asked for every change, of which many have the same place.
+    @cached_property
+    def _groups(self) -> dict[str, int | None]:
+        return {}
+
+    @cached_property
+    def _renamed(self) -> dict[tuple[str, int], str]:
+        return {}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
