@@ -2,11 +2,13 @@
 
 import itertools
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tqdm import tqdm
 
+from hf_memopt.estimate.accounting.categories import ACTIVATION, INPUT, TEMPORARY
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
@@ -15,6 +17,10 @@ from hf_memopt.ranges import COUNT
 from hf_memopt.tuning.settings_table import Row, TrainingPlan, describe
 from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 from hf_memopt.units import format_gib
+
+
+# What grows with the samples of a forward pass.
+_OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 
 
 class NothingFitsError(ValueError):
@@ -89,6 +95,8 @@ class _Search:
     def run(self, num_workers: int, progress: bool) -> list[Row]:
         """Simulate the combinations, each in a process of its own, and return all rows."""
         combinations = list(_combinations(self._workload.levers))
+        # What a workload finds out about its model is found out here, and inherited by all processes.
+        self._workload.simulated(combinations[0], self._micro_batches[0])
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
 
             def explorations(chosen: Sequence[Settings]) -> Iterator[Callable[[], list[Row]]]:
@@ -103,6 +111,7 @@ class _Search:
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
+                    bar.set_postfix(simulated=len(self._rows), refresh=False)
                     bar.update()
         return self._rows
 
@@ -112,20 +121,24 @@ class _Search:
         # Positions in the ascending micro-batches: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         while failing - fitting > 1:
-            position = self._next(fitting, failing)
+            position = self._next(fitting, failing, rows)
             rows.append(self._simulate(settings, self._micro_batches[position]))
             fitting, failing = (position, failing) if rows[-1].fits else (fitting, position)
         return rows
 
-    def _next(self, fitting: int, failing: int) -> int:
-        """Choose the micro-batch to try: the smallest, then the largest, then the middle of what is open.
+    def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
+        """Choose the micro-batch to try: the smallest, then the largest that should fit by what the last one needs.
 
-        On most cards a combination fails at the smallest or fits at the largest, so that two simulations do.
+        Where the last one did not fit, the middle of what is open: the peak is convex in the micro-batch, so what is
+        said by one alone is a guess.
         """
-        if fitting == -1:
-            return 0
-        last = len(self._micro_batches) - 1
-        return last if failing > last and fitting == 0 else (fitting + failing) // 2
+        if fitting == -1 or not rows[-1].fits:
+            return (fitting + failing) // 2 if rows else 0
+        last = rows[-1]
+        per_sample = sum(last.estimate.breakdown.get(kind, 0) for kind in _OF_SAMPLES) / last.micro_batch
+        room = self._card.memory_bytes - last.needed_bytes
+        guess = bisect_right(self._micro_batches, last.micro_batch + room / max(1.0, per_sample)) - 1
+        return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
         """Return whether a combination that spends no more in any respect fits with the whole batch at once."""
