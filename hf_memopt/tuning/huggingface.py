@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -204,10 +204,13 @@ class HuggingFaceModel:
             raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={self.effective_batch}")
         num_micro_batches = min(2, self.effective_batch // micro_batch)
         _ = self.kind, self._class_name(self.kind)  # imported once, before processes are forked
-        # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes. And
-        # torchao's optimizers keep tables for the process, so that a second simulation is not like the first.
+        # A plan treats each layer as it likes, and the windows of mode "all" hold many. And torchao's optimizers keep
+        # tables for the process, so that a second simulation is not like the first.
         has_tables = self.optimizer in ("adamw-8bit", "adamw-4bit")
-        layers = None if offload != "off" or has_tables else self._equal_layers
+        layers = None if offload in ("auto", "all") or has_tables else self._equal_layers
+        if layers is not None and offload == "inputs":
+            # A layer's input, made by the one before, leaves when the second after it begins.
+            layers = replace(layers, reach=3)
 
         def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
             return SimulatedStep(
