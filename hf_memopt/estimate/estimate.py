@@ -170,6 +170,8 @@ def _run(
 
     def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
         clock.charge(function, args, kwargs, result, phase)
+        if function.is_view:
+            return
         if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
             for block in kernels.taken_by(function, args):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY

@@ -60,7 +60,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a simulation; what keeps it from being compiled takes a tenth of the time."""
+        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

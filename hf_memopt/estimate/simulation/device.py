@@ -12,6 +12,7 @@ opens, such as an offloader's, lies above them.
 """
 
 import contextlib
+import inspect
 import os
 import sys
 import warnings
@@ -69,6 +70,9 @@ _TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.sour
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes tensors fake, without torch's cache for operations on storages: its keys would keep the storages alive."""
+
+    # Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time at each operation.
+    __torch_dispatch__ = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         enabled = self.cache_enabled
