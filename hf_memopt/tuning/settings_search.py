@@ -18,7 +18,6 @@ from hf_memopt.tuning.settings_table import Row, TrainingPlan, describe
 from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 from hf_memopt.units import format_gib
 
-
 # What grows with the samples of a forward pass.
 _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 
@@ -46,9 +45,9 @@ def plan(
 ) -> TrainingPlan:
     """Simulate a workload's settings on a card and rank them by predicted time.
 
-    For every combination of levers the largest micro-batch that fits is found by bisection, since the peak is convex in
-    the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits with the whole batch at
-    once are left out: they could only be slower.
+    For every combination of levers the largest micro-batch that fits is sought, and it and the next one are simulated:
+    the peak is convex in the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits
+    with the whole batch at once are left out: they could only be slower.
 
     Args:
         workload: what to train.
@@ -117,7 +116,7 @@ class _Search:
 
     def explore(self, settings: Settings) -> list[Row]:
         """Find the largest micro-batch that fits with these settings."""
-        rows = []
+        rows: list[Row] = []
         # Positions in the ascending micro-batches: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         while failing - fitting > 1:
@@ -129,11 +128,13 @@ class _Search:
     def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
         """Choose the micro-batch to try: the smallest, then the largest that should fit by what the last one needs.
 
-        Where the last one did not fit, the middle of what is open: the peak is convex in the micro-batch, so what is
-        said by one alone is a guess.
+        That is a guess, since the peak is convex in the micro-batch. Where the last one did not fit, the middle of what
+        is open is tried.
         """
-        if fitting == -1 or not rows[-1].fits:
-            return (fitting + failing) // 2 if rows else 0
+        if not rows:
+            return 0
+        if not rows[-1].fits:
+            return (fitting + failing) // 2
         last = rows[-1]
         per_sample = sum(last.estimate.breakdown.get(kind, 0) for kind in _OF_SAMPLES) / last.micro_batch
         room = self._card.memory_bytes - last.needed_bytes

@@ -21,6 +21,7 @@ from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, 
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
 from hf_memopt.estimate.accounting.caching_allocator import BLOCK_BYTES
 
+
 class NotRepeatedError(Exception):
     """More layers do not do what those that were seen do, once more each."""
 
@@ -43,7 +44,7 @@ class Layers:
 
     @property
     def template(self) -> int:
-        """Which group is repeated: one with neighbours on both sides, since the first and the last are often special."""
+        """Which group is repeated: one between others, since the first and the last are often special."""
         return self.reach
 
     @property
