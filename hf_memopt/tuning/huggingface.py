@@ -210,7 +210,7 @@ class HuggingFaceModel:
         layers = None if offload in ("auto", "all") or has_tables else self._equal_layers
         if layers is not None and offload == "inputs":
             # A layer's input, made by the one before, leaves when the second after it begins.
-            layers = replace(layers, reach=3)
+            layers = replace(layers, reach=3) if layers.period == 1 else None
 
         def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
             return SimulatedStep(
