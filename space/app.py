@@ -22,7 +22,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
 
-from hf_memopt.commands.planning_commands import ACTIVATION_CHOICES, MODEL_CHOICES
+from hf_memopt.commands.model_flags import ACTIVATION_CHOICES, MODEL_CHOICES
 from hf_memopt.estimate.gpus import CARDS
 
 LIMIT_S = 600

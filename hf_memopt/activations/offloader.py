@@ -25,7 +25,7 @@ from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storag
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
-from hf_memopt.transfer.host_memory import available_bytes
+from hf_memopt.transfer.device_types import device_type
 from hf_memopt.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -263,9 +263,9 @@ class ActivationOffloader:
             threshold_mb = self._options["offload_threshold_mb"]
             logger.info("activation offloading: no saved tensor reaches offload_threshold_mb=%g", threshold_mb)
 
-    def _host_bytes(self) -> int:
+    def _host_bytes(self, device: torch.device) -> int:
         budget_bytes = self._limits.host_budget_bytes
-        return round(_HOST_SHARE * available_bytes()) if budget_bytes is None else budget_bytes
+        return round(_HOST_SHARE * device_type(device).free_host_bytes()) if budget_bytes is None else budget_bytes
 
     def _context(self, device: torch.device) -> DeviceContext | None:
         if device not in self._devices:
@@ -280,7 +280,7 @@ class ActivationOffloader:
                 logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
             elif copier is None:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
-            self._devices[device] = None if copier is None else DeviceContext(device, copier, self._host_bytes())
+            self._devices[device] = None if copier is None else DeviceContext(device, copier, self._host_bytes(device))
         return self._devices[device]
 
 

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # How many tensors `MemoryEstimate.top` lists.
 _NUM_TOP = 10
-# A first and a last group of layers, which may be special, and one between them.
-_FEW_GROUPS = 3
 
 
 @dataclass(frozen=True)
@@ -136,13 +134,13 @@ def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) ->
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
-    """Run models with three and four groups of layers, and add the others.
+    """Run a model with a few groups of layers, and one with a group more, and add the others.
 
     Raises:
-        NotRepeatedError: the fourth does not do what the second and the third did.
+        NotRepeatedError: the last one does not do what those before it did.
     """
     layers = repeated.layers
-    few = _FEW_GROUPS * layers.period + layers.count % layers.period
+    few = layers.num_few * layers.period + layers.count % layers.period
     num_more = (layers.count - few) // layers.period - 1
     if num_more < 1:
         raise NotRepeatedError(f"there are but {layers.count} of them")
@@ -157,7 +155,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
         ),
         unreached=longer.unreached,
         phases_ms={phase: _line(shorter.phases_ms[phase], ms, num_more) for phase, ms in longer.phases_ms.items()},
-        stall_ms=longer.stall_ms,
+        stall_ms=_line(shorter.stall_ms, longer.stall_ms, num_more),
     )
 
 
@@ -178,6 +176,8 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
 
     def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
         clock.charge(function, args, kwargs, result, phase)
+        if function.is_view:
+            return
         if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
             for block in kernels.taken_by(function, args):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_memopt.transfer.clock import Clock, HostClock, StreamClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
-from hf_memopt.transfer.host_memory import mapped_on_cuda
+from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class DeviceType:
         hide_operations: makes a context whose operations no dispatch mode sees that watches the training step.
         tensor_class: of tensors that are nothing but a piece of memory and a view of it.
         is_unlimited: whether its memory is the host's, or nothing can run out of it.
+        free_host_bytes: how much host memory copies may take.
     """
 
     make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
@@ -36,6 +37,7 @@ class DeviceType:
     hide_operations: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
     tensor_class: type[Tensor] = Tensor
     is_unlimited: bool = False
+    free_host_bytes: Callable[[], int] = available_bytes
 
 
 _ACCELERATOR = DeviceType()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hf_memopt.tuning.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions, check_choice
 from hf_memopt.tuning.transformers_models.model_update import OFFLOAD, ModelUpdate
 from hf_memopt.tuning.transformers_models.optimizers import WITH_TABLES
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, divisors
+from hf_memopt.tuning.workload import SearchDimension, divisors, num_steps_of_auto
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -82,14 +82,17 @@ class HuggingFaceModel(ModelOptions):
             )
         num_micro_batches = min(2, passes)
         _ = self.name  # its class is imported once, before processes are forked
-        # With an offloader layers differ: copies of one reach into the next, and a plan treats each as it likes.
-        layers = None if offload != "off" or self._treats_layers_differently else self._equal_layers
+        # A plan treats each layer as it likes, and the windows of mode "all" hold many.
+        layers = None if offload in ("auto", "all") or self._treats_layers_differently else self._equal_layers
+        if layers is not None and offload == "inputs":
+            # A layer's input, made by the one before, leaves when the second after it begins.
+            layers = replace(layers, reach=3) if layers.period == 1 else None
 
         def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
             return SimulatedStep(
                 setup=lambda device: ModelUpdate(self, config, checkpointing, offload, micro_batch, num_micro_batches),
                 step=lambda update: update.run(),
-                num_steps=PASSES_OF_AUTO if offload == "auto" else 2,
+                num_steps=num_steps_of_auto(num_micro_batches) if offload == "auto" else 2,
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
                 num_gpus=self.num_gpus,

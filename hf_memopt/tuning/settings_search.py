@@ -2,11 +2,13 @@
 
 import itertools
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tqdm import tqdm
 
+from hf_memopt.estimate.accounting.categories import ACTIVATION, INPUT, TEMPORARY
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
@@ -15,6 +17,9 @@ from hf_memopt.ranges import COUNT
 from hf_memopt.tuning.settings_table import Row, TrainingPlan, describe
 from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
 from hf_memopt.units import format_gib
+
+# What grows with the samples of a forward pass.
+_OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 
 
 class NothingFitsError(ValueError):
@@ -40,9 +45,9 @@ def plan(
 ) -> TrainingPlan:
     """Simulate a workload's settings on a card and rank them by predicted time.
 
-    For every combination of levers the largest micro-batch that fits is found by bisection, since the peak is convex in
-    the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits with the whole batch at
-    once are left out: they could only be slower.
+    For every combination of levers the largest micro-batch that fits is sought, and it and the next one are simulated:
+    the peak is convex in the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits
+    with the whole batch at once are left out: they could only be slower.
 
     Args:
         workload: what to train.
@@ -89,6 +94,8 @@ class _Search:
     def run(self, num_workers: int, progress: bool) -> list[Row]:
         """Simulate the combinations, each in a process of its own, and return all rows."""
         combinations = list(_combinations(self._workload.levers))
+        # What a workload finds out about its model is found out here, and inherited by all processes.
+        self._workload.simulated(combinations[0], self._micro_batches[0])
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
 
             def explorations(chosen: Sequence[Settings]) -> Iterator[Callable[[], list[Row]]]:
@@ -103,29 +110,36 @@ class _Search:
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
+                    bar.set_postfix(simulated=len(self._rows), refresh=False)
                     bar.update()
         return self._rows
 
     def explore(self, settings: Settings) -> list[Row]:
         """Find the largest micro-batch that fits with these settings."""
-        rows = []
+        rows: list[Row] = []
         # Positions in the ascending micro-batches: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         while failing - fitting > 1:
-            position = self._next(fitting, failing)
+            position = self._next(fitting, failing, rows)
             rows.append(self._simulate(settings, self._micro_batches[position]))
             fitting, failing = (position, failing) if rows[-1].fits else (fitting, position)
         return rows
 
-    def _next(self, fitting: int, failing: int) -> int:
-        """Choose the micro-batch to try: the smallest, then the largest, then the middle of what is open.
+    def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
+        """Choose the micro-batch to try: the smallest, then the largest that should fit by what the last one needs.
 
-        On most cards a combination fails at the smallest or fits at the largest, so that two simulations do.
+        That is a guess, since the peak is convex in the micro-batch. Where the last one did not fit, the middle of what
+        is open is tried.
         """
-        if fitting == -1:
+        if not rows:
             return 0
-        last = len(self._micro_batches) - 1
-        return last if failing > last and fitting == 0 else (fitting + failing) // 2
+        if not rows[-1].fits:
+            return (fitting + failing) // 2
+        last = rows[-1]
+        per_sample = sum(last.estimate.breakdown.get(kind, 0) for kind in _OF_SAMPLES) / last.micro_batch
+        room = self._card.memory_bytes - last.needed_bytes
+        guess = bisect_right(self._micro_batches, last.micro_batch + room / max(1.0, per_sample)) - 1
+        return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
         """Return whether a combination that spends no more in any respect fits with the whole batch at once."""

@@ -14,6 +14,11 @@ Settings = Mapping[str, Any]
 PASSES_OF_AUTO = 4
 
 
+def num_steps_of_auto(num_micro_batches: int) -> int:
+    """Return how many steps of so many passes each an offloader needs until its plan has settled."""
+    return max(2, -(-PASSES_OF_AUTO // num_micro_batches))
+
+
 @dataclass(frozen=True)
 class SearchDimension:
     """One setting that trades time for memory.

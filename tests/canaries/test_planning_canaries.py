@@ -227,3 +227,18 @@ def test_torch_calls_tensors_that_are_too_large_so() -> None:
     for num_columns, words in zip((1, 4), TOO_LARGE, strict=True):
         with relied_on_by("hf_memopt/estimate/simulation/child_process.py"), pytest.raises(RuntimeError, match=words):
             tensor.expand(2**62, num_columns).contiguous()
+
+
+def test_the_cache_of_fake_operations_knows_arguments_by_one_method() -> None:
+    with relied_on_by(DEVICE):
+        parameters = list(inspect.signature(FakeTensorMode._prep_args_for_hash).parameters)
+        assert parameters == ["self", "result", "args", "state", "id_hashed_objects"]
+        assert "self._prep_args_for_hash(key_values, args, " in inspect.getsource(FakeTensorMode._cache_key)
+
+
+def test_modes_are_wrapped_to_be_left_alone_by_the_compiler() -> None:
+    with relied_on_by(DEVICE):
+        assert TorchDispatchMode._should_skip_dynamo()
+        plain = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+        assert plain is not FakeTensorMode.__torch_dispatch__
+        assert list(inspect.signature(plain).parameters) == ["self", "func", "types", "args", "kwargs"]

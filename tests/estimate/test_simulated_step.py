@@ -50,8 +50,14 @@ WAYS: dict[str, dict[str, Any]] = {
         "micro_batch": 1,
     },
 }
+# With Adafactor, what the dense first layer hands over dies in the second, which has experts.
+NOT_REPEATED = {("deepseek_v3", "fp16, eager, adafactor, two micro-batches")}
+OFFLOADED = {"checkpointing": "full", "offload": "inputs", "offload_threshold_mb": 1e-3}
+LORA = {"lora_rank": 4, "dtype": "bfloat16"}
 QLORA = {"lora_rank": 4, "quantize": "nf4", "dtype": "bfloat16"}
 LARGE = ("gpt_oss", "deepseek_v3")
+# PEFT wraps the router, and the model misses the router's `e_score_correction_bias`: no real run starts either.
+NOT_TRAINED = {("deepseek_v3", "LoRA, checkpointed")}
 # One way for each model by default, all of them in `make test-slow`.
 CASES = [
     pytest.param(
@@ -62,15 +68,17 @@ CASES = [
     )
     for index, model in enumerate(MODELS)
     for number, way in enumerate(WAYS)
+    if (model, way) not in NOT_TRAINED
 ]
 
 
 def step_of(folder: Path, model: str, **options: Any) -> SimulatedStep:
     transformers.AutoConfig.for_model(model, **MODELS[model]).save_pretrained(folder)
     checkpointing, micro_batch = options.pop("checkpointing", "none"), options.pop("micro_batch", 2)
+    offload = options.pop("offload", "off")
     settings = {"seq_len": 64, "effective_batch": 2, "task": TASKS.get(model, "causal"), **options}
     found: SimulatedStep = huggingface.HuggingFaceModel(str(folder), **settings).step_with(
-        checkpointing, "off", micro_batch
+        checkpointing, offload, micro_batch
     )
     return found
 
@@ -79,6 +87,10 @@ def repeated(step: SimulatedStep) -> MemoryEstimate:
     assert step.repeated is not None
     layers = step.repeated
     return run_isolated(lambda: _estimate(_repeated(layers, GPU), has_card=True))
+
+
+def as_estimated(step: SimulatedStep) -> MemoryEstimate:
+    return run_isolated(lambda: simulate_step(step, gpu=GPU))
 
 
 def whole(step: SimulatedStep) -> MemoryEstimate:
@@ -97,10 +109,29 @@ def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # said of experts by PEFT
 @pytest.mark.parametrize(("model", "way"), CASES)
 def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -> None:
     step = step_of(tmp_path, model, **WAYS[way])
-    check(repeated(step), whole(step))
+    check(as_estimated(step) if (model, way) in NOT_REPEATED else repeated(step), whole(step))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        *(pytest.param(model, {}, marks=pytest.mark.slow) for model in MODELS if model not in ("llama", "gpt_oss")),
+        *(pytest.param(model, LORA, marks=pytest.mark.slow) for model in ("llama", "gpt2", "qwen3")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(
+    model: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = step_of(tmp_path, model, **OFFLOADED, **options)
+    few, all_of_them = repeated(step), whole(step)
+    check(few, all_of_them)
+    assert few.host_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -124,4 +155,4 @@ def test_others_are_simulated_whole(
     layers = {"num_hidden_layers": options.pop("num_hidden_layers", 9)}
     monkeypatch.setitem(MODELS, model, {**MODELS[model], **layers})
     step = step_of(tmp_path, model, **options)
-    assert run_isolated(lambda: simulate_step(step, gpu=GPU)).trace == whole(step).trace
+    assert as_estimated(step).trace == whole(step).trace

@@ -42,7 +42,7 @@ class Toy:
 
     name = "toy"
     effective_batch = 16
-    micro_batches = (1, 2, 4, 8, 16)
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
 
     def __init__(self, *levers: SearchDimension) -> None:
         self.levers = levers or (SearchDimension("activations", ("kept", "checkpointed", "offloaded")),)
@@ -120,6 +120,16 @@ def test_each_combination_is_tried_with_the_largest_micro_batch_that_fits(tight:
         rows = [row for row in tight.rows if row.settings["activations"] == activations]
         largest = max(row.micro_batch for row in rows if row.fits)
         assert largest == 16 or any(row.micro_batch == 2 * largest and not row.fits for row in rows)
+
+
+def test_what_one_micro_batch_needs_tells_which_is_tried_next() -> None:
+    kept = SearchDimension("activations", ("kept",))
+    alone = Toy(kept)
+    alone.micro_batches = (4,)
+    needed = plan(alone, gpu=card_with(2 * GIB), num_workers=1, progress=False).best.needed_bytes
+    found = plan(Toy(kept), gpu=card_with(needed - KEPT + MIB), num_workers=1, progress=False)
+    assert {row.micro_batch for row in found.rows} == {1, 4, 8}
+    assert found.best.micro_batch == 4
 
 
 def test_rows_are_sorted_and_an_update_is_always_the_whole_batch(tight: TrainingPlan) -> None:

@@ -135,6 +135,11 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
         self._place = ""  # of the newest operation; see `Change`
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _QUESTIONS:
             # Half of all that is dispatched asks for a device, and each mode below takes its time.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_memopt.units import MIB
 
@@ -58,7 +58,8 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._free: defaultdict[Pool, list[tuple[int, int, MemoryBlock]]] = defaultdict(list)  # by size, then address
+        # By size, then address, in which no two agree.
+        self._free: defaultdict[Pool, list[Any]] = defaultdict(list)
         self.lowest_address = 0
 
     def allocate(self, num_bytes: int, stream: int = 0) -> MemoryBlock:
@@ -73,7 +74,7 @@ class CachingAllocator:
         free = self._free[pool]
         # The list is sorted by size and then by address: the first block that is large enough is the best fit, and
         # of equally large ones the one at the lowest address, as in torch.
-        position = bisect_left(free, num_bytes, key=lambda entry: entry[0])
+        position = bisect_left(free, (num_bytes,))
         block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, pool)
         block.free = False
         # As in torch: a small block is split at any size, a large one only if what remains is no small block.
@@ -139,11 +140,11 @@ class CachingAllocator:
         return first
 
     def _insert(self, block: MemoryBlock) -> None:
-        insort(self._free[block.pool], (block.num_bytes, block.address, block), key=lambda entry: entry[:2])
+        insort(self._free[block.pool], (block.num_bytes, block.address, block))
 
     def _remove(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
-        del free[bisect_left(free, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
+        del free[bisect_left(free, (block.num_bytes, block.address))]
 
 
 def _segment_bytes(num_bytes: int) -> int:

@@ -21,9 +21,6 @@ from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, 
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
 from hf_memopt.estimate.accounting.caching_allocator import BLOCK_BYTES
 
-# Which layer is the template: the second, since the first and the last are often special.
-_TEMPLATE = 1
-
 
 class NotRepeatedError(Exception):
     """More layers do not do what those that were seen do, once more each."""
@@ -37,20 +34,49 @@ class Layers:
         name: of the list of modules that they are in, such as "model.layers".
         count: how many there are in all.
         period: every how many of them the same kind returns; these count as one below, a group.
+        reach: how many groups on what a group makes may still be used, or end: 1, in the next one.
     """
 
     name: str
     count: int
     period: int = 1
+    reach: int = 1
+
+    @property
+    def template(self) -> int:
+        """Which group is repeated: one between others, since the first and the last are often special."""
+        return self.reach
+
+    @property
+    def num_few(self) -> int:
+        """How many groups tell what all do: the template, and those that it may have to do with."""
+        return 2 * self.reach + 1
 
     def group_of(self, place: str) -> int | None:
         """Return the group that a module or a weight is in; None if it is in none."""
-        found = self._pattern.search(place)
-        return int(found[2]) // self.period if found else None
+        if place not in self._groups:
+            found = self._pattern.search(place)
+            self._groups[place] = int(found[2]) // self.period if found else None
+        return self._groups[place]
 
     def renamed(self, place: str, num_groups: int) -> str:
         """Return the name of the module or weight so many groups further on."""
-        return self._pattern.sub(lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place)
+        if num_groups == 0 or self.group_of(place) is None:
+            return place
+        if (place, num_groups) not in self._renamed:
+            self._renamed[place, num_groups] = self._pattern.sub(
+                lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place
+            )
+        return self._renamed[place, num_groups]
+
+    # Both are asked for every change, of which many have the same place.
+    @cached_property
+    def _groups(self) -> dict[str, int | None]:
+        return {}
+
+    @cached_property
+    def _renamed(self) -> dict[tuple[str, int], str]:
+        return {}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -138,7 +164,7 @@ def add_groups(
     """Return the history of the same model with more layers.
 
     Args:
-        history: of a model with at least three groups of layers.
+        history: of a model with at least `layers.num_few` groups of layers.
         layers: where these are.
         num_groups: how many are added.
         each_adds: what other storages grow by with each group; None, they stay as they are.
@@ -149,9 +175,9 @@ def add_groups(
     """
     runs = _runs(history, layers)
     result = _Longer(history, runs, layers, num_groups, each_adds or Growth({}, {}))
-    for run, ascends in zip(runs, _directions(runs), strict=True):
-        shift = num_groups if run.group is not None and run.group > _TEMPLATE else 0
-        if run.group != _TEMPLATE:
+    for run, ascends in zip(runs, _directions(runs, layers.template), strict=True):
+        shift = num_groups if run.group is not None and run.group > layers.template else 0
+        if run.group != layers.template:
             result.emit(run, shift)
         else:
             order = range(num_groups + 1)
@@ -172,11 +198,19 @@ def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
         before = merged[-1]
         is_over = all(history.changes[position].num_bytes < 0 for position in range(run.begin, run.end))
         between = is_over and following is not None and before[:2] == following[:2]
-        if between or before[:2] == run[:2]:
+        if between or before[:2] == run[:2] or (is_over and _is_late(history, layers, before, run)):
             merged[-1] = before._replace(end=run.end)
         else:
             merged.append(run)
     return merged
+
+
+def _is_late(history: AllocationHistory, layers: Layers, before: _Run, run: _Run) -> bool:
+    """Return whether something of a group goes only now, after its neighbour's run, with another group's."""
+    if before.phase != run.phase or before.group is None or run.group is None:
+        return False
+    in_pass = history.changes[run.begin].phase in (FORWARD, BACKWARD)
+    return in_pass and 1 < abs(before.group - run.group) <= layers.reach
 
 
 def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, int | None]]:
@@ -214,13 +248,13 @@ def _places(history: AllocationHistory) -> Iterator[str]:
     yield from named
 
 
-def _directions(runs: list[_Run]) -> Iterator[bool]:
+def _directions(runs: list[_Run], template: int) -> Iterator[bool]:
     """Yield for each run whether the groups follow each other upwards there; only the template's answers count."""
     before = [None, *(run.group for run in runs)]
     after = [*(run.group for run in runs[1:]), None]
     for run, previous, following in zip(runs, before, after, strict=False):
-        upwards, downwards = following == _TEMPLATE + 1, previous == _TEMPLATE + 1
-        if run.group == _TEMPLATE and upwards == downwards:
+        upwards, downwards = following == template + 1, previous == template + 1
+        if run.group == template and upwards == downwards:
             raise NotRepeatedError(f"changes {run.begin} to {run.end}: groups follow each other in no order")
         yield upwards
 
@@ -290,8 +324,8 @@ class _Longer:
         group, role = self._roles[index]
         # Neighbours hand storages to each other. Others mean the one and only, as the first group does when it ends
         # what the last one, and the loss behind it, began.
-        if run.group is None or abs(run.group - group) > 1:
-            shift = self._num_groups if group > _TEMPLATE else 0
+        if run.group is None or abs(run.group - group) > self._layers.reach:
+            shift = self._num_groups if group > self._layers.template else 0
         return group + shift, role
 
     def _grown(self, index: int, record: StorageRecord) -> StorageRecord:

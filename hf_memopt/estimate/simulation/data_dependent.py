@@ -69,6 +69,11 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phases = phases
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is _aten._grouped_mm.default:

@@ -1,5 +1,6 @@
 """Work in a process of its own: errors come back as what they were, and a process that dies is one."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import torch
 from estimate_runs import State, mlp_setup, step
 
 from hf_memopt.estimate.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.child_process import IsolatedError, run_all_isolated
+from hf_memopt.estimate.simulation.child_process import IsolatedError, run_all_isolated, run_isolated
 
 
 def test_errors_of_the_step_arrive_with_their_traceback() -> None:
@@ -75,3 +76,7 @@ def said_by(before: str) -> str:
 def test_results_come_back_from_several_processes_at_a_time() -> None:
     pids = list(run_all_isolated([os.getpid] * 5, num_workers=2))
     assert len({*pids, os.getpid()}) == 6
+
+
+def test_what_was_there_before_is_not_collected_again() -> None:
+    assert run_isolated(gc.get_freeze_count) > gc.get_freeze_count()

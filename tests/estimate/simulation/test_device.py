@@ -1,6 +1,7 @@
 """The virtual accelerator follows CUDA's rules: which kernels run, in which precision, and what moves where."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from simulated import operations, simulated
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
+from hf_memopt.transfer.device_types import device_type
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -181,3 +184,25 @@ def test_optimizers_and_clipping_take_their_default_path_for_cuda() -> None:
         return names
 
     assert {"_foreach_norm", "_foreach_mul_", "_foreach_sqrt"} <= set(simulated(run))
+
+
+def test_operations_are_told_apart_by_all_that_decides_on_their_results() -> None:
+    def results(device: torch.device) -> list[Any]:
+        x = torch.zeros(4, 6, device=device)
+        whole, half = x.long(), x.half()
+        made = [x * 2, whole * 2, whole * 2.0, half * True, x.t() + x.t(), x[:, 2:] + 1, x.sum(0), x.sum(-1, True)]
+        made += [torch.cat([x, x]), torch.cat((x, whole), dim=1), x.requires_grad_() * 2, x.view(6, 4), x.clone()]
+        made += torch.stack([x, x]).unbind(1)
+        return [(each.dtype, tuple(each.shape), each.stride(), each.requires_grad) for each in made]
+
+    def twice(device: torch.device) -> Any:
+        first, misses = results(device), FakeTensorMode.cache_info().misses
+        return first, results(device), FakeTensorMode.cache_info().misses - misses
+
+    first, second, num_new = simulated(twice)
+    assert first == second == results(torch.device("cpu"))
+    assert num_new == 0
+
+
+def test_host_memory_has_no_end() -> None:
+    assert simulated(lambda device: device_type(device).free_host_bytes()) == sys.maxsize
