@@ -22,17 +22,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.estimate.simulation import autocast
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
 from hf_memopt.estimate.simulation.first_rank import BACKEND
+from hf_memopt.estimate.simulation.kernels import autocast
 
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
 
-AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
-ATTENTION = "hf_memopt/estimate/simulation/attention.py"
+AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
+ATTENTION = "hf_memopt/estimate/simulation/kernels/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
-FUSED_HEAD = "hf_memopt/estimate/simulation/fused_head.py"
+FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
+FUSED_HEAD = "hf_memopt/estimate/simulation/kernels/fused_head.py"
 RANKS = "hf_memopt/estimate/simulation/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
@@ -230,14 +231,14 @@ def test_torch_calls_tensors_that_are_too_large_so() -> None:
 
 
 def test_the_cache_of_fake_operations_knows_arguments_by_one_method() -> None:
-    with relied_on_by(DEVICE):
+    with relied_on_by(FAKE_MODE):
         parameters = list(inspect.signature(FakeTensorMode._prep_args_for_hash).parameters)
         assert parameters == ["self", "result", "args", "state", "id_hashed_objects"]
         assert "self._prep_args_for_hash(key_values, args, " in inspect.getsource(FakeTensorMode._cache_key)
 
 
 def test_modes_are_wrapped_to_be_left_alone_by_the_compiler() -> None:
-    with relied_on_by(DEVICE):
+    with relied_on_by(FAKE_MODE):
         assert TorchDispatchMode._should_skip_dynamo()
         plain = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
         assert plain is not FakeTensorMode.__torch_dispatch__

@@ -16,7 +16,7 @@ smolvlm_with_expert = LateModule("lerobot.policies.smolvla.smolvlm_with_expert")
 lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 
 
-AUTOCAST = "hf_memopt/estimate/simulation/autocast.py"
+AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 WEIGHTS = "hf_memopt/estimate/simulation/device.py"
 PLAN = "recipes/reflow/plan.py"

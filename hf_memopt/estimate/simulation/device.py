@@ -12,7 +12,6 @@ opens, such as an offloader's, lies above them.
 """
 
 import contextlib
-import inspect
 import os
 import sys
 import warnings
@@ -29,13 +28,14 @@ import torch.utils.backend_registration as backend_registration
 import transformers.utils.import_utils as seam
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
-from hf_memopt.estimate.simulation import attention, autocast, fused_head
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
+from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
+from hf_memopt.estimate.simulation.kernels import attention, autocast, fused_head
 from hf_memopt.estimate.simulation.virtual_time import (
     FIRST_STREAM,
     VirtualClock,
@@ -95,52 +95,6 @@ class _Backend(backend_registration._DummyBackendModule):
 
 
 _BACKEND = _Backend()
-_PLAIN_ARGUMENTS = {type(None), bool, int, float, torch.dtype, torch.device, torch.layout, torch.memory_format, str}
-_TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
-
-
-class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes tensors fake, without torch's cache for operations on storages: its keys would keep the storages alive."""
-
-    # Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time at each operation.
-    __torch_dispatch__ = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        enabled = self.cache_enabled
-        self.cache_enabled = enabled and func not in _TAKING_STORAGES
-        try:
-            return super().dispatch(func, types, args, kwargs)
-        finally:
-            self.cache_enabled = enabled
-
-    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
-        """Append what torch's cache knows arguments by; torch's own way took a third of a simulation."""
-        if type(args) is dict:
-            result.append(tuple(args))
-            args = list(args.values())
-        result.append(len(args))
-        for arg in args:
-            kind = type(arg)
-            if kind is FakeTensor and arg.fake_mode is self and arg.constant is None and arg.layout is torch.strided:
-                result.append(_facts(arg))
-            elif kind in _PLAIN_ARGUMENTS:
-                result += (kind, arg)
-            elif kind is list or kind is tuple:
-                result.append(kind)
-                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
-            else:
-                super()._prep_args_for_hash(result, (arg,), state, id_hashed_objects)
-
-    def __deepcopy__(self, memo: Any) -> "_FakeMode":
-        """Return the mode itself: a copied tensor, whose attributes are copied too, stays a tensor of this mode."""
-        return self
-
-
-def _facts(tensor: FakeTensor) -> tuple[object, ...]:
-    """Return everything about a strided fake tensor that decides on the result of an operation."""
-    memory = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
-    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_quantized
-    return memory, flags, tensor.dtype, tensor.fake_device
 
 
 @cache
@@ -202,7 +156,7 @@ def simulation(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         # The mode that is entered last sees each operation first: `data_dependent` passes it on to the fake mode, and
         # answers itself where that raises, since the answer depends on values.
-        enter(_FakeMode(allow_non_fake_inputs=True))
+        enter(SimulatedTensors(allow_non_fake_inputs=True))
         enter(data_dependent)
         yield device, data_dependent
 

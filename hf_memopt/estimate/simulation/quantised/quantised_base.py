@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_memopt.estimate.simulation.quantised.llm_int8_linear import LlmInt8Linear
 from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
@@ -38,6 +36,10 @@ def quantise(model: nn.Module, how: str, compute_dtype: torch.dtype) -> None:
         how: one of `LAYERS`.
         compute_dtype: of the products, where the library leaves that open.
     """
+    # They bring torchao, a second that other estimates do not need.
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     kept = get_keys_to_not_convert(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and should_convert_module(name, kept):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.attention import AttentionCall, choose_kernel
+from hf_memopt.estimate.simulation.kernels.attention import AttentionCall, choose_kernel
 
 TABLE = attention_choices.read()
 CAPABILITIES = sorted(next(iter(TABLE.values())))

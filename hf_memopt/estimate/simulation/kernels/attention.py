@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memopt.estimate.simulation.autocast import cast
+from hf_memopt.estimate.simulation.kernels.autocast import cast
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)

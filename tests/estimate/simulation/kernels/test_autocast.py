@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from simulated import operations, simulated
 from torch import Tensor, nn
 
-from hf_memopt.estimate.simulation import autocast
+from hf_memopt.estimate.simulation.kernels import autocast
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 
