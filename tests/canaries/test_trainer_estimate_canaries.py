@@ -73,13 +73,3 @@ def test_the_dataloader_tells_the_device_to_which_it_moves_batches(tmp_path: Pat
         assert loader.device == torch.device("cpu")
         loader.device = None
         assert next(iter(loader))["x"].shape == (2, 8)
-
-
-def test_trls_fused_loss_asks_once_whether_to_launch_kernels() -> None:
-    with relied_on_by("hf_memopt/integrations/transformers/trl_kernels.py"):
-        from trl.kernels import chunked_logprob
-        from trl.trainer import utils
-
-        assert utils._use_triton is chunked_logprob._use_triton
-        assert not chunked_logprob._use_triton(torch.device("cpu"))
-        assert {"_forward_kernel", "_backward_kernel", "_addmm_fp32"} <= vars(chunked_logprob).keys()

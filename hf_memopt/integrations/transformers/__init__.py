@@ -2,7 +2,7 @@
 
 - `trainer_estimate`: `estimate_trainer`, the memory of a trainer's own training steps.
 - `trainer_batches`: which of its batches are simulated.
-- `simulated_trainer`, `trl_kernels`: the trainer on an accelerator without hardware.
+- `simulated_trainer`: the trainer on an accelerator without hardware.
 - `argument_file`, `file_trainer`: a file of arguments, and the trainer that it describes.
 - `file_workload`: the same as a workload that can be planned.
 """

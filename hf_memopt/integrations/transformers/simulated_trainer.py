@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE, replace_memory
+from hf_memopt.estimate.simulation.device import replace_memory
 from hf_memopt.integrations.transformers.trainer_batches import Window, num_bytes
-from hf_memopt.integrations.transformers.trl_kernels import run_as_on_cuda
 
 MODEL = "model"
 
@@ -38,8 +37,6 @@ class SimulatedTrainer:
 
     def __init__(self, trainer: Trainer, window: Window, device: torch.device) -> None:
         gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
-        if device.type == DEVICE_TYPE:
-            run_as_on_cuda()
         self._trainer = trainer
         args = trainer.args
         args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()

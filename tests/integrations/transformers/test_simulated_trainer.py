@@ -10,6 +10,7 @@ from late_imports import LateModule
 from simulated import simulated
 
 from hf_memopt import ActivationOffloader
+from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 
 batches = LateModule("hf_memopt.integrations.transformers.trainer_batches")
 simulated_trainer = LateModule("hf_memopt.integrations.transformers.simulated_trainer")
@@ -41,7 +42,7 @@ def test_weights_buffers_and_batches_are_on_the_device_and_ties_hold(tmp_path: P
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         return {tensor.device.type for tensor in tensors}, tied, str(trainer.args.device), len(found.modules)
 
-    assert on_device(trainer, look) == ({"virtual_cuda"}, True, "virtual_cuda:0", 1)
+    assert on_device(trainer, look) == ({DEVICE_TYPE}, True, f"{DEVICE_TYPE}:0", 1)
 
 
 def test_the_optimizer_goes_on_from_update_to_update_and_only_callbacks_that_offload_are_called(tmp_path: Path) -> None:

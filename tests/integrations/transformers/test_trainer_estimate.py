@@ -206,3 +206,10 @@ def test_no_batches_and_no_count_are_mistakes(tmp_path: Path) -> None:
         estimates.estimate_trainer(plain(tmp_path), num_batches=0)
     with pytest.raises(ValueError, match="the trainer's dataloader has no batch"):
         estimates.estimate_trainer(plain(tmp_path, per_device_train_batch_size=32, dataloader_drop_last=True))
+
+
+def test_trls_loss_holds_one_tile_of_logits(tmp_path: Path) -> None:
+    found = estimates.estimate_trainer(trl_trainers.sft(tmp_path, bf16=True))
+    tiles = [tensor for tensor in found.top if tensor.shape[-1:] == (32768,)]
+    assert [(tensor.kind, tensor.dtype) for tensor in tiles] == [("temporaries", "bfloat16")]
+    assert found.breakdown["temporaries"] < 1.1 * tiles[0].num_bytes
