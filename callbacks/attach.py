@@ -151,6 +151,7 @@ class FrozenModels(TrainerCallback):
 
     def __init__(self, trainer: Trainer, mode: TeacherMode) -> None:
         self._trainer = trainer
+        self.mode: TeacherMode = mode
         modules = _frozen_modules(trainer)
         _refuse_what_moves_them(trainer, modules)
         self.visits = {

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.callbacks.attach import FrozenModels
 from hf_memopt.estimate.simulation.device import replace_memory
 from hf_memopt.integrations.transformers.trainer_batches import Window, num_bytes
 
@@ -43,6 +44,10 @@ class SimulatedTrainer:
         args.__dict__["_setup_devices"] = device
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
+        handler = trainer.callback_handler
+        on_the_host = [each for each in handler.callbacks if isinstance(each, FrozenModels)]
+        for frozen in on_the_host:
+            frozen.remove()
         self.modules = dict(modules_of(trainer))
         prepared = {name for name, module in self.modules.items() if _was_prepared(module)}
         _renew_accelerator(trainer)
@@ -50,13 +55,14 @@ class SimulatedTrainer:
             _place(module, device)
             if name in prepared and name != MODEL:
                 trainer.accelerator.prepare_model(module, evaluation_mode=True)
+        for frozen in on_the_host:
+            FrozenModels(trainer, frozen.mode)
         _renew_optimizer(trainer)
         self.batches = send_to_device(window.batches, device) if window.moves else window.batches
         *others, largest = sorted(self.batches, key=num_bytes)
         running = _Batches([*others[:1], largest])
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
         trainer.get_train_dataloader = lambda: running
-        handler = trainer.callback_handler
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
 
     def step(self) -> None:

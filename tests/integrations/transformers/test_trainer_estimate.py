@@ -213,3 +213,13 @@ def test_trls_loss_holds_one_tile_of_logits(tmp_path: Path) -> None:
     tiles = [tensor for tensor in found.top if tensor.shape[-1:] == (32768,)]
     assert [(tensor.kind, tensor.dtype) for tensor in tiles] == [("temporaries", "bfloat16")]
     assert found.breakdown["temporaries"] < 1.1 * tiles[0].num_bytes
+
+
+def test_a_reference_on_the_host_is_on_the_device_for_its_calls_alone(tmp_path: Path) -> None:
+    plain = estimates.estimate_trainer(trl_trainers.dpo(tmp_path))
+    trainer = trl_trainers.dpo(tmp_path)
+    callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")
+    found = estimates.estimate_trainer(trainer)
+    weights = sum(parameter.nbytes for parameter in trainer.ref_model.parameters())
+    assert "teacher" in found.storage_kinds
+    assert plain.phases["backward"] - found.phases["backward"] >= weights
