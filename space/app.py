@@ -26,7 +26,7 @@ from hf_memopt.commands.model_flags import ACTIVATION_CHOICES, MODEL_CHOICES
 from hf_memopt.estimate.gpus import CARDS
 
 LIMIT_S = 600
-ADAPTERS = {"all weights": "none", "LoRA": "none", "QLoRA (NF4)": "nf4"}
+ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
 TITLE = "Does my training fit?"
 EXPLANATION = f"""# {TITLE}
 Whole training steps of a transformers model, run on tensors without memory by CUDA's rules. No weight is downloaded and
@@ -98,8 +98,8 @@ def answer_of(words: list[str], folder: Path) -> tuple[str, bool]:
     return (done.stderr if done.returncode else done.stdout), done.returncode != 0
 
 
-# The form has another field for this one.
-SHARED = {name: choices for name, choices in MODEL_CHOICES.items() if name != "quantize"}
+# The form has another field for the first, and asks about one GPU.
+SHARED = {name: choices for name, choices in MODEL_CHOICES.items() if name not in ("quantize", "engine")}
 
 
 def choice(name: str, choices: tuple[tuple[str, ...], str]) -> gr.Dropdown:
