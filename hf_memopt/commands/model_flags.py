@@ -137,13 +137,14 @@ def model_of(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceMo
 
 def given(parsed: argparse.Namespace) -> list[str]:
     """Return the flags that say the same of the model to another command."""
-    words = []
-    for name, default in _MODEL_DEFAULTS.items():
-        value = getattr(parsed, name)
-        if value != default:
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else ["none" if value is None else str(value)]
-    return words
+    changed = [name for name, default in _MODEL_DEFAULTS.items() if getattr(parsed, name) != default]
+    return [word for name in changed for word in words_of(parsed, name)]
+
+
+def words_of(parsed: argparse.Namespace, name: str) -> list[str]:
+    """Return an option's flag with its value, as it is written on a command line."""
+    flag, value = f"--{name.replace('_', '-')}", getattr(parsed, name)
+    return [flag] if value is True else [flag, "none" if value is None else str(value)]
 
 
 def _add_choices(group: Any, choices: dict[str, tuple[tuple[str, ...], str]]) -> None:

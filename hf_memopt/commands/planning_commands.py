@@ -116,6 +116,7 @@ def _step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     if parsed.recipe:
         return _recipe_step(parsed)
     if parsed.training_args:
+        _check_offload(parsed)
         workload = training_file.workload_of(parsed)
         parsed.batch_size = workload.micro_batch
         parsed.accumulation = workload.effective_batch // workload.micro_batch
@@ -126,11 +127,15 @@ def _step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
 def _model_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":
     if parsed.model is None:
         raise ValueError("name a MODEL (hub id, folder or config.json), or a --recipe with its --config")
-    if parsed.offload == "auto" and not parsed.gpu:
-        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
+    _check_offload(parsed)
     workload = model_flags.model_of(parsed, parsed.batch_size * (parsed.accumulation or 1) * parsed.num_gpus)
     checkpointing, offload = parsed.checkpointing or "none", parsed.offload or "off"
     return workload, workload.step_with(checkpointing, offload, parsed.batch_size)
+
+
+def _check_offload(parsed: argparse.Namespace) -> None:
+    if parsed.offload == "auto" and not parsed.gpu:
+        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
 
 
 def _recipe_step(parsed: argparse.Namespace) -> "tuple[Workload, SimulatedStep]":

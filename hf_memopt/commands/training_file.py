@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.commands.model_flags import words_of
+
 if TYPE_CHECKING:
     from hf_memopt.integrations.transformers.file_workload import FileWorkload
 
@@ -45,8 +47,6 @@ def workload_of(parsed: argparse.Namespace) -> "FileWorkload":
         ValueError: a flag has no place beside the file, or what `FileWorkload` raises.
     """
     changes = _changes(parsed)
-    if parsed.command == "estimate" and parsed.offload == "auto" and not parsed.gpu:
-        raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     from hf_memopt.integrations.transformers.argument_file import read_argument_file
     from hf_memopt.integrations.transformers.file_workload import FileWorkload
 
@@ -67,8 +67,7 @@ def flags(parsed: argparse.Namespace) -> list[str]:
         words += ["--effective-batch", str(parsed.batch_size * (parsed.accumulation or 1))]
     for name in sorted(_named(parsed) & (_FIELDS.keys() | _VALUES.keys() | {"seq_len", "task"})):
         if name not in ("batch_size", "accumulation", "checkpointing"):
-            value = getattr(parsed, name)
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words += words_of(parsed, name)
     return words
 
 

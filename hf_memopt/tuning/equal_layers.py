@@ -1,12 +1,13 @@
 """Which layers of a transformers model are equal, so that a few of them tell what all do."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hf_memopt.estimate.accounting.repeated_layers import Layers
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 
 # What tells a layer from the next one although they do the same.
 _POSITION = {"layer_idx", "layer_id", "layer_number"}
@@ -39,6 +40,22 @@ def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
             setattr(shorter, name, value[:count])
     shorter.num_hidden_layers = count
     return shorter
+
+
+def told_by_few(
+    step_of: Callable[[Any, RepeatedLayers | None], SimulatedStep], config: Any, layers: Layers | None
+) -> SimulatedStep:
+    """Return a model's step, with those of a few of its layers that tell what the equal ones do.
+
+    Args:
+        step_of: makes the step of a configuration, and of what is known of its layers.
+        config: of the whole model.
+        layers: the equal ones; None, all are simulated.
+    """
+    if layers is None:
+        return step_of(config, None)
+    few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(config, layers, count), None))
+    return step_of(config, few)
 
 
 def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -14,7 +14,7 @@ from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.tuning import accelerate_config
 from hf_memopt.tuning.accelerate_config import DDP
-from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
+from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
 from hf_memopt.tuning.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions, check_choice
 from hf_memopt.tuning.transformers_models.model_update import OFFLOAD, ModelUpdate
@@ -88,7 +88,7 @@ class HuggingFaceModel(ModelOptions):
             # A layer's input, made by the one before, leaves when the second after it begins.
             layers = replace(layers, reach=3) if layers.period == 1 else None
 
-        def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+        def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
             return SimulatedStep(
                 setup=lambda device: ModelUpdate(self, config, checkpointing, offload, micro_batch, num_micro_batches),
                 step=lambda update: update.run(),
@@ -98,10 +98,7 @@ class HuggingFaceModel(ModelOptions):
                 num_gpus=self.num_gpus,
             )
 
-        if layers is None:
-            return step_of(self.config)
-        few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(self.config, layers, count)))
-        return step_of(self.config, few)
+        return told_by_few(step_of, self.config, layers)
 
     @property
     def _treats_layers_differently(self) -> bool:

@@ -7,6 +7,7 @@ from late_imports import LateModule
 from torch import nn
 
 from hf_memopt.estimate.accounting.repeated_layers import Layers
+from hf_memopt.estimate.simulated_step import SimulatedStep
 
 transformers = LateModule("transformers")
 found = LateModule("hf_memopt.tuning.equal_layers")
@@ -67,3 +68,21 @@ def test_shorter_configurations_keep_everything_else() -> None:
     shorter = found.with_num_layers(config, Layers("model.layers", 6), 4)
     assert (shorter.num_hidden_layers, len(shorter.layer_types), shorter.hidden_size) == (4, 4, 32)
     assert (config.num_hidden_layers, len(config.layer_types)) == (6, 6)
+
+
+@pytest.mark.parametrize("layers", [None, Layers("model.layers", 6)])
+def test_a_step_is_told_by_few_layers_where_they_are_equal(layers: Layers | None) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=6, hidden_size=32)
+    made: list[int] = []
+
+    def step_of(config: Any, repeated: Any) -> SimulatedStep:
+        made.append(config.num_hidden_layers)
+        return SimulatedStep(setup=lambda device: None, step=lambda state: None, repeated=repeated)
+
+    repeated = found.told_by_few(step_of, config, layers).repeated
+    assert made == [6]
+    assert (repeated is None) == (layers is None)
+    if repeated is not None:
+        assert repeated.layers is layers
+        assert repeated.step_with(4).repeated is None
+        assert made == [6, 4]

@@ -20,7 +20,7 @@ from hf_memopt.integrations.transformers.file_trainer import attention, make_tra
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
-from hf_memopt.tuning.equal_layers import equal_layers, with_num_layers
+from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
 from hf_memopt.tuning.huggingface import ACTIVATIONS
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.tasks import TASKS, task_of
@@ -142,7 +142,7 @@ class FileWorkload:
     def _step(self, chosen: Mapping[str, Any], offload: str) -> SimulatedStep:
         changes = dict(self._changes) | dict(chosen)
 
-        def step_of(config: Any, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+        def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
             trainer = make_trainer(self.file, config, self._task, changes, self._seq_len, self._folder)
             if offload != "off":
                 attach(trainer, offloader=offload, memory=False)
@@ -152,10 +152,7 @@ class FileWorkload:
         # As for `HuggingFaceModel`: offloaders treat layers as they like, torchao's optimizers keep tables.
         has_tables = self.arguments.optim in ("adamw_torch_8bit", "adamw_torch_4bit")
         layers = None if offload != "off" or has_tables else self._equal_layers
-        if layers is None:
-            return step_of(self._config)
-        few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(self._config, layers, count)))
-        return step_of(self._config, few)
+        return told_by_few(step_of, self._config, layers)
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
