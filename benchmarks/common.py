@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from benchmarks.timing import median_and_spread, step_times_ms
+from hf_memopt.memory.device_counters import device_name
 from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import pinned_empty
 
@@ -68,7 +69,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def _hardware(device: torch.device) -> dict[str, Any]:
     facts = {
         "device": device.type,
-        "name": _device_name(device),
+        "name": device_name(device),
         "num_cpu_threads": torch.get_num_threads(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
@@ -76,18 +77,6 @@ def _hardware(device: torch.device) -> dict[str, Any]:
         facts["device_memory_gib"] = round(torch.accelerator.get_memory_info(device)[1] / 2**30, 1)
         facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     return facts
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return _cpu_name()
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return f"CPU {found.group(1) if found else platform.machine()}"
 
 
 def _version(package: str) -> str | None:
@@ -176,7 +165,7 @@ def slug(text: str) -> str:
 
 def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER) -> Path:
     """`results/<theme>-<hardware>.json`."""
-    return folder / f"{theme}-{slug(_device_name(device))}.json"
+    return folder / f"{theme}-{slug(device_name(device))}.json"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
-from hf_memopt.callbacks.offloading import ActivationOffloadCallback, log_stats, make_offloader, refuse_what_conflicts
+from hf_memopt.callbacks.offloading import (
+    ActivationOffloadCallback,
+    log_stats,
+    make_offloader,
+    refuse_what_conflicts,
+    summary,
+)
 from hf_memopt.memory import explain_oom
 from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.teacher.offload import TeacherMode
@@ -41,8 +48,9 @@ def attach(
             losses save for backward. None, no offloading.
         frozen: where TRL's reference model, teacher and reward models live between their calls: a mode of
             `OffloadedTeacher`, such as "auto" or "swap". None leaves them as they are.
-        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), and explain a lack
-            of memory in the output folder and in the error itself (`explain_oom`).
+        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the model
+            cards that the trainer writes, and explain a lack of memory in the output folder and in the error itself
+            (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
         memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder
             (needs matplotlib).
@@ -60,12 +68,13 @@ def attach(
         >>> trainer.train()
     """
     parts: list[Part] = []
-    if offloader is not None:
-        parts.append(OffloadedLoss(trainer, make_offloader(offloader)))
+    offloading = None if offloader is None else OffloadedLoss(trainer, make_offloader(offloader))
+    if offloading is not None:
+        parts.append(offloading)
     if frozen is not None:
         parts.append(FrozenModels(trainer, frozen))
     if memory:
-        parts.append(MemoryReports(trainer))
+        parts.append(MemoryReports(trainer, None if offloading is None else offloading.offloader))
     if leak_check:
         parts.append(AddedCallback(trainer, LeakDetectionCallback()))
     if memory_report:
@@ -177,27 +186,35 @@ class FrozenModels(TrainerCallback):
 
 
 class MemoryReports:
-    """Peak memory in a trainer's logs, and a report when there is none left."""
+    """Peak memory in a trainer's logs and model cards, and a report when there is none left."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, offloader: ActivationOffloader | None) -> None:
+        self._trainer, self._offloader = trainer, offloader
         callbacks = trainer.callback_handler.callbacks
-        has_one = any(isinstance(callback, MemoryLoggingCallback) for callback in callbacks)
-        self._callback = None if has_one else MemoryLoggingCallback()
-        if self._callback is not None:
-            trainer.add_callback(self._callback)
-        # Callbacks see no exceptions.
-        self._plain_train = trainer.train
-        trainer.train = self._train
+        found = next((each for each in callbacks if isinstance(each, MemoryLoggingCallback)), None)
+        self._added, self._logging = found is None, found or MemoryLoggingCallback()
+        if self._added:
+            trainer.add_callback(self._logging)
+        # Callbacks see no exceptions, and no cards.
+        self._plain_train, self._plain_card = trainer.train, trainer.create_model_card
+        trainer.train, trainer.create_model_card = self._train, self._create_model_card
 
     def remove(self) -> None:
-        del self._trainer.train
-        if self._callback is not None:
-            self._trainer.remove_callback(self._callback)
+        del self._trainer.train, self._trainer.create_model_card
+        if self._added:
+            self._trainer.remove_callback(self._logging)
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         with explain_oom(self._trainer.model, output_dir=self._trainer.args.output_dir):
             return self._plain_train(*args, **kwargs)
+
+    def _create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        self._plain_card(*args, **kwargs)
+        offloading = "off" if self._offloader is None else summary(self._offloader.stats)
+        section = self._logging.card_section(self._trainer.args, self._trainer.state, offloading)
+        if section is not None and self._trainer.is_world_process_zero():
+            with (Path(self._trainer.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n\n{section}\n")
 
 
 class AddedCallback:

@@ -12,10 +12,12 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 from transformers.trainer_callback import CallbackHandler
 
 from hf_memopt.memory import Counters, MemoryTracker
+from hf_memopt.memory.device_counters import device_name
 from hf_memopt.memory.logger import check_warn_at, high_memory_message, largest_of_ranks, memory_metrics, short_figure
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, write_report
 from hf_memopt.report.runs import TRAINER_FILE
+from hf_memopt.report.trainer_card import training_section
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +132,24 @@ class MemoryLoggingCallback(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._stop_watching()
 
+    def card_section(self, args: TrainingArguments, state: TrainerState, offloading: str) -> str | None:
+        """Return what training took as Markdown for a model card; None before anything was logged.
+
+        Args:
+            args: of the trainer.
+            state: of the trainer.
+            offloading: of activations, in words.
+        """
+        per_pass, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        ranks = f" on each of {args.world_size} devices" if args.world_size > 1 else ""
+        return training_section(
+            state.log_history,
+            device=device_name(args.device),
+            update=f"{accumulation} x {per_pass} samples{ranks}",
+            seconds_per_batch=self._clock.seconds_per_batch,
+            offloading=offloading,
+        )
+
     def _switch_to(self, phase: str | None) -> None:
         if self.tracker is not None:  # an evaluation before any training
             self.tracker.switch_to(phase)
@@ -218,16 +238,24 @@ class _Clock:
     def start(self, step: int) -> None:
         self._first_step = step
         self._begun = self._since = time.monotonic()
-        self._seconds = 0.0
-        self._num_batches = 0
+        self._seconds = self._all_seconds = 0.0
+        self._num_batches = self._all_batches = 0
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Return the mean of all batches since the start."""
+        return self._all_seconds / max(1, self._all_batches)
 
     def count_batch(self) -> None:
         self.leave_out(counted=True)
         self._num_batches += 1
+        self._all_batches += 1
 
     def leave_out(self, *, counted: bool = False) -> None:
         now = time.monotonic()
-        self._seconds += now - self._since if counted else 0.0
+        if counted:
+            self._seconds += now - self._since
+            self._all_seconds += now - self._since
         self._since = now
 
     def line(self, state: TrainerState, memory: str) -> str:

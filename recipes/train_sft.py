@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         announce(trainer, options)
         trainer.train(resume_from_checkpoint=resumed)
         log_prediction(predicted, trainer.accelerator)
+        trainer.create_model_card(Path(training.output_dir).name, dataset_name=sft.dataset)
         trainer.save_model()
         trainer.save_state()
     return trainer.state.log_history

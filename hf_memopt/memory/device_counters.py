@@ -1,7 +1,10 @@
 """Where memory figures come from: the device's allocator, the device, the host."""
 
 import logging
+import platform
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -82,6 +85,15 @@ class AcceleratorCounters:
     def free_and_total(self) -> tuple[int, int]:
         """Asks the driver."""
         return torch.accelerator.get_memory_info(self._index)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the driver calls the device, such as "NVIDIA H200"; of a CPU what the kernel calls its model."""
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return f"CPU {found.group(1) if found else platform.machine()}"
 
 
 def counters_for(device: torch.device) -> Counters | None:

@@ -23,6 +23,7 @@ class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 2)
+        self.config = transformers.PretrainedConfig()  # Trainer's model card reads it
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         if self.fails:
@@ -77,3 +78,21 @@ def test_without_offloader_and_memory_nothing_is_attached(trainer: Any) -> None:
     hf_memopt.attach(trainer, offloader=None, memory=False)
     assert "train" not in vars(trainer)
     assert trainer.callback_handler.callbacks == before
+
+
+def test_the_model_card_tells_memory_and_time(trainer: Any, tmp_path: Path) -> None:
+    handle = hf_memopt.attach(trainer, offloader=None)
+    trainer.create_model_card()  # nothing was logged yet
+    assert "Memory and time" not in (tmp_path / "README.md").read_text()
+    trainer.train()
+    for _ in range(2):  # written anew each time
+        trainer.create_model_card()
+        card = (tmp_path / "README.md").read_text()
+        assert card.count("## Memory and time in training") == 1
+        highest = max(entry["memory/host_rss_gib"] for entry in trainer.state.log_history if "loss" in entry)
+        assert f"| peak memory | {highest:.2f} GiB of the process" in card
+        assert "| update | 1 x 8 samples |" in card
+        assert "| activation offloading | off |" in card
+    handle.remove()
+    trainer.create_model_card()
+    assert "Memory and time" not in (tmp_path / "README.md").read_text()

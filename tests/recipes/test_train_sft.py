@@ -75,6 +75,10 @@ def test_losses_and_weights_are_bitwise_those_without_offloading(
     assert "moved to the host" in caplog.text
     assert (tmp_path / "auto" / "memory.jsonl").exists()
     assert not (tmp_path / "plain" / "memory.jsonl").exists()
+    card = (tmp_path / "auto" / "README.md").read_text()
+    assert "| update | 1 x 4 samples |" in card
+    assert " moved to the host" in card
+    assert "Memory and time" not in (tmp_path / "plain" / "README.md").read_text()
 
 
 def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import load_processors
 from hf_memopt.integrations.lerobot.reflow.prefix import Observation, observe
+from hf_memopt.memory.device_counters import device_name
 from hf_memopt.reflow import straightness
 
 Batch = Mapping[str, Tensor]
@@ -40,7 +43,9 @@ class ModelEvaluation:
         straightness: see `hf_memopt.reflow.straightness`, on the teacher's number of steps.
         normalized_straightness: the same, divided by the mean squared length of the path.
         spread: standard deviation over noise of the actions for one observation. Near 0, the model has collapsed.
-        latency_ms: median time to sample one chunk for one observation.
+        latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
+        weights_bytes: of weights and buffers.
+        sampling_bytes: of the tensors that are alive at most besides, while one chunk is sampled.
     """
 
     error: dict[int, float]
@@ -49,6 +54,8 @@ class ModelEvaluation:
     normalized_straightness: float
     spread: dict[int, float]
     latency_ms: dict[int, float]
+    weights_bytes: int
+    sampling_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class ReflowEvaluation:
 
     num_observations: int
     teacher_num_steps: int
+    device: str
     teacher: ModelEvaluation
     student: ModelEvaluation
 
@@ -95,7 +103,8 @@ def evaluate_reflow(
         name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
         for name, policy in (("teacher", teacher), ("student", student))
     }
-    return ReflowEvaluation(sum(len(batch[ACTION]) for batch in batches), reference_steps, **sides)
+    num_observations = sum(len(batch[ACTION]) for batch in batches)
+    return ReflowEvaluation(num_observations, reference_steps, device_name(noises[0].device), **sides)
 
 
 def held_out_batches(
@@ -178,6 +187,7 @@ def _evaluate_model(
     first = observe(policy, batches[0])
     single = observe(policy, {key: value[:1] for key, value in batches[0].items() if isinstance(value, Tensor)})
     all_steps = sorted({1, *num_steps, reference_steps})
+    weights_bytes, sampling_bytes = memory_to_act(policy, single, noises[0][:1])
     return ModelEvaluation(
         error={steps: _rms(found) for steps, found in errors.items()},
         action_error={steps: _rms(found) for steps, found in action_errors.items()},
@@ -185,6 +195,8 @@ def _evaluate_model(
         normalized_straightness=straightness(path, normalize=True).item(),
         spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in all_steps},
         latency_ms={steps: _latency_ms(policy, single, noises[0][:1], steps) for steps in all_steps},
+        weights_bytes=weights_bytes,
+        sampling_bytes=sampling_bytes,
     )
 
 
@@ -229,6 +241,21 @@ def _latency_ms(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, 
             wait()
             times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def memory_to_act(policy: SmolVLAPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:
+    """Return the bytes of weights and buffers, and the most that other tensors hold together while a chunk is sampled.
+
+    In one Euler step: further ones hold no more.
+    """
+    storages = (tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers()))
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    log = AllocationLog(noise.device.type, 1, StepPhases())
+    with _sampling(policy, 1), log:
+        policy.model.sample_actions(*observation.arguments(), noise=noise)
+    history = log.closed()
+    on_device = (change.num_bytes for change in history.changes if not history.records[change.storage].on_host)
+    return sum(weights.values()), max(accumulate(on_device))
 
 
 def _draw_noise(policy: SmolVLAPolicy, batch: Batch, seed: int) -> Tensor:

@@ -16,6 +16,8 @@ from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, Sm
 from hf_memopt.integrations.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import check_processors
+from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.units import format_bytes
 
 _CARD_SETTINGS = (
     "teacher_num_steps",
@@ -163,30 +165,47 @@ def _training(folder: Path, config: Any) -> str:
         for name, (part, field) in {"dataset": ("dataset", "repo_id"), "learning rate": ("optimizer", "lr")}.items():
             if isinstance(run.get(part), dict):
                 settings[name] = run[part].get(field)
+    settings["peak memory"] = _training_peak(folder)
     rows = [f"| {name} | {_plain(value)} |" for name, value in settings.items() if value is not None]
     return "\n".join(["## How it was made", "", "| setting | value |", "|---|---|", *rows])
 
 
+def _training_peak(checkpoint: Path) -> str | None:
+    """Return what the run's log says of memory, if the checkpoint lies in the run's folder and the recipe logged it."""
+    file = checkpoint.parents[2] / METRICS_FILE
+    logged = read_metrics(file) if checkpoint.parents[1].name == "checkpoints" and file.is_file() else []
+    for name, where in {"peak_allocated_gib": "of the device", "host_rss_gib": "of the process"}.items():
+        if found := [figures[f"memory/{name}"] for figures in logged if f"memory/{name}" in figures]:
+            return f"{max(found):.2f} GiB {where}"
+    return None
+
+
 def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> str:
+    sides = (evaluation.teacher, evaluation.student)
     rows = [
-        f"| {steps} | {evaluation.teacher.error[steps]:.4f} | {evaluation.student.error[steps]:.4f} |"
+        f"| {steps} | {' | '.join(f'{side.error[steps]:.4f}' for side in sides)} | "
+        f"{' | '.join(f'{side.latency_ms[steps]:.1f}' for side in sides)} |"
         for steps in evaluation.student.error
     ]
+    student = evaluation.student
     return "\n".join(
         [
             "## Measured",
             "",
             f"On {evaluation.num_observations} observations from {observations.describe()}: root mean square error of "
             f"the normalised actions against the teacher's {evaluation.teacher_num_steps}-step actions from the same "
-            "noise.",
+            f"noise, and the median time to sample one action chunk ({_plain(evaluation.device)}, "
+            "preprocessing not included).",
             "",
-            "| Euler steps | teacher | student |",
-            "|---|---|---|",
+            "| Euler steps | error, teacher | error, student | ms, teacher | ms, student |",
+            "|---|---|---|---|---|",
             *rows,
             "",
+            f"Memory to act: weights {format_bytes(student.weights_bytes)}, and at most "
+            f"{format_bytes(student.sampling_bytes)} of other tensors while a chunk is sampled.",
+            "",
             f"Straightness (0 is straight), normalised by the squared length of the path: teacher "
-            f"{evaluation.teacher.normalized_straightness:.4f}, student "
-            f"{evaluation.student.normalized_straightness:.4f}.",
+            f"{evaluation.teacher.normalized_straightness:.4f}, student {student.normalized_straightness:.4f}.",
         ]
     )
 

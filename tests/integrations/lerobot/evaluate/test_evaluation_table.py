@@ -21,12 +21,14 @@ def side(error: float, latency_ms: float) -> Any:
         normalized_straightness=error / 10,
         spread=dict.fromkeys(steps, 0.25),
         latency_ms={k: latency_ms * k for k in steps},
+        weights_bytes=4096,
+        sampling_bytes=512,
     )
 
 
 @pytest.fixture
 def evaluation() -> Any:
-    return measure.ReflowEvaluation(48, 10, teacher=side(0.5, 20.0), student=side(0.1, 21.0))
+    return measure.ReflowEvaluation(48, 10, "CPU", teacher=side(0.5, 20.0), student=side(0.1, 21.0))
 
 
 def test_the_table_has_a_row_for_each_number_of_steps(evaluation: Any) -> None:
@@ -56,6 +58,6 @@ def test_older_files_are_replaced_and_no_environment_is_made_up(evaluation: Any,
     assert written == [tmp_path / "evaluation.json", tmp_path / "evaluation.png"]
     assert sorted(tmp_path.iterdir()) == written
     found = json.loads(written[0].read_text())
-    assert set(found) == {"num_observations", "teacher_num_steps", "teacher", "student"}
+    assert set(found) == {"num_observations", "teacher_num_steps", "device", "teacher", "student"}
     assert (found["num_observations"], found["teacher_num_steps"]) == (48, 10)
     assert written[1].read_bytes().startswith(b"\x89PNG")

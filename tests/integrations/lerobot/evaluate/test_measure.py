@@ -50,6 +50,17 @@ def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str,
     assert json.loads(json.dumps(found.to_dict()))["student"]["error"]["10"] == 0
 
 
+def test_memory_to_act_is_counted_to_the_byte(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
+    """Of a policy that makes one known tensor of a known size while it samples."""
+    policy = policy_files.load_policy(toy_teacher)
+    named = [*policy.named_parameters(), *policy.named_buffers()]
+    distinct = {tensor.data_ptr(): tensor.nbytes for _, tensor in named}
+    policy.model.sample_actions = lambda *arguments, noise: noise + torch.zeros(1000, dtype=torch.int64).float().sum()
+    found = measure.memory_to_act(policy, prefix.observe(policy, batches[0]), noise)
+    # int64 zeros beside their float copy; the rest is smaller
+    assert found == (sum(distinct.values()), 8000 + 4000)
+
+
 def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:
     policy = policy_files.load_policy(toy_teacher)
     velocity = torch.tensor([1.0, -2.0, 0.0, 0.0])
