@@ -18,7 +18,7 @@ from hf_memopt.reflow import sample_time
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
 modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
-prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 reflow_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.reflow_teacher")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 configs = LateModule("lerobot.configs")
@@ -46,7 +46,7 @@ def test_two_forwards_in_flight_and_a_retained_graph(make: Make, batch: Any, noi
 def test_loss_is_the_stock_loss_on_the_teachers_actions(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
     policy = make(share_prefix="off")
     actions = reflow_students.stock_target(policy, batch, noise)
-    losses = policy.model.forward(*prefix.observe(policy, batch).arguments(), actions, noise, time)[
+    losses = policy.model.forward(*known_flows.observe(policy, batch).arguments(), actions, noise, time)[
         ..., : reflow_students.STATE_DIM
     ]
     loss, info = policy(batch, noise=noise, time=time)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
-prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
@@ -62,11 +62,11 @@ def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batc
 
 def test_trajectory_is_lerobots_own_sampling(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
     policy = policy_files.load_policy(toy_teacher)
-    path = measure.sample_trajectory(policy, prefix.observe(policy, batches[0]), noise, 10)
+    path = measure.sample_trajectory(policy, known_flows.observe(policy, batches[0]), noise, 10)
     assert path.shape == (11, 8, 8, 4)
     assert torch.equal(path[0], noise)
     with torch.no_grad():
-        want = policy.model.sample_actions(*prefix.observe(policy, batches[0]).arguments(), noise=noise)
+        want = policy.model.sample_actions(*known_flows.observe(policy, batches[0]).arguments(), noise=noise)
     assert torch.equal(path[-1], want)
 
 
