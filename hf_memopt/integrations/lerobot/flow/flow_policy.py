@@ -161,5 +161,8 @@ class FlowPolicy(ABC):
     def why_not_shareable(self, config: PreTrainedConfig) -> str | None:
         """Say which setting keeps a frozen VLM's prefix from being computed once; None, no setting does."""
 
+    def leave_out_unused(self, model: nn.Module) -> None:  # noqa: B027
+        """Drop the weights of a teacher's model that sampling does not read."""
+
     def check_teacher(self, folder: Path, config: PreTrainedConfig) -> None:  # noqa: B027
         """Raise a ValueError if a policy with this configuration cannot be a teacher."""

@@ -87,6 +87,10 @@ class Pi0Flow(FlowPolicy):
             if not any(kept in name for kept in _FLOAT32)
         ]
 
+    def leave_out_unused(self, model: PI0Pytorch) -> None:
+        # An output layer over the whole vocabulary, which is nearly half of the expert's bytes.
+        model.paligemma_with_expert.gemma_expert.lm_head = None
+
     def why_not_shareable(self, config: PI0Config) -> str | None:
         if config.gradient_checkpointing:
             return (
@@ -156,7 +160,7 @@ class Pi0Expert(ConditionedExpert):
 def load_pi0_weights(policy: PI0Policy, folder: Path) -> None:
     """Load a checkpoint's weights strictly, with the names of openpi's checkpoints translated as lerobot does.
 
-    `PI0Policy.from_pretrained` prints what went wrong and returns random weights.
+    `PI0Policy.from_pretrained` prints what went wrong and goes on, with random values for what did not load.
 
     Raises:
         RuntimeError: they do not fit.

@@ -29,7 +29,7 @@ class PI0ReflowPolicy(ReflowPolicy, PI0Policy):
     ) -> Self:
         """Load a checkpoint as lerobot's commands ask for it, strictly whatever `strict` says.
 
-        lerobot's own method for π0 goes on with random weights where these do not fit.
+        lerobot's own method for π0 goes on with random values for what does not fit.
 
         Raises:
             RuntimeError: the weights do not fit the configuration.

@@ -138,6 +138,7 @@ class ReflowTeacher(VelocityTeacher):
     def _load_policy(self) -> PreTrainedPolicy:
         self.check(None)
         policy = load_teacher(resolve_checkpoint(str(self._config.teacher_model_path)), self._config)
+        self._flow.leave_out_unused(policy.model)
         policy.requires_grad_(False)
         return policy
 

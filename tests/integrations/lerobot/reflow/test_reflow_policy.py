@@ -4,13 +4,11 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from late_imports import LateModule
-from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt import ActivationOffloader, SyncCopier
