@@ -267,6 +267,6 @@ def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_
 
 
 def test_a_canary_names_who_relies_on_it() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"prefix.py relies on what has changed here: AttributeError"):
+    with pytest.raises(pytest.fail.Exception, match=r"smolvla_flow.py relies on what has changed here: AttributeError"):
         with relied_on_by(PREFIX):
             _ = SimpleNamespace().gone
