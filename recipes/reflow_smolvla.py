@@ -36,7 +36,8 @@ from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.known_flows import STOCK_TYPES
+from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.memory import explain_oom
@@ -81,7 +82,7 @@ def take_flag(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def check_is_student(arguments: Sequence[str]) -> None:
-    """Refuse a plain SmolVLA before lerobot refuses the flags of reflow, which its configuration does not have.
+    """Refuse a stock policy before lerobot refuses the flags of reflow, which its configuration does not have.
 
     Raises:
         ValueError: says the command that makes a student of it.
@@ -89,10 +90,10 @@ def check_is_student(arguments: Sequence[str]) -> None:
     path, kind = parser.get_path_arg("policy", arguments), parser.get_type_arg("policy", arguments)
     if path is not None:
         kind = load_config(resolve_checkpoint(path)).type
-    if kind == "smolvla":
-        teacher = parser.parse_arg("policy.teacher_model_path", arguments) or path or "<your fine-tuned smolvla>"
+    if kind in STOCK_TYPES:
+        teacher = parser.parse_arg("policy.teacher_model_path", arguments) or path or f"<your fine-tuned {kind}>"
         raise ValueError(
-            "policy type 'smolvla': this recipe trains smolvla_reflow, which starts as its teacher's copy. Run "
+            f"policy type {kind!r}: this recipe trains {kind}_reflow, which starts as its teacher's copy. Run "
             f"`hf-memopt prepare-student --teacher {teacher} --output outputs/student_init`, and pass "
             "--policy.path=outputs/student_init in place of --policy.type, --policy.path, --policy.use_reflow and "
             "--policy.teacher_model_path"
@@ -147,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_card(card)
     check_is_student(sys.argv[1:])
     cfg = read_training_flags()
-    if not isinstance(cfg.policy, SmolVLAReflowConfig):
+    if not is_student(cfg.policy):
         kind = None if cfg.policy is None else cfg.policy.type
-        raise ValueError(f"policy type {kind!r}: this recipe trains smolvla_reflow")
+        raise ValueError(
+            f"policy type {kind!r}: this recipe trains {' and '.join(f'{name}_reflow' for name in STOCK_TYPES)}"
+        )
     cfg.policy.check_start()
     check_numbers(cfg)
     num_accumulation_steps = settle_accumulation(cfg, num_accumulation_steps)

@@ -10,8 +10,8 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.known_flows import observe
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.reflow.prefix import observe
 from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
 
 BATCH, CHUNK, WIDTH, STATE_DIM = 4, 8, 16, 14

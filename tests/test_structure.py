@@ -28,7 +28,7 @@ HARD = (
     "activations/saved_tensors/forward_pass.py",
     "estimate/accounting/caching_allocator.py",
     "estimate/simulation/device.py",
-    "integrations/lerobot/reflow/prefix.py",
+    "integrations/lerobot/flow/smolvla_flow.py",
     "teacher/strategies/stream.py",
     "teacher/streaming/copy_schedule.py",
     "transfer/copier.py",

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation
+from hf_memopt.integrations.lerobot.flow.smolvla_flow import SmolVLAExpert, SmolVLAPrefix
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
 from hf_memopt.memory import SavedBytes
 from hf_memopt.reflow import interpolate, reflow_loss
 
@@ -45,8 +46,8 @@ def shared_losses(
     policy: SmolVLAReflowPolicy, observation: Observation, target: Tensor, noise: Tensor, time: Tensor
 ) -> Tensor:
     """The prefix without a graph, then state token and expert. `(batch,)`."""
-    prefix = SharedPrefix(policy.model, observation)
-    velocity = ConditionedExpert(policy.model, prefix).velocity(interpolate(noise, target, time), time)
+    prefix = SmolVLAPrefix(policy.model, observation)
+    velocity = SmolVLAExpert(policy.model, prefix).velocity(interpolate(noise, target, time), time)
     return reflow_loss(velocity, noise, target, policy.config.action_feature.shape[0])
 
 

@@ -1,4 +1,4 @@
-"""`hf-memopt prepare-student`, `precompute`, `evaluate` and `export`: SmolVLA students and their teachers."""
+"""`hf-memopt prepare-student`, `precompute`, `evaluate` and `export`: students and their teachers."""
 
 import argparse
 from pathlib import Path
@@ -19,8 +19,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("prepare-student", help="make a SmolVLA student that starts from its teacher")
-    parser.add_argument("--teacher", required=True, help="smolvla checkpoint folder, training output folder or hub id")
+    parser = commands.add_parser("prepare-student", help="make a SmolVLA or π0 student that starts from its teacher")
+    parser.add_argument(
+        "--teacher", required=True, help="smolvla or pi0 checkpoint folder, training output folder or hub id"
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder to create")
     parser.set_defaults(run=_prepare_student)
 
@@ -133,8 +135,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "export",
-        help="turn a trained student into a plain smolvla policy",
-        description="Write a plain smolvla policy that stock lerobot loads, with a model card. The card holds the "
+        help="turn a trained student into a plain smolvla or pi0 policy",
+        description="Write a plain smolvla or pi0 policy that stock lerobot loads, with a model card. The card has the "
         "student's and the teacher's errors by number of Euler steps, measured on the training run's held-out episodes "
         "(or on the episodes given here), unless --no-evaluation.",
     )

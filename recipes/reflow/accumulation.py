@@ -5,7 +5,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from lerobot.configs.train import TrainPipelineConfig
 
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.memory.device_counters import Host
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, resumed_step
@@ -29,7 +29,7 @@ class MemoryLog:
         """
         for model in accelerator._models:
             policy = accelerator.unwrap_model(model)
-            if isinstance(policy, SmolVLAReflowPolicy) and policy.memory is not None:
+            if isinstance(policy, ReflowPolicy) and policy.memory is not None:
                 policy.memory.mark("backward")
                 if accelerator.is_main_process:
                     self._end_batch(policy.memory.figures())

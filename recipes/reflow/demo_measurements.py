@@ -18,9 +18,9 @@ from hf_memopt.integrations.lerobot.evaluate.measure import (
     held_out_batches,
     sample_trajectory,
 )
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
-from hf_memopt.integrations.lerobot.reflow.prefix import SharedPrefix, observe
 from hf_memopt.memory import SavedBytes
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 
@@ -126,7 +126,7 @@ class Demo:
             student(self.batches[0])
         report = student.teacher_report()
         assert report is not None
-        prefix = SharedPrefix(student.model, observe(student, self.batches[0]))
+        prefix = flow_of(student.config).prefix(student.model, observe(student, self.batches[0]))
         return {
             "teacher weights": report.host_bytes,
             "saved activations": saved.total_bytes,

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
+from lerobot.configs import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.optimizers import OptimizerConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from transformers import AutoModelForImageTextToText
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
@@ -69,7 +71,7 @@ def workload(
     path = Path(config_path)
     folder = resolve_checkpoint(path.parent if path.is_file() else path)
     config = load_config(folder)
-    if not isinstance(config, SmolVLAReflowConfig):
+    if not is_student(config):
         raise ValueError(f"{folder} holds a policy of type {config.type!r}; make a student with prepare-student")
     return SmolVLAReflow(config, folder, precision=precision, effective_batch=effective_batch)
 
@@ -90,7 +92,7 @@ class SmolVLAReflow(RecipeWorkload):
 
     def __init__(
         self,
-        config: SmolVLAReflowConfig,
+        config: PreTrainedConfig,
         folder: Path,
         *,
         precision: str | None = None,
@@ -125,7 +127,7 @@ class SmolVLAReflow(RecipeWorkload):
         num_micro_batches = self.num_simulated(options, options.accumulation)
         accelerator = make_accelerator(config.dtype, config.device, num_micro_batches)
         with weights_from_config(AutoModelForImageTextToText):
-            policy = SmolVLAReflowPolicy(config).to(accelerator.device)
+            policy: Any = SmolVLAReflowPolicy(config).to(accelerator.device)
         with _equal_to(policy):
             teacher = policy.load_teacher_model()
         settings = config.get_optimizer_preset()
@@ -161,7 +163,9 @@ class SmolVLAReflow(RecipeWorkload):
         return f"xargs {launch} --dataset.repo_id=DATASET --output_dir=FOLDER < {flags}"
 
 
-def _check(config: SmolVLAReflowConfig) -> None:
+def _check(config: PreTrainedConfig) -> None:
+    if not isinstance(config, SmolVLAReflowConfig):
+        raise ValueError(f"policy type {config.type!r}: only smolvla_reflow is simulated; train without a plan")
     reasons = {
         "use_reflow": (not config.use_reflow, "it is plain SmolVLA"),
         "couplings_path": (config.couplings_path is not None, "its pairs are read by the dataset's frames"),

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 INTEGRATION = "hf_memopt/integrations/lerobot"
-PREFIX = f"{INTEGRATION}/reflow/prefix.py"
+PREFIX = f"{INTEGRATION}/flow/smolvla_flow.py"
 MODELING = f"{INTEGRATION}/modeling_smolvla_reflow.py"
+PI0 = f"{INTEGRATION}/flow/pi0_flow.py"
+PI0_MODELING = f"{INTEGRATION}/pi0/modeling_pi0_reflow.py"
 TEACHER = f"{INTEGRATION}/reflow/reflow_teacher.py"
 CHECKPOINT_FILES = f"{INTEGRATION}/checkpoint_files.py"
 PROCESSORS = f"{INTEGRATION}/processors.py"

@@ -1,9 +1,10 @@
-"""SmolVLA reflow for lerobot 0.6: policy type `smolvla_reflow`.
+"""Reflow for lerobot 0.6: policy types `smolvla_reflow` and `pi0_reflow`.
 
-lerobot's commands find it by the distribution `lerobot_policy_smolvla_reflow` (in `plugins/`), or where they are told
+lerobot's commands find them by the distribution `lerobot_policy_smolvla_reflow` (in `plugins/`), or where they are told
 `--discover_packages_path=hf_memopt.integrations.lerobot`.
 """
 
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
 
-__all__ = ["SmolVLAReflowConfig"]
+__all__ = ["PI0ReflowConfig", "SmolVLAReflowConfig"]

@@ -10,8 +10,7 @@ from httpx import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from hf_memopt.integrations.lerobot.checkpoint_files import (
     no_remote_code,
     read_object,
 )
+from hf_memopt.integrations.lerobot.flow.known_flows import POLICY_TYPES, flow_of
 from hf_memopt.integrations.lerobot.processors import (
     POSTPROCESSOR_FILE,
     PREPROCESSOR_FILE,
@@ -34,24 +34,6 @@ CONFIG_FILE = "config.json"
 # Where lerobot 0.6.2 writes a sharded run's weights with --checkpoint_format=dcp.
 _SHARDS = "pytorch_model_fsdp_0"
 
-# What decides the shape, the meaning or the conditioning of a velocity field. Student and teacher must agree on it.
-ARCHITECTURE_FIELDS = (
-    "chunk_size",
-    "max_state_dim",
-    "max_action_dim",
-    "resize_imgs_with_padding",
-    "empty_cameras",
-    "adapt_to_pi_aloha",
-    "attention_mode",
-    "prefix_length",
-    "add_image_special_tokens",
-    "num_vlm_layers",
-    "num_expert_layers",
-    "self_attn_every_n_layers",
-    "expert_width_multiplier",
-    "min_period",
-    "max_period",
-)
 _NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
 
 
@@ -82,16 +64,16 @@ def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> P
         ) from error
 
 
-def load_config(folder: Path) -> SmolVLAConfig:
+def load_config(folder: Path) -> PreTrainedConfig:
     """Read the checkpoint's configuration.
 
     Raises:
-        ValueError: it cannot be read, or is no SmolVLA's.
+        ValueError: it cannot be read, or is of another type than `POLICY_TYPES`.
     """
     file = file_in(folder, CONFIG_FILE)
     kind = read_object(file).get("type")
-    if kind not in ("smolvla", "smolvla_reflow"):
-        raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs a smolvla or smolvla_reflow policy")
+    if kind not in POLICY_TYPES:
+        raise ValueError(f"{folder} holds a policy of type {kind!r}; reflow needs one of: {', '.join(POLICY_TYPES)}")
     try:
         return PreTrainedConfig.from_pretrained(folder)
     except Exception as error:
@@ -100,7 +82,7 @@ def load_config(folder: Path) -> SmolVLAConfig:
         ) from error
 
 
-def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
+def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
     """Load the checkpoint's policy on the CPU, strictly, without the hub and without touching the random generator.
 
     Args:
@@ -112,25 +94,35 @@ def load_policy(folder: Path, **changes: Any) -> SmolVLAPolicy:
             can be built from the configuration.
     """
     check_weights_file(folder)
-    # lerobot moves a loaded policy to the device that its checkpoint names, and would fetch the VLM only to replace it.
-    fixed = {"device": "cpu", "load_vlm_weights": False, "compile_model": False, "rtc_config": None}
+    # lerobot moves a loaded policy to the device that its checkpoint names.
+    fixed = {"device": "cpu", "compile_model": False, "rtc_config": None}
     config = dataclasses.replace(load_config(folder), **fixed, **changes)
+    flow = flow_of(config)
     with torch.random.fork_rng(devices=[]), no_remote_code():
         try:
-            policy: SmolVLAPolicy = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
+            policy = flow.load(folder, config)
         except RuntimeError as error:
             raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
         except (OSError, HFValidationError) as error:
             raise ValueError(
-                f"the VLM of {folder} cannot be read: vlm_model_name={config.vlm_model_name!r} ({error}); write its "
+                f"the VLM of {folder} cannot be read: {flow.name_vlm(config)} ({error}); write its "
                 f"folder or hub id into {CONFIG_FILE}, and as tokenizer_name into {PREPROCESSOR_FILE}"
             ) from error
         except Exception as error:
             raise ValueError(
-                f"no model can be built from {folder / CONFIG_FILE}, with vlm_model_name={config.vlm_model_name!r}: "
+                f"no model can be built from {folder / CONFIG_FILE}, with {flow.name_vlm(config)}: "
                 f"{error}; correct that field"
             ) from error
     return policy
+
+
+def load_teacher(folder: Path, student: PreTrainedConfig) -> PreTrainedPolicy:
+    """Load a teacher as its student's configuration wants it; see `load_policy`."""
+    flow = flow_of(student)
+    changes = flow.settings_of_teacher(student)
+    if getattr(student, "teacher_num_steps", None) is not None:
+        changes[flow.steps_field] = student.teacher_num_steps
+    return load_policy(folder, **changes)
 
 
 def check_weights_file(folder: Path) -> None:
@@ -147,9 +139,10 @@ def check_weights_file(folder: Path) -> None:
     check_header(file_in(folder, WEIGHTS_FILE))
 
 
-def check_same_architecture(student: SmolVLAConfig, teacher: SmolVLAConfig) -> None:
+def check_same_architecture(student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
     """Raise a ValueError that names every field in which the two velocity fields differ."""
-    pairs = {name: (_plain(getattr(student, name)), _plain(getattr(teacher, name))) for name in ARCHITECTURE_FIELDS}
+    fields = flow_of(student).architecture_fields
+    pairs = {name: (_plain(getattr(student, name)), _plain(getattr(teacher, name))) for name in fields}
     for kind in ("input_features", "output_features"):
         ours, theirs = (_shapes(getattr(config, kind)) for config in (student, teacher))
         pairs |= {f"{kind}[{key}]": (ours.get(key), theirs.get(key)) for key in ours | theirs}
@@ -162,7 +155,7 @@ def check_same_architecture(student: SmolVLAConfig, teacher: SmolVLAConfig) -> N
 
 
 def check_same_statistics(
-    teacher_folder: Path, config: SmolVLAConfig, dataset_stats: Mapping[str, Mapping[str, Any]]
+    teacher_folder: Path, config: PreTrainedConfig, dataset_stats: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Compare the normaliser's statistics that the teacher was trained with to those that the data brings.
 
@@ -188,7 +181,7 @@ def check_same_statistics(
             )
 
 
-def check_normalizers(folder: Path, config: SmolVLAConfig) -> None:
+def check_normalizers(folder: Path, config: PreTrainedConfig) -> None:
     """Check that the processors, which lerobot has been able to make, normalise all that the configuration says.
 
     lerobot passes over what a normaliser lacks.
@@ -211,7 +204,7 @@ def check_normalizers(folder: Path, config: SmolVLAConfig) -> None:
                 )
 
 
-def normalizing_statistics(config: SmolVLAConfig) -> Iterator[tuple[str, str]]:
+def normalizing_statistics(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
     for feature, description in features.items():

@@ -17,16 +17,19 @@ from hf_memopt.integrations.lerobot.checkpoint_files import (
 
 PREPROCESSOR_FILE = "policy_preprocessor.json"
 POSTPROCESSOR_FILE = "policy_postprocessor.json"
-# What lerobot saves for a SmolVLA. Of its other registered steps, some load models, and action_tokenizer_processor runs
-# the code of a repository that the file names.
+# What lerobot saves for a SmolVLA and for a π0. Of its other registered steps, some load models, and
+# action_tokenizer_processor runs the code of a repository that the file names.
 STEPS = (
     "rename_observations_processor",
     "to_batch_processor",
     "smolvla_new_line_processor",
+    "pi0_new_line_processor",
     "tokenizer_processor",
     "device_processor",
     "normalizer_processor",
     "unnormalizer_processor",
+    "relative_actions_processor",
+    "absolute_actions_processor",
 )
 _CONVERT = (
     "so its normaliser is unknown; convert an old policy with "
@@ -45,7 +48,7 @@ def check_processors(folder: Path) -> list[Path]:
 
     Raises:
         ValueError: a file is missing (as it is in policies that were saved before lerobot 0.4), damaged, or a link out
-            of the folder; a step is none of SmolVLA's.
+            of the folder; a step is none of `STEPS`.
     """
     files = []
     for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
@@ -57,7 +60,7 @@ def check_processors(folder: Path) -> list[Path]:
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """Read the steps of a processor's configuration, each one of SmolVLA's.
+    """Read the steps of a processor's configuration, each one of `STEPS`.
 
     Raises:
         ValueError: see `check_processors`.

@@ -1,7 +1,7 @@
 """A student, its batch and its draws, for the tests of the policy's parts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +53,31 @@ def noise() -> Tensor:
 @pytest.fixture
 def time() -> Tensor:
     return torch.tensor([0.05, 0.4, 0.8, 1.0])
+
+
+@pytest.fixture(scope="session")
+def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint folder of a stock π0 that lerobot trained and saved. Read only."""
+    from lerobot_runs import train_teacher
+    from pi0_toys import teacher_flags, toy_sizes
+
+    with toy_sizes(toy_vlm):
+        return train_teacher(teacher_flags(), toy_dataset, tmp_path_factory.mktemp("pi0") / "teacher")
+
+
+@pytest.fixture(scope="session")
+def random_teacher(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint folder of a stock π0 with two cameras and random weights. Read only."""
+    from pi0_toys import toy_sizes, write_teacher
+
+    with toy_sizes(toy_vlm):
+        return write_teacher(tmp_path_factory.mktemp("pi0") / "random")
+
+
+@pytest.fixture
+def toy_pi0(toy_vlm: Path) -> Iterator[None]:
+    """lerobot builds its π0 in toy size."""
+    from pi0_toys import toy_sizes
+
+    with toy_sizes(toy_vlm):
+        yield

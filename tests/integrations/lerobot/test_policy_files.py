@@ -73,7 +73,7 @@ def test_a_configuration_is_read_as_it_was_saved(config: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("type", "act", "holds a policy of type 'act'; reflow needs a smolvla or smolvla_reflow policy"),
+        ("type", "act", "holds a policy of type 'act'; reflow needs one of: smolvla, smolvla_reflow, pi0"),
         ("type", None, "holds a policy of type None"),
         ("chunk_size", "eight", "config.json is no usable configuration: (.|\n)*; correct that field"),
     ],

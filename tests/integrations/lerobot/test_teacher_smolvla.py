@@ -17,7 +17,7 @@ from hf_memopt.teacher.strategies import stream
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
 modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
-prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+flow_policy = LateModule("hf_memopt.integrations.lerobot.flow.flow_policy")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 configs = LateModule("lerobot.configs")
 configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")
@@ -48,12 +48,12 @@ def settings(vlm: Path, image_size: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def observation(config: configuration_smolvla.SmolVLAConfig, batch_size: int) -> tuple[prefix.Observation, Tensor]:
+def observation(config: configuration_smolvla.SmolVLAConfig, batch_size: int) -> tuple[flow_policy.Observation, Tensor]:
     """A random observation, as the policy's model takes it, and noise."""
     generator = torch.Generator().manual_seed(1)
     height, width = config.resize_imgs_with_padding
     masks = torch.ones(batch_size, dtype=torch.bool)
-    return prefix.Observation(
+    return flow_policy.Observation(
         [torch.rand(batch_size, 3, height, width, generator=generator) for _ in range(NUM_CAMERAS)],
         [masks] * NUM_CAMERAS,
         torch.randint(7, 250, (batch_size, 5), generator=generator),

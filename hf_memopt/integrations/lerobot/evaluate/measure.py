@@ -15,15 +15,16 @@ import torch
 from httpx import HTTPError
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.factory import resolve_delta_timestamps
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
 from tqdm import tqdm
 
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import load_processors
-from hf_memopt.integrations.lerobot.reflow.prefix import Observation, observe
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.reflow import straightness
 
@@ -74,8 +75,8 @@ class ReflowEvaluation:
 
 
 def evaluate_reflow(
-    student: SmolVLAPolicy,
-    teacher: SmolVLAPolicy,
+    student: PreTrainedPolicy,
+    teacher: PreTrainedPolicy,
     batches: Sequence[Batch],
     *,
     num_steps: Sequence[int] = (1, 2, 4, 10),
@@ -84,8 +85,8 @@ def evaluate_reflow(
     """Compare a student with its teacher.
 
     Args:
-        student: any SmolVLA policy, reflowed or exported.
-        teacher: the policy it was distilled from; its `config.num_steps` defines the reference actions.
+        student: any flow-matching policy that reflow knows, reflowed or exported.
+        teacher: the policy it was distilled from; its own number of Euler steps defines the reference actions.
         batches: preprocessed, on the policies' device, with actions.
         num_steps: numbers of Euler steps to try.
         seed: of the noise, which is the same for every model and number of steps.
@@ -93,7 +94,7 @@ def evaluate_reflow(
     Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one batch for
     each number of steps. Training mode, configurations and the global random generator are left as they were.
     """
-    reference_steps = teacher.config.num_steps
+    reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
     noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
     references = [
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
@@ -162,7 +163,7 @@ def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
 
 
 def _evaluate_model(
-    policy: SmolVLAPolicy,
+    policy: PreTrainedPolicy,
     batches: Sequence[Batch],
     noises: Sequence[Tensor],
     references: Sequence[Tensor],
@@ -200,7 +201,7 @@ def _evaluate_model(
     )
 
 
-def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
+def sample_trajectory(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
     """Return the states that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`, noise first."""
     states = [noise]
     # Stands in for lerobot's real-time-chunking processor, which sampling shows every state to.
@@ -211,26 +212,29 @@ def sample_trajectory(policy: SmolVLAPolicy, observation: Observation, noise: Te
 
 
 @contextmanager
-def _sampling(policy: SmolVLAPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
-    before = policy.training, policy.config.num_steps, policy.model.rtc_processor
+def _sampling(policy: PreTrainedPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
+    steps_field = flow_of(policy.config).steps_field
+    before = policy.training, getattr(policy.config, steps_field), policy.model.rtc_processor
     policy.eval()
-    policy.config.num_steps, policy.model.rtc_processor = num_steps, recorder
+    setattr(policy.config, steps_field, num_steps)
+    policy.model.rtc_processor = recorder
     try:
         with torch.no_grad():
             yield
     finally:
         policy.train(before[0])
-        policy.config.num_steps, policy.model.rtc_processor = before[1:]
+        setattr(policy.config, steps_field, before[1])
+        policy.model.rtc_processor = before[2]
 
 
-def _spread(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int, dims: int) -> float:
+def _spread(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int, dims: int) -> float:
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randn(noise.shape, generator=generator).to(noise.device) for _ in range(_NUM_SPREAD_SAMPLES)]
     samples = torch.stack([sample_trajectory(policy, observation, draw, num_steps)[-1] for draw in draws])
     return samples[..., :dims].std(dim=0).mean().item()
 
 
-def _latency_ms(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, num_steps: int) -> float:
+def _latency_ms(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> float:
     wait: Callable[[], None] = torch.accelerator.synchronize if noise.device.type != "cpu" else lambda: None
     times = []
     with _sampling(policy, num_steps):
@@ -243,7 +247,7 @@ def _latency_ms(policy: SmolVLAPolicy, observation: Observation, noise: Tensor, 
     return statistics.median(times)
 
 
-def memory_to_act(policy: SmolVLAPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:
+def memory_to_act(policy: PreTrainedPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:
     """Return the bytes of weights and buffers, and the most that other tensors hold together while a chunk is sampled.
 
     In one Euler step: further ones hold no more.
@@ -258,7 +262,7 @@ def memory_to_act(policy: SmolVLAPolicy, observation: Observation, noise: Tensor
     return sum(weights.values()), max(accumulate(on_device))
 
 
-def _draw_noise(policy: SmolVLAPolicy, batch: Batch, seed: int) -> Tensor:
+def _draw_noise(policy: PreTrainedPolicy, batch: Batch, seed: int) -> Tensor:
     shape = (len(batch[ACTION]), policy.config.chunk_size, policy.config.max_action_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(batch[ACTION].device)
 

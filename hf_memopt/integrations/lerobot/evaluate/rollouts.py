@@ -11,6 +11,7 @@ from lerobot.envs.utils import freeze_after_episode_end
 from lerobot.processor import PolicyProcessorPipeline
 from lerobot.scripts.lerobot_eval import eval_policy
 
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
 from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import load_processors
 from hf_memopt.ranges import COUNT
@@ -59,7 +60,7 @@ def evaluate_in_environment(
     results = {}
     try:
         for steps in num_steps:
-            model.config.num_steps = steps
+            setattr(model.config, flow_of(model.config).steps_field, steps)
             nothing = PolicyProcessorPipeline(steps=[])
             with torch.random.fork_rng():
                 torch.manual_seed(seed)

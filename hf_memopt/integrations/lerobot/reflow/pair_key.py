@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lerobot.configs import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
 
 from hf_memopt.couplings.source import files_sha256
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
+from hf_memopt.integrations.lerobot.flow.reflow_options import SELF
 from hf_memopt.integrations.lerobot.policy_files import (
-    ARCHITECTURE_FIELDS,
     WEIGHTS_FILE,
     load_config,
     normalizing_statistics,
@@ -23,7 +24,7 @@ from hf_memopt.integrations.lerobot.policy_files import (
 Statistics = Mapping[str, Mapping[str, Any]]
 
 
-def coupling_inputs(config: SmolVLAReflowConfig, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def coupling_inputs(config: PreTrainedConfig, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Select what of a preprocessed batch conditions the policy, batch first; padding tokens are zero."""
     names = [key for feature in config.input_features for key in (feature, f"{feature}_padding_mask") if key in batch]
     mask = batch[OBS_LANGUAGE_ATTENTION_MASK].bool()
@@ -41,9 +42,7 @@ def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor[:, :length] if name in text else tensor for name, tensor in inputs.items()}
 
 
-def comparable_fields(
-    config: SmolVLAReflowConfig, dataset_stats: Statistics, dataset_root: Path | None
-) -> dict[str, Any]:
+def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, dataset_root: Path | None) -> dict[str, Any]:
     """Return the fields of a `CouplingKey` that a run knows: all, if the teacher is on this machine and a seed is set.
 
     Args:
@@ -63,14 +62,14 @@ def comparable_fields(
     }
     if teacher is not None:
         fields["weights"] = files_sha256([teacher / WEIGHTS_FILE], teacher)
-        fields["num_steps"] = config.teacher_num_steps or load_config(teacher).num_steps
+        fields["num_steps"] = config.teacher_num_steps or getattr(load_config(teacher), flow_of(config).steps_field)
         fields["dtype"] = config.teacher_dtype or "as saved"
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def preprocessing_sha256(config: SmolVLAReflowConfig, dataset_stats: Statistics) -> str:
+def preprocessing_sha256(config: PreTrainedConfig, dataset_stats: Statistics) -> str:
     """Return the SHA-256 of what makes a frame into the models' inputs: configuration fields, normaliser statistics."""
-    fields = {name: getattr(config, name) for name in (*ARCHITECTURE_FIELDS, "tokenizer_max_length")}
+    fields = {name: getattr(config, name) for name in (*flow_of(config).architecture_fields, "tokenizer_max_length")}
     features = {name: list(feature.shape) for name, feature in config.input_features.items()}
     mapping = {kind: mode.value for kind, mode in config.normalization_mapping.items()}
     statistics = {
@@ -90,7 +89,7 @@ def dataset_sha256(root: Path) -> str:
     return hashlib.sha256("\n".join([files_sha256(tables, root), *sizes]).encode()).hexdigest()
 
 
-def _teacher_folder(config: SmolVLAReflowConfig) -> Path | None:
+def _teacher_folder(config: PreTrainedConfig) -> Path | None:
     path = config.teacher_model_path
     on_this_machine = path and path != SELF and Path(path).expanduser().exists()
     return resolve_checkpoint(str(path)) if on_this_machine else None

@@ -6,25 +6,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from hf_memopt.couplings.key import draw_noise, noise_seed
 from hf_memopt.couplings.source import CouplingCache
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.integrations.lerobot.flow.reflow_options import ReflowOptions
 from hf_memopt.integrations.lerobot.reflow.pair_key import (
     Statistics,
     comparable_fields,
     coupling_inputs,
     without_padding,
-)
-from hf_memopt.integrations.lerobot.reflow.prefix import (
-    ConditionedExpert,
-    Observation,
-    SharedPrefix,
-    demonstrated_actions,
-    observe,
 )
 from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.integrations.lerobot.reflow.self_teacher import SelfTeacher
@@ -42,7 +38,7 @@ class Asked(NamedTuple):
         prefix: the student's, if the teacher shares it.
     """
 
-    student: SmolVLAPolicy
+    student: PreTrainedPolicy
     observation: Observation
     prefix: SharedPrefix | None
 
@@ -81,7 +77,7 @@ class PairSource:
         """Raise a ValueError for all that can be refused before training starts."""
         self.teacher.check(dataset_stats)
 
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
+    def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         """Draw a batch's noise, unless it is given."""
         return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
@@ -89,7 +85,7 @@ class PairSource:
         """Return the drawn pairs with their actions."""
         return pairs._replace(target=self.teacher.sample(asked.observation, pairs.noise, asked.prefix))
 
-    def _noise(self, student: SmolVLAPolicy, batch: dict[str, Tensor]) -> Tensor:
+    def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
         state, config = batch[OBS_STATE], student.config
         shape = (len(state), config.chunk_size, config.max_action_dim)
         return student.model.sample_noise(shape, state.device)  # type: ignore[no-any-return]
@@ -102,12 +98,13 @@ class DemonstratedPairs(PairSource):
     def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
         """Find the other end of each path: the actions of a noise, or the noise of actions."""
         batch, noise, config = pairs.batch, pairs.noise, asked.student.config
+        flow = flow_of(config)
         from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
-        actions = demonstrated_actions(asked.student, batch)
+        actions = flow.demonstrated_actions(asked.student, batch)
         with self.teacher.visit() as model:
-            prefix = SharedPrefix(model, asked.observation) if asked.prefix is None else asked.prefix
+            prefix = flow.prefix(model, asked.observation) if asked.prefix is None else asked.prefix
             num_action_dims = config.action_feature.shape[0]
-            noise, target = ConditionedExpert(model, prefix).couple(
+            noise, target = flow.expert(model, prefix).couple(
                 noise, actions, from_actions, self.teacher.num_steps, num_action_dims
             )
         # Behind the end of an episode a demonstration is padding, which is no path of the teacher's.
@@ -126,7 +123,7 @@ class SeededPairs(PairSource):
             targets = [solve(asked.student, self.teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
         return pairs._replace(target=torch.cat(targets))
 
-    def _noise(self, student: SmolVLAPolicy, batch: dict[str, Tensor]) -> Tensor:
+    def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
         return frame_noise(student.config, batch, batch[OBS_STATE].device)
 
 
@@ -139,7 +136,7 @@ class CachedPairs(PairSource):
         config: the student's.
     """
 
-    def __init__(self, config: SmolVLAReflowConfig) -> None:
+    def __init__(self, config: ReflowOptions) -> None:
         super().__init__(SelfTeacher(config))
         self._config = config
         self._cache: CouplingCache | None = None
@@ -158,7 +155,7 @@ class CachedPairs(PairSource):
         if "weights" not in expected:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
-    def draw(self, student: SmolVLAPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
+    def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         """Look up the pairs of a batch's frames, and the observations if they are stored.
 
         Raises:
@@ -186,7 +183,7 @@ class CachedPairs(PairSource):
         return self._cache
 
 
-def make_pair_source(config: SmolVLAReflowConfig) -> PairSource:
+def make_pair_source(config: ReflowOptions) -> PairSource:
     """Make the source that a student's configuration asks for."""
     if config.couplings_path is not None:
         return CachedPairs(config)
@@ -196,7 +193,7 @@ def make_pair_source(config: SmolVLAReflowConfig) -> PairSource:
     return DemonstratedPairs(teacher) if config.reflow_real_data > 0 else PairSource(teacher)
 
 
-def solve(student: SmolVLAPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
     """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
 
     Autocast does not apply, and padding is cut off first, so that the result for one frame is a function of that
@@ -226,7 +223,7 @@ def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
     return indices
 
 
-def frame_noise(config: SmolVLAReflowConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Draw one of each frame's `couplings_per_frame` noises, `(batch, chunk, max_action_dim)`."""
     indices = frame_indices(batch)
     draws = draw_numbers(len(indices), config.couplings_per_frame or 1)

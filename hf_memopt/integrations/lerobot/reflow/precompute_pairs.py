@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from lerobot.configs import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import LeRobotDataset
 from lerobot.datasets.factory import make_dataset
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hf_memopt.couplings.source import CouplingKey, CouplingPlan, precompute
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.evaluate.measure import reading_dataset
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.flow.reflow_options import SELF, is_student
 from hf_memopt.integrations.lerobot.processors import load_processors
 from hf_memopt.integrations.lerobot.reflow.pair_key import comparable_fields, coupling_inputs
 from hf_memopt.integrations.lerobot.reflow.pair_source import solve
+from hf_memopt.integrations.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 
 
@@ -86,7 +87,7 @@ def precompute_for_policy(
         )
 
 
-def key_of(config: SmolVLAReflowConfig, dataset: LeRobotDataset) -> CouplingKey:
+def key_of(config: PreTrainedConfig, dataset: LeRobotDataset) -> CouplingKey:
     """Return the key of the couplings that a policy's teacher makes for a dataset."""
     fields = comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root))
     return CouplingKey(**{name: fields[name] for name in CouplingKey.__dataclass_fields__})
@@ -101,7 +102,7 @@ class Frames:
         dataset: the run's.
     """
 
-    def __init__(self, cfg: TrainPipelineConfig, policy: SmolVLAReflowPolicy, dataset: LeRobotDataset) -> None:
+    def __init__(self, cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset) -> None:
         self._config, self._dataset = policy.config, dataset
         self.indices: list[int] = [int(index) for index in dataset.hf_dataset["index"]]
         self._position = {index: position for position, index in enumerate(self.indices)}
@@ -130,9 +131,9 @@ class Frames:
         return coupling_inputs(self._config, self._preprocess(batch))
 
 
-def _check(cfg: TrainPipelineConfig) -> SmolVLAReflowConfig:
+def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
     config = cfg.policy
-    if not isinstance(config, SmolVLAReflowConfig) or not config.use_reflow:
+    if not is_student(config) or not config.use_reflow:
         raise ValueError(
             "the training flags name no student; pass --policy.path=<folder of `hf-memopt prepare-student`>"
         )

@@ -1,4 +1,4 @@
-"""The teacher of one SmolVLA student: found, checked, loaded on first use and kept off the device between samples."""
+"""The teacher of one student: found, checked, loaded on first use and kept off the device between samples."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -6,19 +6,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
+from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
+from hf_memopt.integrations.lerobot.flow.reflow_options import ReflowOptions
 from hf_memopt.integrations.lerobot.policy_files import (
     check_same_architecture,
     check_same_statistics,
     check_weights_file,
     load_config,
-    load_policy,
+    load_teacher,
     resolve_checkpoint,
 )
-from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
 from hf_memopt.integrations.lerobot.reflow.velocity_teacher import (
     VelocityTeacher,
     check_replicated,
@@ -39,10 +40,10 @@ class ReflowTeacher(VelocityTeacher):
         copier: how the teacher's weights move; None, what suits the student's device.
     """
 
-    def __init__(self, config: SmolVLAReflowConfig, copier: Copier | None = None) -> None:
+    def __init__(self, config: ReflowOptions, copier: Copier | None = None) -> None:
         super().__init__(config)
         self._copier = copier
-        self._policy: SmolVLAPolicy | None = None
+        self._policy: PreTrainedPolicy | None = None
         self._offloaded: OffloadedTeacher | None = None
 
     def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -54,13 +55,12 @@ class ReflowTeacher(VelocityTeacher):
         folder = resolve_checkpoint(str(self._config.teacher_model_path))
         config = load_config(folder)
         check_weights_file(folder)
-        if not config.use_cache:
-            raise ValueError(f"the teacher's config in {folder} has use_cache=false; SmolVLA cannot sample without it")
         check_same_architecture(self._config, config)
+        self._flow.check_teacher(folder, config)
         if dataset_stats is not None:
             check_same_statistics(folder, config, dataset_stats)
 
-    def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
         """Return the teacher's policy, loaded on the first call. Its model is on the host between samples.
 
         Args:
@@ -74,13 +74,13 @@ class ReflowTeacher(VelocityTeacher):
             policy = self._load_policy()
             self._share(why_not_shared(student, policy))
             shared = self.why_not_shared is None
-            transformer = _transformer(policy.model, with_vlm=not shared)
+            transformer = self._flow.transformer(policy.model, with_vlm=not shared)
             _cast(transformer, self._config.teacher_dtype)
             self._say_what_float32_costs(transformer)
             self._offloaded = OffloadedTeacher(
                 policy.model,
                 device=next(student.parameters()).device,
-                mode=self._config.teacher_offload,  # type: ignore[arg-type]
+                mode=self._config.teacher_offload,
                 share_with=student.model if shared else None,
                 budget_gib=self._config.teacher_budget_gib,
                 copier=self._copier,
@@ -98,23 +98,22 @@ class ReflowTeacher(VelocityTeacher):
             if prefix is None:
                 actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
             else:
-                actions = ConditionedExpert(model, prefix).sample(noise, self.num_steps)
+                actions = self._flow.expert(model, prefix).sample(noise, self.num_steps)
         return actions.to(noise.dtype)
 
     @contextmanager
-    def visit(self) -> Iterator[VLAFlowMatching]:
+    def visit(self) -> Iterator[Any]:
         """Have the loaded teacher's model on the student's device for as long as the context lasts; may be nested."""
         assert self._offloaded is not None
         # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
         with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
-            assert isinstance(model, VLAFlowMatching)
             yield model
 
     @property
     def num_steps(self) -> int:
         """Return the Euler steps of the loaded teacher."""
         assert self._policy is not None
-        return int(self._policy.config.num_steps)
+        return int(getattr(self._policy.config, self._flow.steps_field))
 
     def prefetch(self) -> None:
         """Start bringing the weights for the next sample, if the teacher is loaded."""
@@ -136,17 +135,15 @@ class ReflowTeacher(VelocityTeacher):
                 num_bytes / 2 / MIB,
             )
 
-    def _load_policy(self) -> SmolVLAPolicy:
+    def _load_policy(self) -> PreTrainedPolicy:
         self.check(None)
-        changes: dict[str, Any] = {"vlm_model_name": self._config.vlm_model_name}
-        if self._config.teacher_num_steps is not None:
-            changes["num_steps"] = self._config.teacher_num_steps
-        policy = load_policy(resolve_checkpoint(str(self._config.teacher_model_path)), **changes)
+        policy = load_teacher(resolve_checkpoint(str(self._config.teacher_model_path)), self._config)
+        self._flow.leave_out_unused(policy.model)
         policy.requires_grad_(False)
         return policy
 
 
-def why_not_shared(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | None:
+def why_not_shared(student: PreTrainedPolicy, teacher: PreTrainedPolicy) -> str | None:
     """Say why student and teacher cannot share the VLM's work, and the flag that would change it; None if they can.
 
     The teacher's VLM takes the student's dtype where that loses nothing.
@@ -154,8 +151,9 @@ def why_not_shared(student: SmolVLAPolicy, teacher: SmolVLAPolicy) -> str | None
     why_not = why_student_cannot_share(student)
     if why_not is not None:
         return why_not
-    teachers = dict(teacher.model.vlm_with_expert.vlm.named_parameters())
-    for name, ours in student.model.vlm_with_expert.vlm.named_parameters():
+    flow = flow_of(student.config)
+    teachers = dict(flow.vlm(teacher.model).named_parameters())
+    for name, ours in flow.vlm(student.model).named_parameters():
         theirs = teachers.get(name)
         if theirs is None or not _adopt_dtype(theirs, ours) or not torch.equal(theirs.to(ours.device), ours):
             return f"the student's VLM differs from the teacher's in {name} (prepare-student starts from the teacher)"
@@ -168,12 +166,6 @@ def _adopt_dtype(teacher: torch.nn.Parameter, student: Tensor) -> bool:
     if lossless:
         teacher.data = cast
     return lossless
-
-
-def _transformer(model: VLAFlowMatching, with_vlm: bool) -> list[torch.nn.Parameter]:
-    """The teacher's own weights without the projections around them."""
-    part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
-    return list(part.parameters())
 
 
 def _cast(weights: list[torch.nn.Parameter], dtype: str | None) -> None:

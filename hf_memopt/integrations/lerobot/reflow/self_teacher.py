@@ -3,13 +3,14 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
+from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.reflow.prefix import ConditionedExpert, Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.reflow_options import ReflowOptions
 from hf_memopt.integrations.lerobot.reflow.velocity_teacher import (
     VelocityTeacher,
     check_replicated,
@@ -23,17 +24,17 @@ class SelfTeacher(VelocityTeacher):
     Targets of a network that is being trained move with it, and nothing but `reflow_real_data` ties them to the data.
     """
 
-    def __init__(self, config: SmolVLAReflowConfig) -> None:
+    def __init__(self, config: ReflowOptions) -> None:
         super().__init__(config)
         # Weak, since the student owns its teacher.
-        self._student: weakref.ref[SmolVLAPolicy] | None = None
+        self._student: weakref.ref[PreTrainedPolicy] | None = None
 
     @property
     def num_steps(self) -> int:
         """Return the Euler steps for a target."""
-        return self._config.teacher_num_steps or int(self._config.num_steps)
+        return self._config.teacher_num_steps or int(getattr(self._config, self._flow.steps_field))
 
-    def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
         """Return the student."""
         if self._student is None or self._student() is not student:
             check_replicated(student)
@@ -45,11 +46,11 @@ class SelfTeacher(VelocityTeacher):
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
         """Return where the student's own ODE takes `noise`; see `VelocityTeacher.sample`."""
         with self.visit() as model:
-            own = SharedPrefix(model, observation) if prefix is None else prefix
-            return ConditionedExpert(model, own).sample(noise, self.num_steps).to(noise.dtype)
+            own = self._flow.prefix(model, observation) if prefix is None else prefix
+            return self._flow.expert(model, own).sample(noise, self.num_steps).to(noise.dtype)
 
     @contextmanager
-    def visit(self) -> Iterator[VLAFlowMatching]:
+    def visit(self) -> Iterator[Any]:
         """Have the student's model in evaluation mode and without autocast for as long as the context lasts."""
         assert self._student is not None
         student = self._student()

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
+from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.reflow.prefix import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
+from hf_memopt.integrations.lerobot.flow.reflow_options import ReflowOptions
 from hf_memopt.teacher import TeacherReport
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ class VelocityTeacher(ABC):
 
     why_not_shared: str | None = "the teacher is not loaded"
 
-    def __init__(self, config: SmolVLAReflowConfig) -> None:
-        self._config = config
+    def __init__(self, config: ReflowOptions) -> None:
+        self._config: Any = config
+        self._flow = flow_of(self._config)
 
     def __reduce__(self) -> Any:
         return type(self), (self._config,)
@@ -45,7 +47,7 @@ class VelocityTeacher(ABC):
         """Return the Euler steps of the loaded teacher."""
 
     @abstractmethod
-    def load(self, student: SmolVLAPolicy) -> SmolVLAPolicy:
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
         """Return the teacher's policy, loaded on the first call.
 
         Raises:
@@ -53,7 +55,7 @@ class VelocityTeacher(ABC):
         """
 
     @abstractmethod
-    def visit(self) -> AbstractContextManager[VLAFlowMatching]:
+    def visit(self) -> AbstractContextManager[Any]:
         """Have the loaded teacher's model on the student's device, without autocast; may be nested."""
 
     @abstractmethod
@@ -76,9 +78,9 @@ class VelocityTeacher(ABC):
         """Return what the teacher costs; None before it is loaded, or if it has no weights of its own."""
         return None
 
-    def shared_prefix(self, student: SmolVLAPolicy, observation: Observation) -> SharedPrefix | None:
+    def shared_prefix(self, student: PreTrainedPolicy, observation: Observation) -> SharedPrefix | None:
         """Compute the prefix that serves both models; None if each needs its own."""
-        return SharedPrefix(student.model, observation) if self.why_not_shared is None else None
+        return self._flow.prefix(student.model, observation) if self.why_not_shared is None else None
 
     def _share(self, why_not: str | None) -> None:
         """Take note whether the prefix is shared, and say so."""
@@ -91,11 +93,11 @@ class VelocityTeacher(ABC):
             logger.info("shared prefix: off; %s", why_not)
 
 
-def check_replicated(student: SmolVLAPolicy) -> None:
+def check_replicated(student: PreTrainedPolicy) -> None:
     """Refuse a student that FSDP has sharded: it gathers a module's weights when that module is called.
 
     Raises:
-        ValueError: a module is sharded. lerobot calls parts of SmolVLA's layers, and never the layers.
+        ValueError: a module is sharded. lerobot calls parts of its layers, and never the layers.
     """
     for name, module in student.named_modules():
         if isinstance(module, FSDPModule):
@@ -105,18 +107,20 @@ def check_replicated(student: SmolVLAPolicy) -> None:
             )
 
 
-def why_student_cannot_share(student: SmolVLAPolicy) -> str | None:
+def why_student_cannot_share(student: PreTrainedPolicy) -> str | None:
     """Say what about the student alone keeps its prefix from being computed once and without a graph; None, nothing."""
     config = student.config
     if config.share_prefix == "off":
         return "share_prefix=off was asked for"
     if not config.train_expert_only:
         return "the student trains its VLM (--policy.train_expert_only=true would freeze it)"
-    if config.prefix_length > 0:
-        return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
+    flow = flow_of(config)
+    setting = flow.why_not_shareable(config)
+    if setting is not None:
+        return setting
     if config.compile_model:
         return "compile_model compiles the joint forward pass (--policy.compile_model=false would not)"
-    for name, weight in student.model.vlm_with_expert.vlm.named_parameters():
+    for name, weight in flow.vlm(student.model).named_parameters():
         if weight.requires_grad:
             return f"the student trains the VLM's weight {name} (freeze it, or leave it out of the adapter's targets)"
     return None

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lerobot.policies import get_policy_class
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.integrations.lerobot.flow.known_flows import observe
+from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import blank_observation, check_processors, load_processors
-from hf_memopt.integrations.lerobot.reflow.prefix import observe
+from hf_memopt.integrations.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.teacher import TeacherReport
 from hf_memopt.units import MIB
 
@@ -22,21 +23,21 @@ def diagnose(policy: str, device: str | None = None) -> str:
         device: where the student would train; None, the accelerator if there is one.
 
     Raises:
-        ValueError: no `smolvla_reflow` policy with `use_reflow`, whatever keeps the teacher from loading, or a target
+        ValueError: no student with `use_reflow`, whatever keeps the teacher from loading, or a target
             that is not finite.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    if not isinstance(config, SmolVLAReflowConfig) or not config.use_reflow:
+    if not is_student(config) or not config.use_reflow:
         raise ValueError(f"{folder} has no teacher: its policy is of type {config.type!r} without use_reflow=true")
     taught = not config.teaches_itself and config.couplings_path is None
     for each in [folder, *([resolve_checkpoint(str(config.teacher_model_path))] if taught else [])]:
         check_processors(each)
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     config.device = device
-    student = SmolVLAReflowPolicy.from_pretrained(folder, config=config)
+    student = get_policy_class(config.type).from_pretrained(folder, config=config)
     student.load_teacher_model()
-    head = f"Policy {folder}: smolvla_reflow on {device}"
+    head = f"Policy {folder}: {config.type} on {device}"
     if config.couplings_path is not None:
         return _page(head, ["Teacher Model: none", f"  Targets: from {config.couplings_path}"], "the student loads")
     _make_target(student, folder)
@@ -47,7 +48,7 @@ def diagnose(policy: str, device: str | None = None) -> str:
     return _page(head, teacher_lines(student, report), "student and teacher load, and the teacher's target is finite")
 
 
-def teacher_lines(student: SmolVLAReflowPolicy, report: TeacherReport) -> list[str]:
+def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
     """Return what there is to say about a teacher that has made a target."""
     status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
     shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
@@ -65,7 +66,7 @@ def teacher_lines(student: SmolVLAReflowPolicy, report: TeacherReport) -> list[s
     ]
 
 
-def _make_target(student: SmolVLAReflowPolicy, folder: Path) -> None:
+def _make_target(student: ReflowPolicy, folder: Path) -> None:
     """Let the teacher solve its ODE once, for an observation of zeros."""
     device = str(student.config.device)
     preprocess, _ = load_processors(student.config, folder, {"device_processor": {"device": device}})

@@ -9,12 +9,19 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
 from lerobot.datasets.factory import make_train_eval_datasets
+from lerobot.policies import get_policy_class
 
 from hf_memopt import __version__
 from hf_memopt.integrations.lerobot.checkpoint_files import file_in, read_object
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SELF, SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
-from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
+from hf_memopt.integrations.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.integrations.lerobot.policy_files import (
+    load_config,
+    load_policy,
+    load_teacher,
+    resolve_checkpoint,
+)
 from hf_memopt.integrations.lerobot.processors import check_processors
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
 from hf_memopt.units import format_bytes
@@ -99,21 +106,18 @@ def measure(
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    named = config.teacher_model_path if isinstance(config, SmolVLAReflowConfig) else None
+    named = config.teacher_model_path if is_student(config) else None
     teacher = teacher or (None if named == SELF else named)
     if not teacher:
         raise ValueError(
             f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
         )
-    changes: dict[str, Any] = {"vlm_model_name": config.vlm_model_name}
-    if getattr(config, "teacher_num_steps", None) is not None:
-        changes["num_steps"] = config.teacher_num_steps
     teacher_folder = resolve_checkpoint(teacher)
     for each in (folder, teacher_folder):
         check_processors(each)
     observations = observations or training_observations(folder)
     batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
-    models = [load_policy(folder), load_policy(teacher_folder, **changes)]
+    models = [load_policy(folder), load_teacher(teacher_folder, config)]
     student, teaching = (model.to(device) for model in models)
     return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
 
@@ -131,9 +135,10 @@ def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Ob
     # A folder's path says nothing to others and too much about its owner.
     named = getattr(config, "teacher_model_path", None) or ""
     teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
-    sections = [_front_matter(config, teacher), _introduction(num_steps, teacher), _training(folder, config)]
+    sections = [_front_matter(config, teacher), _introduction(config, num_steps, teacher)]
+    sections.append(_training(folder, config))
     sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
-    return "\n\n".join([*sections, _usage(), ""])
+    return "\n\n".join([*sections, _usage(config), ""])
 
 
 def _front_matter(config: Any, teacher: str | None) -> str:
@@ -142,16 +147,17 @@ def _front_matter(config: Any, teacher: str | None) -> str:
         pipeline_tag="robotics",
         license=config.license,
         base_model=teacher,
-        tags=sorted({"lerobot", "smolvla", "reflow", "rectified-flow", *(config.tags or ())}),
+        tags=sorted({"lerobot", flow_of(config).stock_type, "reflow", "rectified-flow", *(config.tags or ())}),
     )
     return f"---\n{data.to_yaml()}\n---"
 
 
-def _introduction(num_steps: int, teacher: str | None) -> str:
+def _introduction(config: Any, num_steps: int, teacher: str | None) -> str:
     steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
-    origin = "a local SmolVLA checkpoint" if teacher is None else f"`{teacher}`"
+    title = flow_of(config).title
+    origin = f"a local {title} checkpoint" if teacher is None else f"`{teacher}`"
     return (
-        f"# SmolVLA, reflowed\n\nA SmolVLA policy that samples an action chunk in {steps}. It was distilled by reflow "
+        f"# {title}, reflowed\n\nA {title} policy that samples an action chunk in {steps}. It was distilled by reflow "
         f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
         "and the actions that the teacher's own sampling makes of it."
     )
@@ -215,9 +221,10 @@ def _plain(text: Any) -> str:
     return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
 
 
-def _usage() -> str:
+def _usage(config: Any) -> str:
+    policy_class = get_policy_class(flow_of(config).stock_type)
     return (
         "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
-        "```python\nfrom lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy\n\n"
-        'policy = SmolVLAPolicy.from_pretrained("<this folder or repository>", strict=True)\n```'
+        f"```python\nfrom {policy_class.__module__} import {policy_class.__name__}\n\n"
+        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```'
     )

@@ -1,4 +1,4 @@
-"""From a teacher's checkpoint to a student's, and from a trained student's to a stock SmolVLA's."""
+"""From a teacher's checkpoint to a student's, and from a trained student's to a stock policy's."""
 
 import dataclasses
 import json
@@ -13,10 +13,11 @@ import torch
 from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
-from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from lerobot.configs import PreTrainedConfig
 
 from hf_memopt.integrations.lerobot.checkpoint_files import COPY_AGAIN, read_object
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig, absolute_if_local
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of
+from hf_memopt.integrations.lerobot.flow.reflow_options import absolute_if_local, is_student
 from hf_memopt.integrations.lerobot.policy_files import (
     WEIGHTS_FILE,
     check_normalizers,
@@ -37,12 +38,12 @@ _FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
 
 
 def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
-    """Write a `smolvla_reflow` checkpoint that starts as an exact copy of its teacher.
+    """Write a student's checkpoint (`smolvla_reflow`, say) that starts as an exact copy of its teacher.
 
     Args:
         teacher: checkpoint folder, training output folder or hub id.
         output: folder to create.
-        settings: fields of `SmolVLAReflowConfig` to set, such as `reflow_time_sampling`.
+        settings: fields of its configuration to set, such as `reflow_time_sampling`.
 
     Returns:
         `output`, for `--policy.path=`.
@@ -62,13 +63,14 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
         **_FRESH,
         **settings,
     }
-    student = SmolVLAReflowConfig(**{**_smolvla_fields(config), **fields})
+    student_config = PreTrainedConfig.get_choice_class(f"{flow_of(config).stock_type}_reflow")
+    student = student_config(**{**_stock_fields(config), **fields})
     check_acts(folder)
     return _write(output, student, folder, [folder / WEIGHTS_FILE, *files])
 
 
 def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
-    """Write a plain `smolvla` checkpoint that stock lerobot loads strictly and runs with `num_steps` Euler steps.
+    """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
 
     Args:
         policy: a trained student's checkpoint folder, training output folder or hub id.
@@ -87,7 +89,8 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
     config = load_config(folder)
-    exported = SmolVLAConfig(**{**_smolvla_fields(config), **_FRESH, "num_steps": num_steps})
+    fields = {**_stock_fields(config), **_FRESH, flow_of(config).steps_field: num_steps}
+    exported = _stock_config(config)(**fields)
     check_acts(folder)
     check_normalizers(folder, config)
     return _write(output, exported, folder, [folder / WEIGHTS_FILE, *files], card)
@@ -100,7 +103,7 @@ def check_acts(folder: Path) -> None:
         ValueError: it cannot be loaded, its weights or its actions are not finite, or it does not take an observation
             of its own `input_features`.
     """
-    policy = load_policy(folder, num_steps=1)
+    policy = load_policy(folder, **{flow_of(load_config(folder)).steps_field: 1})
     for name, tensor in policy.state_dict().items():
         if not tensor.isfinite().all():
             raise ValueError(f"{folder / WEIGHTS_FILE}: {name} is not finite; take an earlier checkpoint")
@@ -125,7 +128,7 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
     api = HfApi()
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed SmolVLA")
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed policy")
     except (HTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"{folder} could not be pushed to {repo_id!r} ({error}); log in with `hf auth login`, check the name, and "
@@ -154,16 +157,24 @@ def new_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _rounds_behind(config: SmolVLAConfig) -> int:
-    reflowed = isinstance(config, SmolVLAReflowConfig) and config.use_reflow
+def _rounds_behind(config: PreTrainedConfig) -> int:
+    reflowed = is_student(config) and config.use_reflow
     return config.reflow_round if reflowed else 0
 
 
-def _smolvla_fields(config: SmolVLAConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(SmolVLAConfig) if field.init}
+def _stock_config(config: PreTrainedConfig) -> Any:
+    return PreTrainedConfig.get_choice_class(flow_of(config).stock_type)
 
 
-def _write(output: Path, config: SmolVLAConfig, source: Path, files: Iterable[Path], card: str | None = None) -> Path:
+def _stock_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(_stock_config(config)) if field.init
+    }
+
+
+def _write(
+    output: Path, config: PreTrainedConfig, source: Path, files: Iterable[Path], card: str | None = None
+) -> Path:
     with new_folder(output) as draft:
         for file in files:
             target = draft / file.relative_to(source)

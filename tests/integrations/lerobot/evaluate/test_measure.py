@@ -11,7 +11,7 @@ from torch import Tensor
 
 measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
-prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
@@ -56,7 +56,7 @@ def test_memory_to_act_is_counted_to_the_byte(toy_teacher: Path, batches: list[d
     named = [*policy.named_parameters(), *policy.named_buffers()]
     distinct = {tensor.data_ptr(): tensor.nbytes for _, tensor in named}
     policy.model.sample_actions = lambda *arguments, noise: noise + torch.zeros(1000, dtype=torch.int64).float().sum()
-    found = measure.memory_to_act(policy, prefix.observe(policy, batches[0]), noise)
+    found = measure.memory_to_act(policy, known_flows.observe(policy, batches[0]), noise)
     # int64 zeros beside their float copy; the rest is smaller
     assert found == (sum(distinct.values()), 8000 + 4000)
 
@@ -73,11 +73,11 @@ def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batc
 
 def test_trajectory_is_lerobots_own_sampling(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
     policy = policy_files.load_policy(toy_teacher)
-    path = measure.sample_trajectory(policy, prefix.observe(policy, batches[0]), noise, 10)
+    path = measure.sample_trajectory(policy, known_flows.observe(policy, batches[0]), noise, 10)
     assert path.shape == (11, 8, 8, 4)
     assert torch.equal(path[0], noise)
     with torch.no_grad():
-        want = policy.model.sample_actions(*prefix.observe(policy, batches[0]).arguments(), noise=noise)
+        want = policy.model.sample_actions(*known_flows.observe(policy, batches[0]).arguments(), noise=noise)
     assert torch.equal(path[-1], want)
 
 

@@ -17,7 +17,7 @@ measure = LateModule("hf_memopt.integrations.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
 pair_source = LateModule("hf_memopt.integrations.lerobot.reflow.pair_source")
-reflow_prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 diagnosis = LateModule("hf_memopt.integrations.lerobot.student.diagnosis")
 prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
@@ -101,11 +101,12 @@ def test_the_flag_changes_the_loss(
 def test_a_path_taken_back_leads_to_where_it_came_from(toy_student: Path, batch: Any, noise: Tensor) -> None:
     """To its own noise, the nearer the smaller the steps are; Euler's error is of first order."""
     policy = load(toy_student)
-    model, observation = policy.model, reflow_prefix.observe(policy, batch)
+    flow = known_flows.flow_of(policy.config)
+    model, observation = policy.model, known_flows.observe(policy, batch)
     forwards, backwards = torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)
     distances = []
     with torch.no_grad():
-        expert = reflow_prefix.ConditionedExpert(model, reflow_prefix.SharedPrefix(model, observation))
+        expert = flow.expert(model, flow.prefix(model, observation))
         for steps in (10, 40):
             same, actions = expert.couple(noise, torch.zeros_like(noise), forwards, steps, 4)
             torch.testing.assert_close(actions, expert.sample(noise, steps), rtol=1e-5, atol=1e-5)
@@ -122,14 +123,14 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
 ) -> None:
     policy = load(toy_student, reflow_real_data=0.5, share_prefix=share_prefix, teacher_offload="swap")
     policy.load_teacher_model()
-    observation = reflow_prefix.observe(policy, batch)
+    observation = known_flows.observe(policy, batch)
     chosen = torch.tensor([True, False, True, False, False, True])
     monkeypatch.setattr(torch, "rand", lambda *_: torch.where(chosen, 0.0, 0.9))
     source = policy.pair_source
     prefix = source.teacher.shared_prefix(policy, observation)
     asked = pair_source.Asked(policy, observation, prefix)
     _, found, target, valid = source.complete(asked, source.draw(policy, batch, noise))
-    assert torch.equal(target[chosen], reflow_prefix.demonstrated_actions(policy, batch)[chosen])
+    assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions go straight to the noise that was drawn, the robot's to the noise that the actions come from.
     torch.testing.assert_close(found[chosen][..., DIMS:], noise[chosen][..., DIMS:], rtol=1e-5, atol=1e-5)
@@ -171,8 +172,8 @@ def test_a_student_teaches_itself(
     policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
-        want = twin.eval().model.sample_actions(*reflow_prefix.observe(twin, batch).arguments(), noise=noise)
-        got = policy.generate_reflow_target(*reflow_prefix.observe(policy, batch).arguments(), noise)
+        want = twin.eval().model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise)
+        got = policy.generate_reflow_target(*known_flows.observe(policy, batch).arguments(), noise)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
         with policy.pair_source.teacher.visit() as model:

@@ -24,7 +24,7 @@ modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_sm
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
 pair_key = LateModule("hf_memopt.integrations.lerobot.reflow.pair_key")
 pair_source = LateModule("hf_memopt.integrations.lerobot.reflow.pair_source")
-prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 datasets = LateModule("lerobot.datasets")
@@ -288,7 +288,7 @@ def rows(cache: source.CouplingCache, indices: list[int], draw: int) -> torch.Te
 def pairs_of(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> pair_source.Pairs:
     policy.load_teacher_model()
     drawn = policy.pair_source.draw(policy, batch, None)
-    return policy.pair_source.complete(pair_source.Asked(policy, prefix.observe(policy, batch), None), drawn)
+    return policy.pair_source.complete(pair_source.Asked(policy, known_flows.observe(policy, batch), None), drawn)
 
 
 def ask(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
@@ -296,4 +296,4 @@ def ask(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, inputs: Any, noise:
 
 
 def _arguments(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> Any:
-    return prefix.observe(policy, batch).arguments()
+    return known_flows.observe(policy, batch).arguments()

@@ -12,7 +12,7 @@ import torch
 from late_imports import LateModule
 from torch import Tensor
 
-reflow_prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
 self_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.self_teacher")
 reflow_students = LateModule("reflow_students")
 
@@ -23,7 +23,7 @@ def stock(student: Any, batch: Any, noise: Tensor, num_steps: int) -> Tensor:
     """What stock lerobot samples with the student's weights as they are now."""
     twin = copy.deepcopy(student).eval()
     twin.config.num_steps = num_steps
-    return twin.model.sample_actions(*reflow_prefix.observe(twin, batch).arguments(), noise=noise).detach()
+    return twin.model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise).detach()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -34,7 +34,7 @@ def test_it_samples_with_the_students_present_weights(make: Make, batch: Any, no
     assert teacher.load(student) is student
     targets = []
     for _ in range(2):
-        observation = reflow_prefix.observe(student, batch)
+        observation = known_flows.observe(student, batch)
         prefix = teacher.shared_prefix(student, observation) if shared else None
         assert (prefix is not None) == shared
         targets.append(teacher.sample(observation, noise, prefix))

@@ -18,7 +18,13 @@ velocity_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.velocity_te
 
 def student(**settings: Any) -> Any:
     """What is asked of a student: settings and the VLM's weights."""
-    sharing = {"share_prefix": "auto", "train_expert_only": True, "prefix_length": -1, "compile_model": False}
+    sharing = {
+        "type": "smolvla_reflow",
+        "share_prefix": "auto",
+        "train_expert_only": True,
+        "prefix_length": -1,
+        "compile_model": False,
+    }
     vlm = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
     model = SimpleNamespace(vlm_with_expert=SimpleNamespace(vlm=vlm))
     return SimpleNamespace(config=SimpleNamespace(**{**sharing, **settings}), model=model)

@@ -273,7 +273,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "missing tensor": (drop_tensor, "(?s)do not fit its config.json.*action_out_proj"),
     "other width": (edit_config(max_action_dim=6), "do not fit its config.json"),
     "other depth": (edit_config(num_vlm_layers=2), "do not fit its config.json"),
-    "other policy": (edit_config(type="act"), "holds a policy of type 'act'; reflow needs a smolvla"),
+    "other policy": (edit_config(type="act"), "holds a policy of type 'act'; reflow needs one of: smolvla"),
     "no policy type": (overwrite(b"{}", "config.json"), "holds a policy of type None"),
     "half a config": (overwrite(b'{"type": "smol', "config.json"), "is not valid JSON .*copy the checkpoint again"),
     "binary config": (overwrite(b"\xff\xfe\x00", "config.json"), "is not valid JSON .*copy the checkpoint again"),

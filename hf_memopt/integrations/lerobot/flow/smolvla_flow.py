@@ -11,61 +11,96 @@ the expert attends to both through the cache that lerobot's sampling uses.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.policies.common.flow_matching import euler_integrate
 from lerobot.policies.common.vla_utils import make_att_2d_masks
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy, VLAFlowMatching
 from lerobot.policies.smolvla.smolvlm_with_expert import apply_rope
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-
-@dataclass(frozen=True)
-class Observation:
-    """What both models see, prepared once.
-
-    Attributes:
-        images: one `(batch, 3, height, width)` in [-1, 1] per camera.
-        image_masks: one `(batch,)` bool per camera, False where it is missing.
-        tokens: `(batch, length)` language tokens.
-        token_masks: `(batch, length)` bool, False on padding.
-        state: `(batch, max_state_dim)`.
-    """
-
-    images: list[Tensor]
-    image_masks: list[Tensor]
-    tokens: Tensor
-    token_masks: Tensor
-    state: Tensor
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Return all in the order in which lerobot's model methods take them."""
-        return self.images, self.image_masks, self.tokens, self.token_masks, self.state
+from hf_memopt.integrations.lerobot.flow.flow_policy import ConditionedExpert, FlowPolicy, Observation, SharedPrefix
 
 
-def observe(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
-    """Prepare a preprocessed batch as the policy's model takes it. The batch is not modified."""
-    if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-        batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
-    images, image_masks = policy.prepare_images(batch)
-    tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-    return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+class SmolVLAFlow(FlowPolicy):
+    """SmolVLA: its state is a token of the VLM's, behind images and language."""
+
+    stock_type = "smolvla"
+    title = "SmolVLA"
+    steps_field = "num_steps"
+    architecture_fields = (
+        "chunk_size",
+        "max_state_dim",
+        "max_action_dim",
+        "resize_imgs_with_padding",
+        "empty_cameras",
+        "adapt_to_pi_aloha",
+        "attention_mode",
+        "prefix_length",
+        "add_image_special_tokens",
+        "num_vlm_layers",
+        "num_expert_layers",
+        "self_attn_every_n_layers",
+        "expert_width_multiplier",
+        "min_period",
+        "max_period",
+    )
+
+    def load(self, folder: Path, config: SmolVLAConfig) -> SmolVLAPolicy:
+        # lerobot would fetch the VLM's weights only to replace them.
+        config.load_vlm_weights = False
+        return SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
+
+    def name_vlm(self, config: SmolVLAConfig) -> str:
+        return f"vlm_model_name={config.vlm_model_name!r}"
+
+    def settings_of_teacher(self, config: SmolVLAConfig) -> dict[str, Any]:
+        return {"vlm_model_name": config.vlm_model_name}
+
+    def observe(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
+        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+            batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
+        images, image_masks = policy.prepare_images(batch)
+        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+
+    def demonstrated_actions(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
+        actions = batch[ACTION]
+        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+            actions = policy._pi_aloha_encode_actions_inv(actions.clone())
+        padded: Tensor = policy.prepare_action({ACTION: actions})
+        return padded
+
+    def prefix(self, model: VLAFlowMatching, observation: Observation) -> SharedPrefix:
+        return SmolVLAPrefix(model, observation)
+
+    def expert(self, model: VLAFlowMatching, prefix: SharedPrefix) -> ConditionedExpert:
+        assert isinstance(prefix, SmolVLAPrefix)
+        return SmolVLAExpert(model, prefix)
+
+    def vlm(self, model: VLAFlowMatching) -> nn.Module:
+        vlm: nn.Module = model.vlm_with_expert.vlm
+        return vlm
+
+    def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
+        part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
+        return list(part.parameters())
+
+    def why_not_shareable(self, config: SmolVLAConfig) -> str | None:
+        if config.prefix_length > 0:
+            return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
+        return None
+
+    def check_teacher(self, folder: Path, config: SmolVLAConfig) -> None:
+        if not config.use_cache:
+            raise ValueError(f"the teacher's config in {folder} has use_cache=false; SmolVLA cannot sample without it")
 
 
-def demonstrated_actions(policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
-    """Prepare a preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
-    actions = batch[ACTION]
-    if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-        actions = policy._pi_aloha_encode_actions_inv(actions.clone())
-    padded: Tensor = policy.prepare_action({ACTION: actions})
-    return padded
-
-
-class SharedPrefix:
+class SmolVLAPrefix(SharedPrefix):
     """Computes the keys and values of the image and language tokens of one batch.
 
     Args:
@@ -96,11 +131,6 @@ class SharedPrefix:
                 layer.keys = layer.values = None
         self._rows_taken = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all keys and values."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
-
     def take_rows(self) -> None:
         """Let one graph write its state token into the free rows.
 
@@ -112,16 +142,16 @@ class SharedPrefix:
         self._rows_taken = True
 
 
-class ConditionedExpert:
+class SmolVLAExpert(ConditionedExpert):
     """Evaluates a model's velocity field, given a shared prefix and the model's own state token.
 
     Args:
         model: student or teacher. Gradients flow to its expert and, unless frozen, to its `state_proj`.
         prefix: computed by a VLM with the same weights. A model that trains its `state_proj` takes the prefix for
-            itself (see `SharedPrefix.take_rows`), so the teacher goes first.
+            itself (see `SmolVLAPrefix.take_rows`), so the teacher goes first.
     """
 
-    def __init__(self, model: VLAFlowMatching, prefix: SharedPrefix) -> None:
+    def __init__(self, model: VLAFlowMatching, prefix: SmolVLAPrefix) -> None:
         self._model = model
         self._pad_masks = prefix.pad_masks
         self._keys, self._values = _run_state_token(model, prefix)
@@ -132,38 +162,6 @@ class ConditionedExpert:
             prefix_pad_masks=self._pad_masks, past_key_values=self._cache(), x_t=x_t, timestep=time
         )
         return velocity
-
-    def sample(self, noise: Tensor, num_steps: int) -> Tensor:
-        """Run SmolVLA's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
-        actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
-        return actions
-
-    def couple(
-        self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
-    ) -> tuple[Tensor, Tensor]:
-        """Find both ends of the ODE's paths, of each sample from the end that is given.
-
-        Args:
-            noise: `(batch, chunk, max_action_dim)`. Where a path starts from it, its end is found as `sample` does.
-            actions: `(batch, chunk, max_action_dim)`, zero in the padded dimensions. Where a path starts from them,
-                their noise is found by Euler steps the other way ("forward pairs" in arXiv 2405.20320).
-            from_actions: `(batch,)` bool, which paths start from the actions.
-            num_steps: Euler steps.
-            num_action_dims: dimensions that the robot has. lerobot trains no velocity in the others; from the actions
-                they follow the line to their own `noise`, which is where they are in its training.
-
-        Returns:
-            The noise and the actions of every path.
-        """
-        backwards = from_actions[:, None, None]
-        x = torch.where(backwards, actions, noise)
-        for step in range(num_steps):
-            # Time 1 is noise: some samples of the batch go from 0 upwards, the others from 1 downwards.
-            time = torch.where(from_actions, step / num_steps, 1 - step / num_steps)
-            velocity = self.velocity(x, time)
-            outward = torch.cat([velocity[..., :num_action_dims], noise[..., num_action_dims:]], dim=-1)
-            x = x + torch.where(backwards, outward, -velocity) / num_steps
-        return torch.where(backwards, x, noise), torch.where(backwards, actions, x)
 
     def _cache(self) -> DynamicCache:
         # A new cache for each step: lerobot appends the action tokens to some layers and crops them off again.
@@ -187,7 +185,7 @@ def _filled_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
     return layer
 
 
-def _run_state_token(model: VLAFlowMatching, prefix: SharedPrefix) -> tuple[list[Tensor], list[Tensor]]:
+def _run_state_token(model: VLAFlowMatching, prefix: SmolVLAPrefix) -> tuple[list[Tensor], list[Tensor]]:
     """Complete the prefix's keys and values, (batch, tokens + 1, heads, dim) each, by the model's state token.
 
     The token passes through the VLM's layers as lerobot's joint forward would take it there, alone: it attends to the

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_memopt.memory import SavedBytes
 
-reflow_prefix = LateModule("hf_memopt.integrations.lerobot.reflow.prefix")
+known_flows = LateModule("hf_memopt.integrations.lerobot.flow.known_flows")
+smolvla_flow = LateModule("hf_memopt.integrations.lerobot.flow.smolvla_flow")
 reflow_teacher = LateModule("hf_memopt.integrations.lerobot.reflow.reflow_teacher")
 reflow_students = LateModule("reflow_students")
 
@@ -83,12 +84,12 @@ def test_shared_prefix_saves_less_and_the_state_token_little_more(make: Make, ba
 
 def test_a_prefix_serves_one_graph(make: Make, batch: Any) -> None:
     policy = make()
-    prefix = reflow_prefix.SharedPrefix(policy.model, reflow_prefix.observe(policy, batch))
-    reflow_prefix.ConditionedExpert(policy.model, prefix)
+    prefix = smolvla_flow.SmolVLAPrefix(policy.model, known_flows.observe(policy, batch))
+    smolvla_flow.SmolVLAExpert(policy.model, prefix)
     with torch.no_grad():
-        reflow_prefix.ConditionedExpert(policy.model, prefix)
+        smolvla_flow.SmolVLAExpert(policy.model, prefix)
     with pytest.raises(RuntimeError, match="one backward pass"):
-        reflow_prefix.ConditionedExpert(policy.model, prefix)
+        smolvla_flow.SmolVLAExpert(policy.model, prefix)
 
 
 @pytest.mark.parametrize("train_state_proj", [True, False])

@@ -1,0 +1,168 @@
+"""The seam between reflow and a flow-matching policy of lerobot: one adapter per policy, and nothing else differs.
+
+Such a policy has images, language and a state as its observation, a VLM that reads them, an expert that turns noise
+into actions by Euler steps, and time 1 for noise. Its `model` has lerobot's methods `forward`, `sample_actions` and
+`sample_noise`, which take an observation in the order of `Observation.arguments`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.common.flow_matching import euler_integrate
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What both models see, prepared once.
+
+    Attributes:
+        images: one `(batch, 3, height, width)` in [-1, 1] per camera.
+        image_masks: one `(batch,)` bool per camera, False where it is missing.
+        tokens: `(batch, length)` language tokens.
+        token_masks: `(batch, length)` bool, False on padding.
+        state: `(batch, max_state_dim)`.
+    """
+
+    images: list[Tensor]
+    image_masks: list[Tensor]
+    tokens: Tensor
+    token_masks: Tensor
+    state: Tensor
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return all in the order in which lerobot's model methods take them."""
+        return self.images, self.image_masks, self.tokens, self.token_masks, self.state
+
+
+class SharedPrefix:
+    """Keys and values of the image and language tokens of one batch, one of each per layer, without a graph.
+
+    Attributes:
+        keys: one tensor per layer.
+        values: one tensor per layer.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+class ConditionedExpert(ABC):
+    """A model's velocity field, given the prefix of a batch."""
+
+    @abstractmethod
+    def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
+        """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
+
+    def sample(self, noise: Tensor, num_steps: int) -> Tensor:
+        """Run lerobot's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
+        actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
+        return actions
+
+    def couple(
+        self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
+    ) -> tuple[Tensor, Tensor]:
+        """Find both ends of the ODE's paths, of each sample from the end that is given.
+
+        Args:
+            noise: `(batch, chunk, max_action_dim)`. Where a path starts from it, its end is found as `sample` does.
+            actions: `(batch, chunk, max_action_dim)`, zero in the padded dimensions. Where a path starts from them,
+                their noise is found by Euler steps the other way ("forward pairs" in arXiv 2405.20320).
+            from_actions: `(batch,)` bool, which paths start from the actions.
+            num_steps: Euler steps.
+            num_action_dims: dimensions that the robot has. lerobot trains no velocity in the others; from the actions
+                they follow the line to their own `noise`, which is where they are in its training.
+
+        Returns:
+            The noise and the actions of every path.
+        """
+        backwards = from_actions[:, None, None]
+        x = torch.where(backwards, actions, noise)
+        for step in range(num_steps):
+            # Time 1 is noise: some samples of the batch go from 0 upwards, the others from 1 downwards.
+            time = torch.where(from_actions, step / num_steps, 1 - step / num_steps)
+            velocity = self.velocity(x, time)
+            outward = torch.cat([velocity[..., :num_action_dims], noise[..., num_action_dims:]], dim=-1)
+            x = x + torch.where(backwards, outward, -velocity) / num_steps
+        return torch.where(backwards, x, noise), torch.where(backwards, actions, x)
+
+
+class FlowPolicy(ABC):
+    """What reflow has to know of one policy.
+
+    Attributes:
+        stock_type: lerobot's name for it; the student's is the same with `_reflow` behind it.
+        title: its name in prose.
+        steps_field: the field of its configuration that says how many Euler steps sampling takes.
+        architecture_fields: what decides the shape, the meaning or the conditioning of its velocity field. Student and
+            teacher must agree on it.
+    """
+
+    stock_type: ClassVar[str]
+    title: ClassVar[str]
+    steps_field: ClassVar[str]
+    architecture_fields: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def load(self, folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
+        """Return a checkpoint's policy in evaluation mode.
+
+        Raises:
+            RuntimeError: the weights do not fit the configuration.
+        """
+
+    @abstractmethod
+    def name_vlm(self, config: PreTrainedConfig) -> str:
+        """Say with which field and value a configuration names its VLM."""
+
+    @abstractmethod
+    def settings_of_teacher(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Return the fields that a teacher's configuration takes from its student's, beside the number of steps."""
+
+    @abstractmethod
+    def observe(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Observation:
+        """Prepare a preprocessed batch as the policy's model takes it. The batch is not modified."""
+
+    @abstractmethod
+    def demonstrated_actions(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Tensor:
+        """Prepare a preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
+
+    @abstractmethod
+    def prefix(self, model: nn.Module, observation: Observation) -> SharedPrefix:
+        """Run the model's VLM over images and language, without a graph."""
+
+    @abstractmethod
+    def expert(self, model: nn.Module, prefix: SharedPrefix) -> ConditionedExpert:
+        """Return the model's velocity field, given a prefix that a VLM with the same weights computed.
+
+        Gradients flow to all that the model trains outside its VLM. The teacher goes first.
+        """
+
+    @abstractmethod
+    def vlm(self, model: nn.Module) -> nn.Module:
+        """Return the part that student and teacher share."""
+
+    @abstractmethod
+    def transformer(self, model: nn.Module, with_vlm: bool) -> list[nn.Parameter]:
+        """Return the weights that `teacher_dtype` casts: without the projections around them."""
+
+    @abstractmethod
+    def why_not_shareable(self, config: PreTrainedConfig) -> str | None:
+        """Say which setting keeps a frozen VLM's prefix from being computed once; None, no setting does."""
+
+    def leave_out_unused(self, model: nn.Module) -> None:  # noqa: B027
+        """Drop the weights of a teacher's model that sampling does not read."""
+
+    def check_teacher(self, folder: Path, config: PreTrainedConfig) -> None:  # noqa: B027
+        """Raise a ValueError if a policy with this configuration cannot be a teacher."""

@@ -1,0 +1,186 @@
+"""The training loss of a student: reflow where it is asked for, and the policy's own loss otherwise."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor, nn
+
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.integrations.lerobot.checkpoint_files import no_remote_code
+from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.integrations.lerobot.policy_files import resolve_checkpoint
+from hf_memopt.integrations.lerobot.processors import check_processors
+from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, Pairs, make_pair_source
+from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
+from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
+from hf_memopt.teacher import TeacherReport
+from hf_memopt.units import GIB
+
+
+class ReflowPolicy(nn.Module):
+    """Mixed into a policy class of lerobot's, in front of it: an ordinary policy but for its training loss.
+
+    `forward` is the reflow loss while `use_reflow` is set, and the policy's own loss otherwise.
+
+    Args:
+        config: the student's, with the teacher's path.
+        dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
+
+    Raises:
+        ValueError: see `ReflowTeacher.check`, `ReflowOptions.check_start`, and `check_processors` for what the student
+            starts from.
+    """
+
+    config: Any
+    model: Any
+
+    def __init__(self, config: Any, dataset_stats: Any = None, **kwargs: Any) -> None:
+        source = make_pair_source(config)
+        if config.use_reflow and dataset_stats is not None:
+            root = getattr(kwargs.get("dataset_meta"), "root", None)
+            source.check(dataset_stats, None if root is None else Path(root))
+        if dataset_stats is not None:
+            config.check_start()
+        if dataset_stats is not None and config.pretrained_path:
+            # lerobot makes the processors next, of these very files.
+            config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
+            check_processors(config.pretrained_path)
+        with no_remote_code():
+            super().__init__(config, **kwargs)
+        self.pair_source = source
+        self.memory: PhaseMemory | None = None
+        self.offloader = ActivationOffloader(
+            enabled=config.activation_offload != "off",
+            mode="all" if config.activation_offload == "all" else "auto",
+            budget_gib=config.activation_budget_gib,
+        )
+
+    def forward(
+        self, batch: dict[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None, reduction: str = "mean"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of one batch.
+
+        Args:
+            batch: observations, preprocessed; the dataset's actions are used for `reflow_real_data` only. Not modified.
+            noise: `(batch, chunk, max_action_dim)`; None draws it, over the full padded width as sampling does.
+            time: `(batch,)`; None draws it as `reflow_time_sampling` says.
+            reduction: `"mean"`, or `"none"` for one loss per sample, `(batch,)`.
+
+        Returns:
+            The loss, and figures to log: `loss`, memory by phase (see `PhaseMemory`) and the teacher's traffic.
+
+        Raises:
+            ValueError: see `CachedPairs.draw`.
+        """
+        with self._autocast(), self.offloader.offload_context(self):
+            if not self.config.use_reflow:
+                given = {name: value for name, value in (("noise", noise), ("time", time)) if value is not None}
+                stock: tuple[Tensor, dict[str, float]] = super().forward(batch, reduction=reduction, **given)
+                return stock
+            return self._reflow(batch, noise, time, reduction)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Whatever `dtype` says; the training loop of lerobot 0.6.1 does the same, around this."""
+        if self.config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, torch.bfloat16)
+
+    def _reflow(
+        self, batch: dict[str, Tensor], noise: Tensor | None, time: Tensor | None, reduction: str
+    ) -> tuple[Tensor, dict[str, float]]:
+        pairs = self.pair_source.draw(self, batch, noise)
+        observation = observe(self, pairs.batch)
+        if time is None:
+            time = sample_time(len(pairs.noise), self.config.reflow_time_sampling, pairs.noise.device)
+        teacher = self.pair_source.teacher
+        teacher.load(self)
+        # The teacher's weights travel while the prefix is computed.
+        teacher.prefetch()
+        prefix = teacher.shared_prefix(self, observation)
+        self._mark("prefix")
+        # The target comes before the student's forward, so that the teacher never meets the student's activations.
+        pairs = self.pair_source.complete(Asked(self, observation, prefix), pairs)
+        self._mark("teacher")
+        losses = self._losses(observation, prefix, pairs, time)
+        self._mark("forward")
+        loss = losses.mean()
+        return (losses if reduction == "none" else loss), {"loss": loss.item(), **self._figures()}
+
+    def load_teacher_model(self) -> PreTrainedPolicy:
+        """Return the teacher: frozen, in evaluation mode, on the host unless `teacher_offload=resident`.
+
+        Without a teacher of its own (`teacher_model_path=self`, or `couplings_path`), the student itself.
+        """
+        return self.pair_source.teacher.load(self)
+
+    def generate_reflow_target(
+        self,
+        images: list[Tensor],
+        img_masks: list[Tensor],
+        lang_tokens: Tensor,
+        lang_masks: Tensor,
+        state: Tensor,
+        noise: Tensor,
+    ) -> Tensor:
+        """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
+
+        Arguments as lerobot's `sample_actions` takes them. The teacher has left the device again when
+        this returns.
+
+        Raises:
+            ValueError: with `couplings_path` there is no teacher.
+        """
+        if self.config.couplings_path is not None:
+            raise ValueError(
+                f"couplings_path={self.config.couplings_path!r} has the targets; there is no teacher to ask"
+            )
+        observation = Observation(images, img_masks, lang_tokens, lang_masks, state)
+        teacher = self.pair_source.teacher
+        teacher.load(self)
+        teacher.prefetch()
+        return teacher.sample(observation, noise, teacher.shared_prefix(self, observation))
+
+    def teacher_report(self) -> TeacherReport | None:
+        """Return what the teacher costs; None before it was used and where there is none."""
+        return self.pair_source.teacher.report()
+
+    @property
+    def why_prefix_not_shared(self) -> str | None:
+        """Return why the teacher computes its own prefix; None if the student's serves both."""
+        return self.pair_source.teacher.why_not_shared
+
+    def update(self) -> None:
+        """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""
+        if self.config.use_reflow:
+            self._mark("optimizer")
+            self.pair_source.teacher.prefetch()
+
+    def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
+        """Return the loss of each sample, `(batch,)`."""
+        assert pairs.target is not None
+        num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
+        if prefix is None:
+            squared = self.model.forward(*observation.arguments(), pairs.target, pairs.noise, time)
+            return chunk_loss(squared[..., :num_action_dims], kind, pairs.valid)
+        x_t = interpolate(pairs.noise, pairs.target, time)
+        velocity = flow_of(self.config).expert(self.model, prefix).velocity(x_t, time)
+        return reflow_loss(velocity, pairs.noise, pairs.target, num_action_dims, kind, pairs.valid)
+
+    def _mark(self, phase: str) -> None:
+        if self.memory is None:
+            self.memory = PhaseMemory(next(self.parameters()).device)
+        self.memory.mark(phase)
+
+    def _figures(self) -> dict[str, float]:
+        report = self.teacher_report()
+        assert self.memory is not None
+        figures = self.memory.figures()
+        if report is not None:
+            figures["teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+        if self.offloader.enabled:
+            figures["offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
+        return figures

@@ -1,0 +1,90 @@
+"""What this project relies on in lerobot's π0. A failure names who relies on it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from late_imports import LateModule
+from reliance import PI0, PI0_MODELING, PROCESSORS, relied_on_by
+from safetensors.torch import load_file, save_file
+
+processors = LateModule("hf_memopt.integrations.lerobot.processors")
+vla_utils = LateModule("lerobot.policies.common.vla_utils")
+modeling_pi0 = LateModule("lerobot.policies.pi0.modeling_pi0")
+processor_pi0 = LateModule("lerobot.policies.pi0.processor_pi0")
+configuration_pi0 = LateModule("lerobot.policies.pi0.configuration_pi0")
+pi0_toys = LateModule("pi0_toys")
+
+pytestmark = pytest.mark.canary
+
+
+@pytest.fixture
+def policy(toy_vlm: Path) -> Iterator[Any]:
+    with pi0_toys.toy_sizes(toy_vlm):
+        yield modeling_pi0.PI0Policy(configuration_pi0.PI0Config(**pi0_toys.settings()))
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda: modeling_pi0.PI0Policy._preprocess_images, "self batch"),
+        (lambda: modeling_pi0.PI0Policy.prepare_state, "self batch"),
+        (lambda: modeling_pi0.PI0Policy.prepare_action, "self batch"),
+        (lambda: modeling_pi0.PI0Policy._fix_pytorch_state_dict_keys, "self state_dict model_config"),
+        (lambda: modeling_pi0.PI0Pytorch.embed_prefix, "self images img_masks lang_tokens lang_masks"),
+        (
+            lambda: modeling_pi0.PI0Pytorch.forward,
+            "self images img_masks lang_tokens lang_masks state actions noise time",
+        ),
+        (
+            lambda: modeling_pi0.PI0Pytorch.sample_actions,
+            "self images img_masks lang_tokens lang_masks state noise",
+        ),
+        (
+            lambda: modeling_pi0.PI0Pytorch.denoise_step,
+            "self state prefix_pad_masks past_key_values x_t timestep",
+        ),
+        (lambda: modeling_pi0.PI0Pytorch.sample_noise, "self shape device"),
+        (lambda: vla_utils.prepare_attention_masks_4d, "att_2d_masks"),
+    ],
+)
+def test_leading_parameters(function: Callable[[], Any], names: str) -> None:
+    with relied_on_by(PI0):
+        parameters = list(inspect.signature(inspect.unwrap(function())).parameters)
+        assert parameters[: len(names.split())] == names.split()
+
+
+def test_a_prefix_need_not_be_a_cache(policy: Any) -> None:
+    with relied_on_by(PI0):
+        pairs = [(torch.ones(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), None)] * 3
+        copied = vla_utils.clone_past_key_values(pairs)
+        assert [layer.keys.shape for layer in copied.layers] == [(1, 1, 2, 8)] * 3
+
+
+def test_nothing_reads_the_experts_output_layer(policy: Any) -> None:
+    with relied_on_by(PI0):
+        policy(pi0_toys.make_batch())[0].backward()
+        assert policy.model.paligemma_with_expert.gemma_expert.lm_head.weight.grad is None
+
+
+def test_lerobot_goes_on_with_random_weights(policy: Any, tmp_path: Path) -> None:
+    """Once it raises, `load_pi0_weights` has done its work."""
+    policy.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.state_proj.bias"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with relied_on_by(PI0_MODELING):
+        loaded = modeling_pi0.PI0Policy.from_pretrained(tmp_path, strict=True)
+        assert not torch.equal(loaded.model.state_proj.bias, policy.model.state_proj.bias)
+
+
+def test_steps_of_a_pi0(policy: Any) -> None:
+    with relied_on_by(PROCESSORS):
+        made = processor_pi0.make_pi0_pre_post_processors(policy.config)
+        steps = {step["registry_name"] for pipeline in made for step in pipeline.get_config()["steps"]}
+        assert steps == set(processors.STEPS) - {"smolvla_new_line_processor"}

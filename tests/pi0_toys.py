@@ -1,0 +1,134 @@
+"""π0 at toy size: lerobot's own code with small numbers, for which its configuration has no fields."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.pi0 import modeling_pi0, processor_pi0
+from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from torch import Tensor
+from transformers import SiglipVisionConfig
+
+from hf_memopt.integrations.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
+from hf_memopt.integrations.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
+from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE
+
+BATCH, CHUNK, WIDTH, STATE_DIM = 4, 8, 16, 14
+SECOND_CAMERA = "observation.images.wrist"
+VOCABULARY = 320
+# Rounding: the joint forward multiplies the tokens of VLM and expert in other groups than the shared path.
+TOLERANCE = 1e-5
+_WIDTHS = {"gemma_2b": 48, "gemma_300m": 32}
+_SIZES: dict[str, Any] = {
+    "chunk_size": CHUNK,
+    "n_action_steps": CHUNK,
+    "image_resolution": (IMAGE_SIZE, IMAGE_SIZE),
+    "device": "cpu",
+    "push_to_hub": False,
+}
+
+
+@contextmanager
+def toy_sizes(tokenizer: Path) -> Iterator[None]:
+    """Let lerobot build its π0 in toy size, of its own classes, and with a tokenizer that lies on the disk."""
+    vlm, expert = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM
+
+    def gemma(variant: str) -> modeling_pi0.GemmaConfig:
+        # lerobot's layers have eight heads, whatever this says.
+        width = _WIDTHS[variant]
+        return modeling_pi0.GemmaConfig(width, depth=3, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8)
+
+    def toy_vlm(config: Any) -> Any:
+        config.text_config.vocab_size = VOCABULARY
+        config.image_token_id = VOCABULARY - 1
+        config.vision_config = SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            patch_size=8,
+            image_size=config.vision_config.image_size,
+            projection_dim=config.text_config.hidden_size,
+            vision_use_head=False,
+        )
+        return vlm(config)
+
+    def toy_expert(config: Any) -> Any:
+        config.vocab_size = VOCABULARY
+        return expert(config)
+
+    step = processor_pi0.TokenizerProcessorStep
+
+    def tokenizer_step(tokenizer_name: str, **settings: Any) -> Any:
+        assert tokenizer_name == "google/paligemma-3b-pt-224"
+        return step(tokenizer_name=str(tokenizer), **settings)
+
+    with (
+        patch.object(modeling_pi0, "get_gemma_config", gemma),
+        patch.object(modeling_pi0, "PaliGemmaForConditionalGenerationWithPiGemma", toy_vlm),
+        patch.object(modeling_pi0, "PiGemmaForCausalLM", toy_expert),
+        patch.object(processor_pi0, "TokenizerProcessorStep", tokenizer_step),
+    ):
+        yield
+
+
+def teacher_flags() -> list[str]:
+    """Flags with which stock lerobot trains a π0 on the toy task."""
+    flags = {**_SIZES, "image_resolution": f"[{IMAGE_SIZE},{IMAGE_SIZE}]", "max_state_dim": 4, "max_action_dim": 4}
+    return ["--policy.type=pi0", *(f"--policy.{name}={value}" for name, value in flags.items())]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A configuration's fields: two cameras, and more dimensions than the robot has."""
+    image = PolicyFeature(FeatureType.VISUAL, (3, IMAGE_SIZE, IMAGE_SIZE))
+    return {
+        **_SIZES,
+        "max_state_dim": WIDTH,
+        "max_action_dim": WIDTH,
+        "train_expert_only": True,
+        "input_features": {
+            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+            CAMERA: image,
+            SECOND_CAMERA: image,
+        },
+        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (STATE_DIM,))},
+        **changes,
+    }
+
+
+def write_teacher(folder: Path, **changes: Any) -> Path:
+    """Save a teacher of random weights."""
+    torch.manual_seed(0)
+    modeling_pi0.PI0Policy(PI0Config(**settings(**changes))).save_pretrained(folder)
+    return folder
+
+
+def make_student(teacher: Path, **flags: Any) -> PI0ReflowPolicy:
+    """A student whose trained weights have moved away from its teacher's."""
+    fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
+    student = PI0ReflowPolicy.from_pretrained(teacher, config=PI0ReflowConfig(**settings(**fields)))
+    torch.manual_seed(1)
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return student.train()
+
+
+def make_batch() -> dict[str, Tensor]:
+    """A batch with padded instructions."""
+    generator = torch.Generator().manual_seed(1)
+    masks = torch.ones(BATCH, 5, dtype=torch.bool)
+    masks[1, 3:] = False
+    image = (BATCH, 3, IMAGE_SIZE, IMAGE_SIZE)
+    return {
+        "observation.state": torch.randn(BATCH, STATE_DIM, generator=generator),
+        CAMERA: torch.rand(image, generator=generator),
+        SECOND_CAMERA: torch.rand(image, generator=generator),
+        "observation.language.tokens": torch.randint(7, 290, (BATCH, 5), generator=generator),
+        "observation.language.attention_mask": masks,
+        "action": torch.randn(BATCH, CHUNK, STATE_DIM, generator=generator),
+    }
