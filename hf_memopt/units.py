@@ -1,4 +1,7 @@
-"""Binary units of memory: factors, and one form for people. Decimal units, of links and disks, are written as 1e9."""
+"""Binary units of memory: factors, and one form for people. Decimal units, of links and disks, are written as 1e9.
+
+And times, in a form for people.
+"""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -14,3 +17,10 @@ def format_bytes(num_bytes: float) -> str:
 def format_gib(num_bytes: float) -> str:
     """Return bytes in GiB, for figures that stand next to each other: `0.05 GiB`."""
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+def format_ms(milliseconds: float) -> str:
+    """Return a time with two or three digits that count: `1.69 s`, `31 ms`, `0.4 ms`."""
+    if milliseconds >= 1e3:
+        return f"{milliseconds / 1e3:.3g} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"

@@ -3,7 +3,7 @@
     python -m benchmarks.planning.techniques
 
 The step is a whole one of a decoder shaped like Qwen3-0.6B, 4 sequences of 2,048 tokens, AdamW, run on tensors without
-memory (`estimate_peak_memory`). Times are a roofline's for one card: good for ratios between rows.
+memory (`estimate_peak_memory`). Times are predicted for one card.
 """
 
 import argparse

@@ -28,7 +28,7 @@ BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to 
 MIB = 2**20
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
 # Not part of what is simulated.
-_RECORD = ("id", "source", "role", "stack", "unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
+_RECORD = ("id", "source", "role", "stack", "unknown", "time_unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
 
 
 def configuration(measured: Measurement) -> str:
@@ -37,12 +37,13 @@ def configuration(measured: Measurement) -> str:
 
 
 def figures(measured: Measurement) -> dict[str, float | None]:
-    """Estimate a row, in MiB and seconds."""
+    """Estimate a row, in MiB and seconds; None stands for what its source does not give."""
     found = estimate(measured)
+    of_memory = measured.has_memory
     return {
-        "allocated_mib": found.peak_bytes / MIB,
-        "reserved_mib": found.reserved_bytes / MIB,
-        "step_s": None if found.step_ms is None else found.step_ms / 1e3,
+        "allocated_mib": found.peak_bytes / MIB if of_memory else None,
+        "reserved_mib": found.reserved_bytes / MIB if of_memory else None,
+        "step_s": None if found.step_ms is None or measured.step_s is None else found.step_ms / 1e3,
     }
 
 
@@ -79,7 +80,8 @@ def deviations(results: dict[str, Any], figure: str, *, is_known: bool, source: 
 
 def report(results: dict[str, Any]) -> str:
     """Return the summary and the tables, as Markdown."""
-    return "\n".join([*_summary(results), *(line for source in sources() for line in _table(results, source))])
+    of_memory = {row.source: None for row in measurements() if row.has_memory}
+    return "\n".join([*_summary(results), *(line for source in of_memory for line in _table(results, source))])
 
 
 def _summary(results: dict[str, Any]) -> Iterator[str]:
@@ -102,7 +104,7 @@ def _table(results: dict[str, Any], source: str) -> Iterator[str]:
     yield ""
     yield "| model | step | allocated MiB | estimate | reserved MiB | estimate | remark |"
     yield "|---|---|---|---|---|---|---|"
-    for row in (row for row in measurements() if row.source == source):
+    for row in (row for row in measurements() if row.source == source and row.has_memory):
         cells = [row.model, _step(row)]
         for figure in FIGURES:
             cells += _cells(getattr(row, figure), (estimates.get(row.id) or {}).get(figure))
@@ -133,11 +135,21 @@ def write_page(results: dict[str, Any], page: Path) -> None:
     Raises:
         ValueError: the page has no marks.
     """
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page}: there is no {BEGIN!r} with {END!r} after it; put them where the table belongs")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{report(results)}\n\n{END}{after}", encoding="utf-8")
+    write_between(report(results), (BEGIN, END), page)
+
+
+def write_between(text: str, marks: tuple[str, str], page: Path) -> None:
+    """Put text between two marks of a page.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    begin, end = marks
+    whole = page.read_text(encoding="utf-8")
+    if begin not in whole or end not in whole:
+        raise ValueError(f"{page}: there is no {begin!r} with {end!r} after it; put them where the table belongs")
+    before, after = whole.split(begin)[0], whole.split(end)[1]
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ class Measurement:
         source: who published them.
         model: in `models.json`.
         gpu: a name in `CARDS`, or one that is not there, such as "mi250".
-        task: "causal", "sequence-classification" or "image-classification".
+        task: "causal", "masked", "sequence-classification", "question-answering" or "image-classification".
         dtype: of the weights: "float32", "float16" or "bfloat16".
         base: how frozen weights are stored, such as "nf4"; "", as `dtype` says.
         attention: of transformers: "eager" or "sdpa".
@@ -30,7 +30,9 @@ class Measurement:
         checkpointing: whether blocks are computed again.
         accumulation: forward passes per update.
         precision: of autocast: "no", "bf16" or "fp16".
-        optimizer: "adamw" is torch's default one.
+        tf32: whether products of float32 were allowed to be made in TF32.
+        loss: "labels", or "logits" for their sum.
+        optimizer: "adamw" is torch's default one; "none", there was no update.
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         expands_grouped_heads: whether keys and values are repeated before the kernel of attention.
         zeroes_first: whether a step begins with `zero_grad`, so that gradients live on between steps.
@@ -39,6 +41,7 @@ class Measurement:
         other_mib: another figure; the source's kind says which.
         step_s: seconds of a step.
         unknown: what of the configuration the source does not tell, or what it does otherwise; "", nothing.
+        time_unknown: what the source does not tell of the device, so that `step_s` is not compared; "", nothing.
         not_simulated: why there is no estimate; "", there is one.
         role: what the source used the row for.
         stack: versions.
@@ -62,6 +65,8 @@ class Measurement:
     checkpointing: bool = False
     accumulation: int = 1
     precision: str = "no"
+    tf32: bool = False
+    loss: str = "labels"
     max_grad_norm: float | None = 1.0
     expands_grouped_heads: bool = False
     zeroes_first: bool = False
@@ -70,6 +75,7 @@ class Measurement:
     other_mib: float | None = None
     step_s: float | None = None
     unknown: str = ""
+    time_unknown: str = ""
     not_simulated: str = ""
     role: str = ""
     stack: str = ""
@@ -78,6 +84,11 @@ class Measurement:
     def name(self) -> str:
         """Of source and row."""
         return f"{self.source} {self.id}"
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the source gives a figure of memory."""
+        return (self.allocated_mib or self.reserved_mib or self.other_mib) is not None
 
 
 def sources() -> dict[str, dict[str, Any]]:

@@ -7,21 +7,35 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.published.cards import card_of
 from benchmarks.published.measurements import Measurement, model_config
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
+from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
 
 _AUTO_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,
+    "masked": transformers.AutoModelForMaskedLM,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
     "sequence-classification": transformers.AutoModelForSequenceClassification,
     "image-classification": transformers.AutoModelForImageClassification,
 }
 _OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, foreach=False),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-4),
 }
+
+
+class _NoUpdate(torch.optim.SGD):
+    """For passes that were measured without an update."""
+
+    def step(self, closure: Any = None) -> None:
+        return None
 
 
 def estimate(measured: Measurement) -> MemoryEstimate:
@@ -30,38 +44,63 @@ def estimate(measured: Measurement) -> MemoryEstimate:
     Raises:
         ValueError: the step cannot be simulated.
     """
-    card = CARDS.get(measured.gpu)
     import peft  # noqa: F401 - once, before processes are forked
 
-    return estimate_peak_memory(lambda device: PublishedStep(measured, device), PublishedStep.run, gpu=card)
+    return run_isolated(lambda: simulate_step(simulated(measured), gpu=card_of(measured.gpu)))
+
+
+def simulated(measured: Measurement) -> SimulatedStep:
+    """Return the step; of a model with equal layers, with the steps that tell what all of them do."""
+
+    def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
+        return SimulatedStep(
+            lambda device: PublishedStep(measured, config, device), PublishedStep.run, repeated=repeated
+        )
+
+    config = _config(measured)
+    with torch.device("meta"):
+        layers = equal_layers(_AUTO_CLASSES[measured.task].from_config(config))
+    return told_by_few(step_of, config, layers)
+
+
+def _config(measured: Measurement) -> Any:
+    hyperparameters = dict(model_config(measured.model))
+    return transformers.AutoConfig.for_model(hyperparameters.pop("model_type"), **hyperparameters)
 
 
 class PublishedStep:
     """Model, optimizer and batch on a device."""
 
-    def __init__(self, measured: Measurement, device: torch.device) -> None:
+    def __init__(self, measured: Measurement, config: Any, device: torch.device) -> None:
         self._measured = measured
+        torch.backends.cuda.matmul.allow_tf32 = measured.tf32
         if measured.expands_grouped_heads:
             F.scaled_dot_product_attention = _expanding(F.scaled_dot_product_attention)
-        self._model = _build(measured, device)
+        self._model = _build(measured, config, device)
         trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._optimizer = _OPTIMIZERS[measured.optimizer](trainable)
+        self._optimizer = _OPTIMIZERS.get(measured.optimizer, _NoUpdate)(trainable)
         with device:
             self._batch = _batch(measured)
 
     def run(self) -> None:
-        """Train one update; the model's output lives until its end, as in a script's variable."""
+        """Train one update; the model's output lives until its end, as in a script's variable.
+
+        Where the sum of the logits is the loss, it lives until the next output is there, as in a loop's variable.
+        """
         if self._measured.zeroes_first:
             self._optimizer.zero_grad()
         for _ in range(self._measured.accumulation):
             output = self._forward()
-            output.loss.backward()
+            loss = output.loss if self._measured.loss == "labels" else output.logits.sum()
+            loss.backward()
+            del loss
         if self._measured.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._measured.max_grad_norm)
         self._optimizer.step()
         if not self._measured.zeroes_first:
             self._optimizer.zero_grad()
-        del output
+        if self._measured.loss == "logits":
+            self._output = output
 
     def _forward(self) -> Any:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._measured.precision)
@@ -69,9 +108,7 @@ class PublishedStep:
             return self._model(**self._batch)
 
 
-def _build(measured: Measurement, device: torch.device) -> nn.Module:
-    hyperparameters = dict(model_config(measured.model))
-    config = transformers.AutoConfig.for_model(hyperparameters.pop("model_type"), **hyperparameters)
+def _build(measured: Measurement, config: Any, device: torch.device) -> nn.Module:
     model: Any = _AUTO_CLASSES[measured.task].from_config(
         config, dtype=getattr(torch, measured.dtype), attn_implementation=measured.attention
     )
@@ -109,7 +146,11 @@ def _batch(measured: Measurement) -> dict[str, Tensor]:
         size, channels = config["image_size"], config.get("num_channels", 3)
         return {"pixel_values": torch.zeros(measured.batch_size, channels, size, size), "labels": labels}
     tokens = torch.zeros(measured.batch_size, measured.seq_len, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens if measured.task == "causal" else labels}
+    if measured.loss == "logits":
+        return {"input_ids": tokens}
+    if measured.task == "question-answering":
+        return {"input_ids": tokens, "start_positions": labels, "end_positions": labels}
+    return {"input_ids": tokens, "labels": tokens if measured.task in ("causal", "masked") else labels}
 
 
 def _expanding(attention: Any) -> Any:

@@ -175,8 +175,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "plan",
         help="find the fastest settings with which a training run fits a card, without the card",
         description="Simulate micro-batches and memory levers of a recipe or a transformers model on tensors without "
-        "memory, and print a table of all candidates, the fastest that fits first. Times are a roofline's: good for "
-        "comparing rows, not as milliseconds.",
+        "memory, and print a table of all candidates, the fastest that fits first.",
         epilog="examples: hf-memopt plan --config recipes/configs/lgt.json --gpu 8GiB --output plans/lgt; "
         "hf-memopt plan --model Qwen/Qwen3-8B --seq-len 4096 --effective-batch 64 --gpu rtx4090 --lora-rank 16",
     )

@@ -16,6 +16,7 @@ from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
+from hf_memopt.estimate.kernel_speeds import time_range
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
@@ -66,7 +67,7 @@ def estimate_peak_memory(
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
         like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
         num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
-        gpu: also predict how long a step takes on this card, by a roofline: for ratios, not for milliseconds. A name
+        gpu: also predict how long a step takes on this card, with the range in which that may be expected. A name
             ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
             runs; without a card that of the desktop cards of 2023.
         num_gpus: how many processes would run this together, each with a device of its own. More than one: both
@@ -116,7 +117,7 @@ def simulate(
 ) -> MemoryEstimate:
     """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
     step_of_run = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
-    return _estimate(_run(step_of_run, gpu, like), has_card=gpu is not None)
+    return _estimate(_run(step_of_run, gpu, like), gpu)
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
@@ -127,10 +128,10 @@ def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) ->
     """
     if simulated.repeated is not None:
         try:
-            return _estimate(_repeated(simulated.repeated, gpu), has_card=gpu is not None)
+            return _estimate(_repeated(simulated.repeated, gpu), gpu)
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
-    return _estimate(_run(simulated, gpu), has_card=gpu is not None)
+    return _estimate(_run(simulated, gpu), gpu)
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
@@ -203,13 +204,15 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
     return _Run(history, data_dependent.guesses, unreached, clock.phases_ms, clock.stall_ms)
 
 
-def _estimate(run: _Run, has_card: bool) -> MemoryEstimate:
-    """Read the answer off the history."""
+def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
+    """Read the answer off the history; without a card it has no time."""
     history = run.history
     trace = history.trace()
     peak_bytes, peak_at = trace.peak()
     live = categories.alive_at(history, trace.positions[peak_at])
     assumptions = tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
+    step_ms = sum(run.phases_ms.values())
+    expected = None if gpu is None else time_range(find_card(gpu))
     return MemoryEstimate(
         peak_bytes=peak_bytes,
         reserved_bytes=trace.unlimited.peak_reserved_bytes,
@@ -222,9 +225,10 @@ def _estimate(run: _Run, has_card: bool) -> MemoryEstimate:
         confidence="low" if run.unreached else "medium" if assumptions else "high",
         assumptions=assumptions,
         unreached=run.unreached,
-        step_ms=sum(run.phases_ms.values()) if has_card else None,
-        phases_ms=run.phases_ms if has_card else {},
-        stall_ms=run.stall_ms if has_card else None,
+        step_ms=None if expected is None else step_ms,
+        step_range_ms=None if expected is None else (step_ms * expected.low, step_ms * expected.high),
+        phases_ms={} if expected is None else run.phases_ms,
+        stall_ms=None if expected is None else run.stall_ms,
         trace=trace,
         storage_kinds=categories.of_storages(history),
         storage_makers=tuple((record.owner, record.operation) for record in history.records),

@@ -7,8 +7,9 @@ from typing import Any
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
 from hf_memopt.estimate.gpus import Card, allowances
+from hf_memopt.estimate.kernel_speeds import family_of
 from hf_memopt.text_table import Cell, Table, align
-from hf_memopt.units import GIB, MIB, format_gib
+from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 _MAX_NAMES = 5
 
@@ -45,6 +46,8 @@ class MemoryEstimate:
         assumptions: what was assumed.
         unreached: trainable parameters without a gradient.
         step_ms: what the last step would take on `gpu`; None without one.
+        step_range_ms: between which times nine in ten steps lie that others have measured and that are predicted to
+            take `step_ms`; None without a card.
         phases_ms: what each phase of the last step would take; empty without a card.
         stall_ms: for how long compute would wait for copies in the last step; None without a card.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
@@ -64,6 +67,7 @@ class MemoryEstimate:
     assumptions: tuple[str, ...]
     unreached: tuple[str, ...]
     step_ms: float | None
+    step_range_ms: tuple[float, float] | None
     phases_ms: dict[str, float]
     stall_ms: float | None
     trace: MemoryTrace = field(repr=False)
@@ -75,10 +79,17 @@ class MemoryEstimate:
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes: only its time changes."""
-        if self.step_ms is None or self.stall_ms is None:
+        if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:
             return self
         scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}
-        return replace(self, step_ms=sum(scaled.values()), phases_ms=scaled, stall_ms=self.stall_ms * times)
+        step_ms, (low, high) = sum(scaled.values()), self.step_range_ms
+        return replace(
+            self,
+            step_ms=step_ms,
+            step_range_ms=(step_ms * low / self.step_ms, step_ms * high / self.step_ms),
+            phases_ms=scaled,
+            stall_ms=self.stall_ms * times,
+        )
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
@@ -93,7 +104,7 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
         ["At the peak, GiB", *_rows(estimate.breakdown)],
         ["Most in each phase, GiB", *_rows(estimate.phases)],
         ["Largest tensors at the peak, MiB", *(f"  {line}" for line in top_table(estimate).lines())],
-        list(_closing(estimate)),
+        list(_closing(estimate, card)),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -182,11 +193,27 @@ def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
         yield f"{verdict} on {card.name} ({format_gib(card.memory_bytes)})."
 
 
-def _closing(estimate: MemoryEstimate) -> Iterator[str]:
+def time_text(estimate: MemoryEstimate, card: Card) -> str:
+    """Return how long a step takes on a card, and in which range that may be expected.
+
+    Raises:
+        ValueError: the estimate was made without a card.
+    """
+    if estimate.step_ms is None or estimate.step_range_ms is None:
+        raise ValueError(f"card={card.name!r}: the estimate knows no time; make it with this card")
+    low, high = (format_ms(ms) for ms in estimate.step_range_ms)
+    kinds = "kinds that were fitted" if family_of(card) else "kinds that were not fitted"
+    return (
+        f"{format_ms(estimate.step_ms)} ({low} to {high}: the range of nine in ten published steps, on cards of "
+        f"{kinds}, as this one is)"
+    )
+
+
+def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
     yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
-    if estimate.step_ms is not None:
-        stall = f", of it {estimate.stall_ms:.0f} ms waiting for copies" if estimate.stall_ms else ""
-        yield f"Time of a step, by a roofline (good for ratios): {estimate.step_ms:.0f} ms{stall}"
+    if card is not None and estimate.step_ms is not None:
+        stall = f", of it {format_ms(estimate.stall_ms)} waiting for copies" if estimate.stall_ms else ""
+        yield f"Time of a step: {time_text(estimate, card)}{stall}"
     yield f"Confidence: {estimate.confidence}"
     for assumption in estimate.assumptions:
         yield f"  assumed: {assumption}"

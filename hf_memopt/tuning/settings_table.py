@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_memopt.estimate.estimate_report import MemoryEstimate
+from hf_memopt.estimate.estimate_report import MemoryEstimate, time_text
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import align
 from hf_memopt.tuning.workload import SearchDimension, Settings
@@ -19,7 +19,7 @@ class Row:
         settings: value of each lever.
         micro_batch: samples per forward pass, on each GPU.
         accumulation: forward passes per update.
-        update_ms: predicted time of one update, of `effective_batch` samples; good for ratios.
+        update_ms: predicted time of one update, of `effective_batch` samples.
         needed_bytes: the least device memory with which the allocator gets through, allowances included.
         fits: whether that and the host's memory suffice.
         estimate: of the step.
@@ -113,6 +113,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "accumulation": row.accumulation,
         "fits": row.fits,
         "update_ms": row.update_ms,
+        "update_range_ms": estimate.step_range_ms,
         "needed_bytes": row.needed_bytes,
         "peak_bytes": estimate.peak_bytes,
         "host_bytes": estimate.host_bytes,
@@ -137,7 +138,8 @@ def explain(plan: TrainingPlan) -> list[str]:
     """Why each lever is used or not, from what was simulated."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
-    return [*lines, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
+    time = f"An update takes {time_text(plan.best.estimate, plan.card)}."
+    return [*lines, time, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
 
 
 def _explain_micro_batch(plan: TrainingPlan) -> str:

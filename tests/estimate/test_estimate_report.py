@@ -7,7 +7,8 @@ from estimate_runs import mlp_setup, step
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, estimate_report
 from hf_memopt.estimate.gpus import find_card
-from hf_memopt.units import MIB, format_gib
+from hf_memopt.estimate.kernel_speeds import time_range
+from hf_memopt.units import MIB, format_gib, format_ms
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,30 @@ def test_more_passes_take_time_alone() -> None:
         + estimated.phases_ms["optimizer"]
     )
     assert (longer.peak_bytes, longer.phases) == (estimated.peak_bytes, estimated.phases)
+    assert longer.step_range_ms[1] / longer.step_ms == pytest.approx(estimated.step_range_ms[1] / estimated.step_ms)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "on_which"),
+    [
+        ("rtx4090", "on cards of kinds that were fitted, as this"),
+        ("b200", "on cards of kinds that were not fitted, as"),
+    ],
+)
+def test_a_time_has_a_range_that_is_wider_on_cards_like_no_other(gpu: str, on_which: str) -> None:
+    card = find_card(gpu)
+    estimated = estimate_peak_memory(mlp_setup, step, gpu=card)
+    low, high = estimated.step_range_ms
+    expected = time_range(card)
+    assert (low / estimated.step_ms, high / estimated.step_ms) == pytest.approx(expected)
+    assert expected.low < 1 < expected.high
+    text = estimate_report.text(estimated, card)
+    assert f"Time of a step: {format_ms(estimated.step_ms)} ({format_ms(low)} to {format_ms(high)}: " in text
+    assert on_which in text
+    assert estimate_report.as_json(estimated, card)["step_range_ms"] == (low, high)
+
+
+def test_an_estimate_without_a_card_has_no_time(estimated: MemoryEstimate) -> None:
+    assert "Time of a step" not in estimate_report.text(estimated, find_card("t4"))
+    with pytest.raises(ValueError, match="card='t4': the estimate knows no time"):
+        estimate_report.time_text(estimated, find_card("t4"))

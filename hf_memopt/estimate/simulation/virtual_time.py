@@ -1,4 +1,7 @@
-"""How long a simulated step would take: a roofline for compute, two queues for copies; streams take none."""
+"""How long a simulated step would take: the host starts kernels, which queue on the card; copies have two queues.
+
+Streams take no time.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -6,17 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_log import device_type, tensors_in
 from hf_memopt.estimate.gpus import Card
+from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
+from hf_memopt.estimate.simulation.kernel_work import (
+    ATTENTION,
+    CONVOLUTION,
+    KernelWork,
+    flops_per_s,
+    starts_kernel,
+    work_of,
+)
 from hf_memopt.transfer import Transfer
-
-# Which part of a data sheet's figures kernels reach, and the least that a kernel takes. Ratios between plans depend
-# little on them.
-_EFFICIENCY = 0.6
-_LAUNCH_S = 4e-6
-_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "set_", "_unsafe_view", "resize_"}
 
 
 class VirtualClock:
@@ -25,6 +31,9 @@ class VirtualClock:
     Args:
         card: how fast operations and copies are.
         like: what is simulated; beside "cuda" operations on the CPU take no time, and "cpu" is the device itself.
+
+    The host starts one operation after the other, and the card computes what has been started; it waits where the host
+    is slower. A step begins with both of them at the same moment. Operations of a simulated CPU start at no cost.
 
     Attributes:
         now_s: the moment at which the compute stream is.
@@ -36,7 +45,10 @@ class VirtualClock:
     def __init__(self, card: Card, like: str = "cuda") -> None:
         self.card = card
         self._unbooked = set() if like == "cpu" else {"cpu"}
-        self.now_s = self.stalled_s = self.stall_ms = 0.0
+        self._operation_s = 0.0 if like == "cpu" else HOST_S
+        self._speeds = speeds_of(card)
+        # `_started_s`: until which moment the host has been starting operations.
+        self.now_s = self._started_s = self.stalled_s = self.stall_ms = 0.0
         self.phases_ms: dict[str, float] = {}
         # Up to which moment time is booked to phases, and what of `stalled_s` belongs to earlier steps.
         self._booked_s = self._stalled_before_s = 0.0
@@ -58,63 +70,38 @@ class VirtualClock:
     def begin_step(self) -> None:
         """Count the newest step's time from here."""
         self.phases_ms = {}
+        self._started_s = self.now_s
         self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
 
     def charge(self, function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
         """Let an operation take its time, and book all time since the last one to a phase."""
-        self.now_s += self._duration_s(function, args, kwargs or {}, result)
+        devices = {device_type(leaf) for leaf in (*tensors_in((args, kwargs or {})), *tensors_in(result))}
+        if not devices <= self._unbooked:
+            is_kernel = starts_kernel(function)
+            share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)
+            self._started_s += share * self._operation_s
+            if is_kernel:
+                self.now_s = max(self.now_s, self._started_s)
+                self.now_s += self._duration_s(function, args, kwargs or {}, result, devices)
         self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
         self._booked_s = self.now_s
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
-    def _duration_s(self, function: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Return what an operation takes: its arithmetic or its bytes, whichever takes longer."""
-        if function.is_view or function.overloadpacket.__name__ in _NO_KERNEL:
-            return 0.0
-        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
-        devices = {device_type(leaf) for leaf in (*inputs, *outputs)}
-        if devices <= self._unbooked:
-            return 0.0
-        if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in inputs):
+    def _duration_s(self, function: Any, args: Any, kwargs: Any, result: Any, devices: set[str]) -> float:
+        """Return what an operation takes: its arithmetic or its bytes, whichever takes longer, and a little more."""
+        outputs = list(tensors_in(result))
+        if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in tensors_in((args, kwargs))):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
-        flops = _flops(function, args, kwargs, result)
-        compute_s = flops / self._flops_per_s({leaf.dtype for leaf in inputs})
-        memory_s = sum(leaf.nbytes for leaf in (*inputs, *outputs)) / self.card.memory_bytes_per_s
-        return max(_LAUNCH_S, compute_s / _EFFICIENCY, memory_s / _EFFICIENCY)
+        work = work_of(function, args, kwargs, result, self.card)
+        compute_s = work.flops / flops_per_s(work, self.card) / self._share(work)
+        memory_s = work.num_bytes / self.card.memory_bytes_per_s / self._speeds.memory
+        return KERNEL_S + max(compute_s, memory_s)
 
-    def _flops_per_s(self, dtypes: set[torch.dtype]) -> float:
-        """Return the speed of products of these types; tensor cores take bfloat16 from Ampere on.
-
-        Those of whole numbers in 8 bits are taken to be as fast as those of float16.
-        """
-        has_bfloat16 = self.card.compute_capability >= (8, 0)
-        is_half = dtypes & {torch.float16, torch.int8} or (torch.bfloat16 in dtypes and has_bfloat16)
-        return self.card.half_flops if is_half else self.card.float32_flops
-
-
-def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Floating point operations; 0 for what only moves memory."""
-    if "_attention" in function.overloadpacket.__name__:
-        return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
-    if function.overloadpacket is torch.ops.aten.convolution_backward:
-        return _convolution_backward_flops(*args)
-    aten = torch.ops.aten
-    count = flop_registry.get(aten.mm if function.overloadpacket is aten._int_mm else function.overloadpacket)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-
-
-def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *settings: Any) -> float:
-    """torch's own count takes grouped convolutions for dense ones. Each gradient costs what the forward pass did."""
-    transposed, mask = settings[4], settings[7]
-    products = (input if transposed else output).numel() * weight[0].numel()
-    return 2.0 * products * int(mask[0] + mask[1])
-
-
-def _attention_flops(is_backward: bool, args: Any) -> float:
-    """torch's own count refuses fewer key heads than query heads. Backward has five products, forward two."""
-    query, key = args[1:3] if is_backward else args[:2]
-    product: float = 2.0 * query.numel() * key.shape[-2]
-    return product * (5 if is_backward else 2)
+    def _share(self, work: KernelWork) -> float:
+        """Return which part of the data sheet's speed such products reach."""
+        if work.kind in (CONVOLUTION, ATTENTION):
+            return float(getattr(self._speeds, work.kind))
+        return float(getattr(self._speeds, work.precision))
 
 
 class VirtualCopier:

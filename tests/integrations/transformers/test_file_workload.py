@@ -42,7 +42,7 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
     made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
     few, whole = made.as_given(), made.as_given()
     expected = run_isolated(lambda: simulate(whole.setup, whole.step))
-    found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), has_card=False))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), None))
     assert found.breakdown == expected.breakdown
     assert found.reserved_bytes == expected.reserved_bytes
     assert few.num_micro_batches == 2

@@ -1,0 +1,156 @@
+"""Step times that others have measured: in which halves they are fitted, and how far off predictions of them are."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from benchmarks.common import RESULTS_FOLDER
+from benchmarks.published.cards import card_of
+from benchmarks.published.measurements import Measurement, measurements
+from hf_memopt.estimate.kernel_speeds import family_of
+
+RESULTS = RESULTS_FOLDER / "step-times.json"
+MARKS = ("<!-- python -m benchmarks.published.fit writes this -->", "<!-- up to here: times -->")
+# What a training run may be told to do otherwise, on the same samples.
+METHODS = ("attention", "base", "checkpointing", "precision", "dtype", "tf32", "optimizer", "lora_rank")
+_SAME = ("source", "gpu", "model", "task", "seq_len")
+# Measured differences below are noise: what was measured again on the T4 differs by up to 11 %.
+_NOISE = 0.05
+_MISS = 0.25
+
+
+class Pair(NamedTuple):
+    """Two ways to train the same samples.
+
+    Attributes:
+        name: of the card, the model and the batch, and of what differs.
+        measured: time of the second over that of the first.
+        predicted: likewise.
+    """
+
+    name: str
+    measured: float
+    predicted: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the one that was slower is predicted to be."""
+        return (self.measured > 1) == (self.predicted > 1)
+
+
+def timed() -> list[Measurement]:
+    """Return the rows that have a time, a simulation and a card whose figures are known."""
+    return [row for row in measurements() if row.step_s and not row.not_simulated and card_of(row.gpu)]
+
+
+def family(row: Measurement) -> str:
+    """Return the family of the row's card."""
+    card = card_of(row.gpu)
+    assert card is not None
+    return family_of(card) or row.gpu
+
+
+def halves(rows: list[Measurement]) -> dict[str, int]:
+    """Return for each row in which half it is, 0 or 1; rows whose device is not known enough are left out.
+
+    Of each family of cards the models are taken in the order of their names, in turns to one half and to the other,
+    with all their rows: so no model is in both halves, on cards of one family.
+    """
+    known = [row for row in rows if not row.time_unknown]
+    models = {of: sorted({row.model for row in known if family(row) == of}) for of in map(family, known)}
+    return {row.name: models[family(row)].index(row.model) % 2 for row in known}
+
+
+def deviations(predicted: dict[str, float], *, of: str | None = None, half: int | None = None) -> list[float]:
+    """Return how far predicted times are above the measured ones, as shares of these.
+
+    Args:
+        predicted: seconds, by name of the row.
+        of: only cards of this family.
+        half: only this one.
+    """
+    rows = timed()
+    in_half = halves(rows)
+    return [
+        predicted[row.name] / row.step_s - 1
+        for row in rows
+        if row.step_s and row.name in in_half and half in (None, in_half[row.name]) and of in (None, family(row))
+    ]
+
+
+def pairs(predicted: dict[str, float]) -> list[Pair]:
+    """Return all pairs of rows of one source, card and model that train the same samples in two ways.
+
+    Where one was measured again, the median counts. Pairs whose times differ by less than 5 % are left out.
+    """
+    ways: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Measurement]]] = {}
+    for row in timed():
+        facts = asdict(row)
+        same = (*(facts[name] for name in _SAME), row.batch_size * row.accumulation)
+        way = (*(facts[name] for name in METHODS), row.accumulation, tuple(row.lora_targets))
+        ways.setdefault(same, {}).setdefault(way, []).append(row)
+    found = []
+    for same, group in ways.items():
+        ordered = sorted(group.values(), key=lambda rows: rows[0].name)
+        for position, first in enumerate(ordered):
+            for second in ordered[position + 1 :]:
+                measured = _median(second) / _median(first)
+                if abs(measured - 1) >= _NOISE:
+                    name = f"{same[1]}, {same[2]}, {same[5]} x {same[4]}: {_way(second[0])} over {_way(first[0])}"
+                    found.append(Pair(name, measured, predicted[second[0].name] / predicted[first[0].name]))
+    return found
+
+
+def report(predicted: dict[str, float]) -> str:
+    """Return the table of families, the misses and the signs, as Markdown, of predictions by fits without the row."""
+    return "\n".join([*_families(predicted), "", *_misses(predicted), "", *_signs(predicted)])
+
+
+def _families(predicted: dict[str, float]) -> Iterator[str]:
+    known = [row for row in timed() if not row.time_unknown]
+    yield "| cards | steps | of models | median deviation | from | to |"
+    yield "|---|---|---|---|---|---|"
+    for of in [*sorted(set(map(family, known))), None]:
+        found = deviations(predicted, of=of)
+        models = {row.model for row in known if of in (None, family(row))}
+        cells = [of or "all", str(len(found)), str(len(models)), f"{_size(found):.1%}"]
+        yield f"| {' | '.join([*cells, f'{min(found):+.0%}', f'{max(found):+.0%}'])} |"
+    yield ""
+    first, second = (_size(deviations(predicted, half=half)) for half in (0, 1))
+    yield f"The first half by a fit to the second: {first:.1%}; the second by a fit to the first: {second:.1%}."
+
+
+def _misses(predicted: dict[str, float]) -> Iterator[str]:
+    in_half = halves(timed())
+    yield f"Off by more than {_MISS:.0%}:"
+    yield ""
+    for row in timed():
+        if row.step_s and row.name in in_half and abs(predicted[row.name] / row.step_s - 1) > _MISS:
+            yield f"- {row.name} ({row.gpu}): {row.step_s:.3g} s measured, {predicted[row.name]:.3g} s predicted"
+
+
+def _signs(predicted: dict[str, float]) -> Iterator[str]:
+    found = pairs(predicted)
+    wrong = [pair for pair in found if not pair.is_right]
+    yield f"Of {len(found)} pairs of methods on one card, {len(found) - len(wrong)} have the right sign. Wrong ones:"
+    yield ""
+    for pair in wrong:
+        yield f"- {pair.name}: {pair.measured:.2f} measured, {pair.predicted:.2f} predicted"
+
+
+def _size(shares: list[float]) -> float:
+    return statistics.median(map(abs, shares))
+
+
+def _median(rows: list[Measurement]) -> float:
+    return statistics.median(row.step_s for row in rows if row.step_s)
+
+
+def _way(row: Measurement) -> str:
+    weights = row.base or {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[row.dtype]
+    amp = "" if row.precision == "no" else f" with {row.precision}"
+    tf32 = " in TF32" if row.tf32 else ""
+    adapters = "" if row.lora_rank is None else f", LoRA {row.lora_rank} of {len(row.lora_targets)}"
+    rest = [", checkpointed"] * row.checkpointing + [f", accumulated {row.accumulation}"] * (row.accumulation > 1)
+    return f"{weights}{amp}{tf32}, {row.attention}, {row.optimizer}{adapters}{''.join(rest)}"
