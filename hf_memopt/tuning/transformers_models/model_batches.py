@@ -5,16 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memopt.estimate.simulation.data_dependent import hiding
-
 Batch = dict[str, Tensor]
 
 
 def with_padding(batch: Batch) -> Batch:
     """Return a batch of tokens with the attention mask of a collator that pads, as if samples were a token shorter."""
-    mask = torch.ones_like(batch["input_ids"])
-    mask[:, -1:] = 0
-    return batch | {"attention_mask": hiding(mask)}
+    num_samples, seq_len = batch["input_ids"].shape
+    return batch | {"attention_mask": torch.tensor([[1] * (seq_len - 1) + [0]] * num_samples)}
 
 
 def token_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
