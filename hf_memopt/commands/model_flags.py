@@ -19,6 +19,7 @@ MODEL_CHOICES = {
             "seq2seq",
             "speech-seq2seq",
             "masked",
+            "image-text-to-text",
             "causal",
             "image-classification",
             "sequence-classification",
@@ -60,6 +61,9 @@ _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "seq_len": 2048,
     "lora_rank": None,
     "lora_targets": "all-linear",
+    "images_per_sample": 1,
+    "image_size": None,
+    "freeze_vision_tower": False,
     "padding": False,
     "use_dora": False,
     "optimizer_in_backward": False,
@@ -95,7 +99,22 @@ def add_to(
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument(
-        "--seq-len", type=number(COUNT), help="tokens per sample, or frames of sound (default: %(default)s)"
+        "--seq-len",
+        type=number(COUNT),
+        help="tokens per sample, those of images too, or frames of sound (default: %(default)s)",
+    )
+    group.add_argument(
+        "--images-per-sample",
+        type=number(COUNT),
+        help="beside the text of a vision-language model (default: %(default)s)",
+    )
+    group.add_argument(
+        "--image-size",
+        metavar="H[xW]",
+        help="of these images, as the model's processor leaves them (default: the configuration's, where it has one)",
+    )
+    group.add_argument(
+        "--freeze-vision-tower", action="store_true", help="what sees images is not trained, and has no adapters"
     )
     group.add_argument(
         "--padding", action="store_true", help="batches have an attention mask, since some samples are shorter"

@@ -47,9 +47,11 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def name(self) -> str:
-        """The model, the class of transformers that is simulated, and on how many GPUs."""
+        """The model, the class of transformers that is simulated, with which images, and on how many GPUs."""
+        describe = self.kind_of_task.describe
+        images = f" {describe(self.config, self.sample)}" if describe else ""
         ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
-        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{ranks}"
+        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{images}{ranks}"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -109,6 +111,8 @@ class HuggingFaceModel(ModelOptions):
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
+        if self.kind_of_task.describe is not None:
+            return None  # a configuration of parts does not tell how to make a model of fewer layers
         with torch.device("meta"):
             return equal_layers(self.kind_of_task.build(self.config, self.source))
 

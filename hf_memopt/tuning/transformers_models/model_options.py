@@ -1,5 +1,6 @@
 """What a transformers model is trained with: all options, checked before anything is built."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,6 +9,7 @@ from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks
 from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
+from hf_memopt.tuning.transformers_models.model_batches import Batch, Sample, with_padding
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
 from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
@@ -27,6 +29,9 @@ CHOICES = {
 
 # Options that mean something only beside adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora", False))
+# Those that mean something only for images beside text.
+_OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
+_IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,14 @@ class ModelOptions:
 
     Args:
         model: hub id, folder, or a config.json.
-        seq_len: tokens per sample, on both sides of an encoder-decoder; images and Whisper's sound have their
-            configuration's size, and other sound is as long as this number of frames.
+        seq_len: tokens per sample, those of images beside text too, and on both sides of an encoder-decoder; images and
+            Whisper's sound have their configuration's size, and other sound is as long as this number of frames.
         effective_batch: samples per update, of all GPUs together.
         task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
+        images_per_sample: beside the text of a vision-language model.
+        image_size: of these, such as "448" or "896x672" (height and width), as its processor leaves them; None, the
+            configuration's, where it has one.
+        freeze_vision_tower: what sees images is not trained, and has no adapters.
         padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
@@ -73,6 +82,9 @@ class ModelOptions:
     seq_len: int = 2048
     effective_batch: int = 8
     task: str = "auto"
+    images_per_sample: int = 1
+    image_size: str | None = None
+    freeze_vision_tower: bool = False
     padding: bool = False
     dtype: str = "float32"
     precision: str = "no"
@@ -92,7 +104,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             check_choice(name, getattr(self, name), known)
-        for name in ("seq_len", "effective_batch", "lora_rank", "num_gpus"):
+        for name in ("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
@@ -102,10 +114,22 @@ class ModelOptions:
         self._check_loss()
         if self.padding and not self.kind_of_task.has_mask:
             raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        self._check_images()
         positions = self.kind_of_task.positions
-        longest = getattr(self.config, positions, None) if positions else None
+        longest = getattr(self.config.get_text_config(), positions, None) if positions else None
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
+
+    def _check_images(self) -> None:
+        if self.kind_of_task.describe is not None:
+            self.kind_of_task.describe(self.config, self.sample)
+            return
+        unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_IMAGES if getattr(self, name) != default]
+        if unused:
+            raise ValueError(
+                f"{' and '.join(unused)}: for task='image-text-to-text', not {self.kind!r}; leave "
+                f"{'it' if len(unused) == 1 else 'them'} out"
+            )
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -144,6 +168,21 @@ class ModelOptions:
             )
 
     @property
+    def sample(self) -> Sample:
+        """What each sample of a batch has."""
+        return Sample(self.seq_len, self.images_per_sample, _parsed_size(self.image_size))
+
+    def batch(self, config: Any, num_samples: int) -> Batch:
+        """Return a batch.
+
+        Args:
+            config: the options', or one with fewer layers.
+            num_samples: in the batch.
+        """
+        batch = self.kind_of_task.batch(config, num_samples, self.sample)
+        return with_padding(batch) if self.padding else batch
+
+    @property
     def source(self) -> str:
         """The model, as messages name it."""
         return f"model={self.model!r}"
@@ -177,3 +216,13 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+
+
+def _parsed_size(text: str | None) -> tuple[int, int] | None:
+    """Return height and width."""
+    if text is None:
+        return None
+    found = _IMAGE_SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(f"image_size={text!r} must be pixels, such as 448, or height and width, such as 896x672")
+    return int(found[1]), int(found[2] or found[1])

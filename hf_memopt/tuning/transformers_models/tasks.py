@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForCTC,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -16,7 +17,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from hf_memopt.tuning.transformers_models.image_text.image_text_batch import describe_images, image_text_batch
 from hf_memopt.tuning.transformers_models.model_batches import (
+    Sample,
     image_batch,
     sequence_batch,
     spectrogram_batch,
@@ -32,17 +35,19 @@ class Task:
 
     Attributes:
         auto: transformers' class that finds the model's.
-        batch: called with a configuration, the number of samples and of tokens in each.
+        batch: called with a configuration, the number of samples, and what each of them has.
         positions: what the configuration calls the most tokens that a sample may have; None, it has no such limit.
         has_mask: batches may have an attention mask that hides padding.
+        describe: says what is assumed of images, and refuses what cannot be; None, samples have no images beside text.
         peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
     """
 
     auto: Any
-    batch: Callable[[Any, int, int], dict[str, Tensor]] = token_batch
+    batch: Callable[[Any, int, Sample], dict[str, Tensor]] = token_batch
     positions: str | None = "max_position_embeddings"
     peft_type: str | None = None
     has_mask: bool = True
+    describe: Callable[[Any, Sample], str] | None = None
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the class of this architecture; None, it has none for the task."""
@@ -74,6 +79,7 @@ TASKS = {
         AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions", has_mask=False
     ),
     "masked": Task(AutoModelForMaskedLM),
+    "image-text-to-text": Task(AutoModelForImageTextToText, image_text_batch, describe=describe_images),
     "causal": Task(AutoModelForCausalLM),
     "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None, has_mask=False),
     "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
