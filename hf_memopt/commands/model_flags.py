@@ -25,6 +25,7 @@ MODEL_CHOICES = {
             "sequence-classification",
             "token-classification",
             "ctc",
+            "denoising",
         ),
         "auto, by the class that the configuration names",
     ),
@@ -60,7 +61,7 @@ MODEL_CHOICES = {
 _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "seq_len": 2048,
     "lora_rank": None,
-    "lora_targets": "all-linear",
+    "lora_targets": None,
     "images_per_sample": 1,
     "image_size": None,
     "freeze_vision_tower": False,
@@ -111,7 +112,8 @@ def add_to(
     group.add_argument(
         "--image-size",
         metavar="H[xW]",
-        help="of these images, as the model's processor leaves them (default: the configuration's, where it has one)",
+        help="of these images, as the model's processor leaves them, or of those that a denoiser learns (default: the "
+        "configuration's, where it has one)",
     )
     group.add_argument(
         "--freeze-vision-tower", action="store_true", help="what sees images is not trained, and has no adapters"
@@ -124,7 +126,8 @@ def add_to(
     )
     group.add_argument(
         "--lora-targets",
-        help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
+        help="layers that have adapters, such as q_proj,v_proj (default: all-linear, and of a denoiser those that "
+        "diffusers' scripts adapt)",
     )
     group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
     group.add_argument(

@@ -15,11 +15,13 @@ class Sample(NamedTuple):
         seq_len: tokens, those of images too; or frames of sound.
         num_images: beside text.
         image_size: height and width; None, what the configuration says.
+        dtype: of latents and embeddings that were computed before.
     """
 
     seq_len: int
     num_images: int = 1
     image_size: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
 
 
 def with_padding(batch: Batch) -> Batch:

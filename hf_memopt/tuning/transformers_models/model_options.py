@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks
-from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
+from hf_memopt.tuning.diffusers_models.denoising import Denoising
+from hf_memopt.tuning.transformers_models.adapters import import_fused_head, import_peft
 from hf_memopt.tuning.transformers_models.model_batches import Batch, Sample, with_padding
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
@@ -28,9 +31,10 @@ CHOICES = {
 
 
 # Options that mean something only beside adapters, and their defaults.
-_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora", False))
-# Those that mean something only for images beside text.
+_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
+# Those that mean something to few tasks.
 _OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
+_OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
@@ -65,7 +69,8 @@ class ModelOptions:
             momentum) or "adafactor".
         optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
         lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
-        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None, all of
+            a transformers model, and of a denoiser those that diffusers' scripts adapt.
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
@@ -93,7 +98,7 @@ class ModelOptions:
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
     lora_rank: int | None = None
-    lora_targets: str = ALL_LINEAR
+    lora_targets: str | None = None
     use_dora: bool = False
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
@@ -112,24 +117,26 @@ class ModelOptions:
         self._check_adapters()
         self._check_update()
         self._check_loss()
-        if self.padding and not self.kind_of_task.has_mask:
-            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
-        self._check_images()
+        self._check_task()
         positions = self.kind_of_task.positions
         longest = getattr(self.config.get_text_config(), positions, None) if positions else None
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
 
-    def _check_images(self) -> None:
-        if self.kind_of_task.describe is not None:
-            self.kind_of_task.describe(self.config, self.sample)
-            return
-        unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_IMAGES if getattr(self, name) != default]
-        if unused:
-            raise ValueError(
-                f"{' and '.join(unused)}: for task='image-text-to-text', not {self.kind!r}; leave "
-                f"{'it' if len(unused) == 1 else 'them'} out"
-            )
+    def _check_task(self) -> None:
+        """Refuse what means nothing to the task, and images of which not enough is known."""
+        task = self.kind_of_task
+        for name, known in task.only.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not simulated for task={self.kind!r}; use {' or '.join(known)}"
+                )
+        for name, default in _OF_IMAGES:
+            if name not in task.image_options and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
+        if self.padding and not task.has_mask:
+            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        task.describe(self.config, self.sample)
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -170,7 +177,9 @@ class ModelOptions:
     @property
     def sample(self) -> Sample:
         """What each sample of a batch has."""
-        return Sample(self.seq_len, self.images_per_sample, _parsed_size(self.image_size))
+        computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
+        size = _parsed_size(self.image_size)
+        return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
 
     def batch(self, config: Any, num_samples: int) -> Batch:
         """Return a batch.
@@ -203,7 +212,7 @@ class ModelOptions:
         return task_of(self.config, self.task, self.source)
 
     @property
-    def kind_of_task(self) -> Task:
+    def kind_of_task(self) -> Task | Denoising:
         """What is built and fed for the task."""
         return TASKS[self.kind]
 

@@ -46,6 +46,7 @@ class ModelUpdate:
         self._accelerator.state._mixed_precision = options.precision
         self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision
+        self._task = options.kind_of_task
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = num_micro_batches
         self._offloader = None
@@ -74,5 +75,4 @@ class ModelUpdate:
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
         with saving:
-            loss: Tensor = self._model(**self._inputs).loss
-        return loss
+            return self._task.loss(self._model, self._inputs)
