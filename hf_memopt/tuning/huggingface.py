@@ -50,7 +50,7 @@ class HuggingFaceModel(ModelOptions):
         """The model, the class of transformers that is simulated, with which images, and on how many GPUs."""
         images = self.kind_of_task.describe(self.config, self.sample)
         ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
-        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{images and f" {images}"}{ranks}"
+        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{images and f' {images}'}{ranks}"
 
     @property
     def micro_batches(self) -> list[int]:

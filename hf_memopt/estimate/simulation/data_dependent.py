@@ -151,8 +151,10 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Masks become the indices of what they select, as in torch's kernels."""
         positions: list[Tensor | None] = []
         for index in indices:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            positions += self._positions(index).unbind(1) if is_mask else [index]
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                positions += self._positions(index).unbind(1)
+            else:
+                positions.append(index)
         result: Tensor = _aten.index.Tensor(tensor, positions)
         return result
 

@@ -1,8 +1,8 @@
 """Whole numbers and truth values that are known in a simulation, and what follows from them.
 
 Fake tensors have no values. A model that counts its image tokens, or cuts patches into windows, asks for some all the
-same. Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known, and
-each operation on nothing but known values is also done with these, so that the answers are those of a real run.
+same. Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known.
+Each operation on nothing but known values is also done with these, so that the answers are those of a real run.
 """
 
 import math

@@ -31,6 +31,7 @@ class DenoiserFamily:
         lora_targets: layers that the scripts adapt.
         flow: it learns velocities from noise to data, with a time in float32; else noise, with a whole number.
         predict: called with the model, noisy latents, time and conditions; gives what has the size of the latents.
+        is_square: it takes square images alone.
     """
 
     conditions: Callable[[Any, int, Size], Inputs]
@@ -38,6 +39,7 @@ class DenoiserFamily:
     lora_targets: str
     flow: bool
     predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor]
+    is_square: bool = False
 
 
 def latent_channels(config: Any) -> int:
@@ -123,9 +125,9 @@ def _flux(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> 
 def _with_variance(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
     """Predict for models that learn a variance beside the noise."""
     sizes = {name: value for name, value in conditions.items() if name in ("resolution", "aspect_ratio")}
-    others = {name: value for name, value in conditions.items() if name not in sizes}
+    others: dict[str, Any] = {name: value for name, value in conditions.items() if name not in sizes}
     if "encoder_hidden_states" in conditions:
-        others["added_cond_kwargs"] = sizes or {"resolution": None, "aspect_ratio": None}  # type: ignore[assignment]
+        others["added_cond_kwargs"] = sizes or {"resolution": None, "aspect_ratio": None}
     prediction: Tensor = model(noisy, timestep=time, **others, return_dict=False)[0]
     return prediction.chunk(2, dim=1)[0] if prediction.shape[1] == 2 * noisy.shape[1] else prediction
 
@@ -135,5 +137,5 @@ FAMILIES = {
     "SD3Transformer2DModel": DenoiserFamily(_of_joint_attention, 77 + 77, _JOINT_ATTENTION, True, _joint_attention),
     "FluxTransformer2DModel": DenoiserFamily(_of_flux, 512, _FLUX_LAYERS, True, _flux),
     "PixArtTransformer2DModel": DenoiserFamily(_of_pixart, 120, _ATTENTION, False, _with_variance),
-    "DiTTransformer2DModel": DenoiserFamily(_of_dit, 0, _ATTENTION, False, _with_variance),
+    "DiTTransformer2DModel": DenoiserFamily(_of_dit, 0, _ATTENTION, False, _with_variance, is_square=True),
 }

@@ -1,6 +1,6 @@
 """The task of a denoiser: it predicts the noise in latents, or the velocity to them, as diffusers' scripts train it."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ _TIMES = 1000
 
 
 class Denoising:
-    """Latents and text embeddings are given: the scripts make them before, or with frozen models beside the denoiser."""
+    """Latents and text embeddings are given: scripts make them before, or with frozen models beside the denoiser.
+
+    It has what `Task` has, for models of diffusers.
+    """
 
     positions = None
     peft_type = None
@@ -23,7 +26,7 @@ class Denoising:
     has_equal_layers = False
     image_options = ("image_size",)
     # Of `ModelOptions`: what a denoiser can be trained with, where that is less than transformers' models can.
-    only = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",)}
+    only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",)}
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the denoiser's class; None, it is none of diffusers'."""
@@ -101,8 +104,9 @@ def _family_of(model: Any) -> DenoiserFamily:
 def _family(config: DenoiserConfig) -> DenoiserFamily:
     if config.class_name not in FAMILIES:
         raise ValueError(
-            f"task='denoising': what {config.class_name} takes beside latents is known for {', '.join(FAMILIES)}; write "
-            "setup and step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
+            f"task='denoising': what {config.class_name} takes beside latents is not known, as it is for "
+            f"{', '.join(FAMILIES)}; write setup and step yourself and call "
+            "hf_memopt.estimate.estimate.estimate_peak_memory"
         )
     return FAMILIES[config.class_name]
 
@@ -110,16 +114,21 @@ def _family(config: DenoiserConfig) -> DenoiserFamily:
 def _latent_size(config: DenoiserConfig, sample: Sample) -> tuple[int, int]:
     _family(config)
     own = getattr(config, "sample_size", None)
-    if sample.image_size is None and own is None:
+    if sample.image_size is not None:
+        return _checked_size(config, *sample.image_size)
+    if own is None:
         raise ValueError(
             f"image_size=None: the configuration of {config.class_name} does not say how large images are; give "
             "image_size, their height and width, such as 1024 or 768x1024"
         )
-    if sample.image_size is None:
-        return (own[0], own[1]) if isinstance(own, list | tuple) else (own, own)
+    return (own[0], own[1]) if isinstance(own, list | tuple) else (own, own)
+
+
+def _checked_size(config: DenoiserConfig, height: int, width: int) -> tuple[int, int]:
     # UNets halve their inputs a few times, transformers cut them into patches of 2 by 2.
     unit = _PIXELS * (2 ** (len(config.down_block_types) - 1) if hasattr(config, "down_block_types") else 2)
-    height, width = sample.image_size
     if height % unit or width % unit:
         raise ValueError(f"image_size={height}x{width}: sides must be multiples of {unit} for {config.class_name}")
+    if _family(config).is_square and height != width:
+        raise ValueError(f"image_size={height}x{width}: {config.class_name} takes square images alone")
     return height // _PIXELS, width // _PIXELS

@@ -69,8 +69,8 @@ class ModelOptions:
             momentum) or "adafactor".
         optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
         lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
-        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None, all of
-            a transformers model, and of a denoiser those that diffusers' scripts adapt.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None,
+            all of a transformers model, and of a denoiser those that diffusers' scripts adapt.
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.

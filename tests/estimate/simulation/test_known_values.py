@@ -18,9 +18,9 @@ QUESTIONS: dict[str, Callable[[Tensor], object]] = {
     "a comparison": lambda ids: torch.equal(ids, ids.clone()),
     "a selection": lambda ids: ids[ids == 7].shape,
     "values of a selection": lambda ids: ids[ids > 3].tolist(),
-    "elements that are repeated": lambda ids: torch.ones(2, 4, 6, device=ids.device)[
-        (ids == 7).unsqueeze(-1).expand(2, 4, 6)
-    ].shape,
+    "elements that are repeated": lambda ids: (
+        torch.ones(2, 4, 6, device=ids.device)[(ids == 7).unsqueeze(-1).expand(2, 4, 6)].shape
+    ),
     "a masked selection": lambda ids: torch.ones(2, 4, device=ids.device).masked_select(ids == 7).shape,
     "positions": lambda ids: ids.nonzero().shape,
     "runs of equal numbers": lambda ids: torch.unique_consecutive(ids).tolist(),

@@ -97,9 +97,10 @@ def _best_grid(config: Any, size: Size | None) -> ImageLayout:
     pixels = _pixels(vision, 1)
 
     def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
-        flat = pixels(num_samples * num_images, num_tiles)["pixel_values"]
-        sizes = torch.tensor([[height, width]] * (num_samples * num_images))
-        return {"pixel_values": flat.unflatten(0, (-1, num_tiles)), "image_sizes": sizes}
+        number = num_samples * num_images
+        flat = pixels(number, num_tiles)["pixel_values"]
+        sizes = torch.tensor([[height, width]] * number)
+        return {"pixel_values": flat.view(number, num_tiles, *flat.shape[1:]), "image_sizes": sizes}
 
     num_tokens = _patches(vision) + rows * (columns + 1)  # each row ends with a token of its own
     return ImageLayout(num_tokens, tensors, f"{height}x{width} in {num_tiles} tiles of {side}x{side}")
