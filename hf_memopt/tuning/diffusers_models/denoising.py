@@ -26,7 +26,7 @@ class Denoising:
     has_equal_layers = False
     image_options = ("image_size",)
     # Of `ModelOptions`: what a denoiser can be trained with, where that is less than transformers' models can.
-    only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",)}
+    only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the denoiser's class; None, it is none of diffusers'."""

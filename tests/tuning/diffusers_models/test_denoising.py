@@ -76,6 +76,7 @@ def test_the_first_line_says_what_is_given(tmp_path: Path) -> None:
         ("unet", {"attention": "eager"}, "attention='eager' is not simulated for task='denoising'; use auto or sdpa"),
         ("unet", {"loss": "chunked"}, "loss='chunked' is .* use "),
         ("unet", {"lora_rank": 2, "quantize": "nf4"}, "quantize='nf4' is not simulated for task='denoising'; use none"),
+        ("unet", {"num_gpus": 2, "engine": "fsdp2"}, "engine='fsdp2' is not simulated for task='denoising'; use ddp"),
         ("unet", {"padding": True}, "padding=True: batches of task='denoising' have no attention mask"),
         ("unet", {"images_per_sample": 2}, "images_per_sample=2 means nothing to task='denoising'"),
         ("unet", {"task": "causal"}, "no class of model_type='UNet2DConditionModel' for task='causal'"),
