@@ -48,7 +48,7 @@ LIBRARIES = {
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "estimate": {"torch", "accelerate", "transformers", "peft", "tqdm"},
-    "tuning": {"torch", "accelerate", "transformers", "huggingface_hub", "peft", "trl", "tqdm", "yaml"},
+    "tuning": {"torch", "accelerate", "transformers", "diffusers", "huggingface_hub", "peft", "trl", "tqdm", "yaml"},
     "integrations": set(),
     "integrations.lerobot": {
         "torch",

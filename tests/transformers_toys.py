@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import vision_language_toys
 from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
@@ -30,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": VOCABULARY}
     | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": TOKENS, "pad_token_id": 0}
     | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    **vision_language_toys.CONFIGS,
 }
 CARD = find_card("rtx4070")
 

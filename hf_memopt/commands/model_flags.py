@@ -19,11 +19,13 @@ MODEL_CHOICES = {
             "seq2seq",
             "speech-seq2seq",
             "masked",
+            "image-text-to-text",
             "causal",
             "image-classification",
             "sequence-classification",
             "token-classification",
             "ctc",
+            "denoising",
         ),
         "auto, by the class that the configuration names",
     ),
@@ -59,7 +61,10 @@ MODEL_CHOICES = {
 _MODEL_DEFAULTS: dict[str, Any] = dict.fromkeys(MODEL_CHOICES) | {
     "seq_len": 2048,
     "lora_rank": None,
-    "lora_targets": "all-linear",
+    "lora_targets": None,
+    "images_per_sample": 1,
+    "image_size": None,
+    "freeze_vision_tower": False,
     "padding": False,
     "use_dora": False,
     "optimizer_in_backward": False,
@@ -95,7 +100,23 @@ def add_to(
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument(
-        "--seq-len", type=number(COUNT), help="tokens per sample, or frames of sound (default: %(default)s)"
+        "--seq-len",
+        type=number(COUNT),
+        help="tokens per sample, those of images too, or frames of sound (default: %(default)s)",
+    )
+    group.add_argument(
+        "--images-per-sample",
+        type=number(COUNT),
+        help="beside the text of a vision-language model (default: %(default)s)",
+    )
+    group.add_argument(
+        "--image-size",
+        metavar="H[xW]",
+        help="of these images, as the model's processor leaves them, or of those that a denoiser learns (default: the "
+        "configuration's, where it has one)",
+    )
+    group.add_argument(
+        "--freeze-vision-tower", action="store_true", help="what sees images is not trained, and has no adapters"
     )
     group.add_argument(
         "--padding", action="store_true", help="batches have an attention mask, since some samples are shorter"
@@ -105,7 +126,8 @@ def add_to(
     )
     group.add_argument(
         "--lora-targets",
-        help="layers that have adapters, such as q_proj,v_proj (default: %(default)s)",
+        help="layers that have adapters, such as q_proj,v_proj (default: all-linear, and of a denoiser those that "
+        "diffusers' scripts adapt)",
     )
     group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
     group.add_argument(

@@ -3,6 +3,7 @@
 - `workload`: a training step that depends on settings.
 - `settings_table`: what a search answers, which prints itself.
 - `settings_search`: `plan`, the search.
+- `diffusers_models`: denoisers made from diffusers' configurations.
 - `transformers_models`: models made from transformers' configurations, and their updates.
 - `equal_layers`: which of a model's layers tell what all do.
 - `huggingface`: these models as workloads.

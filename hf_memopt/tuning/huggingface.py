@@ -47,9 +47,10 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def name(self) -> str:
-        """The model, the class of transformers that is simulated, and on how many GPUs."""
+        """The model, the class of transformers that is simulated, with which images, and on how many GPUs."""
+        images = self.kind_of_task.describe(self.config, self.sample)
         ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
-        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{ranks}"
+        return f"{self.model} as {self.kind_of_task.class_name(self.config)}{images and f' {images}'}{ranks}"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -109,6 +110,8 @@ class HuggingFaceModel(ModelOptions):
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
+        if not self.kind_of_task.has_equal_layers:
+            return None
         with torch.device("meta"):
             return equal_layers(self.kind_of_task.build(self.config, self.source))
 
@@ -117,6 +120,7 @@ class HuggingFaceModel(ModelOptions):
         checkpointing, offload = ACTIVATIONS[settings["activations"]]
         accumulation = self.effective_batch // (micro_batch * self.num_gpus)
         chosen = asdict(self) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
+        chosen |= {"lora_targets": self.lora_targets or self.kind_of_task.lora_targets(self.config)}
         chosen |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload}
         del chosen["levers"]
         launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"

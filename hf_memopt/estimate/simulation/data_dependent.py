@@ -2,6 +2,7 @@
 
 Fake tensors have shapes and no values. Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), the
 answer that a plain training run would most likely get is given, and noted, so that an estimate can say what it assumed.
+Where the value follows from what is written down in the program, it is known (`known_values`), and nothing is assumed.
 """
 
 import math
@@ -17,9 +18,12 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
+from hf_memopt.estimate.simulation import known_values
+from hf_memopt.estimate.simulation.known_values import value_of
 
 _aten = torch.ops.aten
 # Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
@@ -31,18 +35,8 @@ _SHRUNK = (
     _aten.binary_cross_entropy.default,
     _aten.soft_margin_loss.default,
 )
-# Results of these hide what their first argument hides.
-_KEEPING = {_aten._to_copy, _aten.alias, _aten.all, _aten.clone, _aten.detach, _aten.slice, _aten.unsqueeze, _aten.view}
-# Set on tensors by `hiding`; torch keeps attributes of tensors as long as these.
-_HIDES = "_hf_memopt_hides"
 # Checks that go through `all()` are assumed to pass: masks are full, the arguments of distributions are valid.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
-
-
-def hiding(mask: Tensor) -> Tensor:
-    """Declare that a mask hides something, so that `all` of it and of its copies is known to be False."""
-    setattr(mask, _HIDES, True)
-    return mask
 
 
 class UnsupportedOperationError(ValueError):
@@ -52,9 +46,9 @@ class UnsupportedOperationError(ValueError):
 class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot.
 
-    A number is taken as 1. A truth value is taken as False, except from `all` and its like, which are True: masks hide
-    nothing unless that was declared (`hiding`), and no exceptional branch is taken. Selections (`nonzero`, boolean
-    indexing) take all of their input.
+    What is known is answered as it is. Otherwise a number is taken as 1. A truth value is taken as False, except from
+    `all` and its like, which are True: masks hide nothing, and no exceptional branch is taken. Selections (`nonzero`,
+    boolean indexing) take all of their input.
 
     Args:
         phases: know which module is running, for errors.
@@ -88,9 +82,10 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function in _SHRUNK:
                 result = _shrunk(result, *args[:2])
         except DataDependentOutputException:
-            return self._value(function, args)
+            answer = known_values.computed(function, args, kwargs)
+            return self._value(function, args) if answer is None else answer
         except DynamicOutputShapeException:
-            return self._selection(function, args)
+            return self._selection(function, args, kwargs)
         except RuntimeError as error:  # NotImplementedError is one
             if not _lacks_fake(error):
                 raise
@@ -101,8 +96,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from error
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
             self._sources[result] = function.overloadpacket.__name__
-        if function.overloadpacket in _KEEPING and hasattr(args[0], _HIDES):
-            hiding(result)
+        known_values.remember(function, args, kwargs, result)
         return result
 
     def _value(self, function: Any, args: Any) -> Any:
@@ -115,37 +109,52 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype != torch.bool:
             self.guesses["a whole number read from a tensor taken as 1"] += 1
             return 1
-        if hasattr(tensor, _HIDES):
-            return False
         source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
         holds = source in _TAKEN_AS_TRUE
         self.guesses[f"{source} of a tensor taken as {holds}"] += 1
         return holds
 
-    def _selection(self, function: Any, args: Any) -> Any:
+    def _selection(self, function: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        known = known_values.computed(function, args, kwargs)
+        if known is not None:
+            result = tree_map(lambda value: tensor.new_empty(value.shape, dtype=value.dtype), known)
+            known_values.attach(result, known)
+            return result
         if function is _aten.index.Tensor:
             return self._index(*args)
-        tensor = args[0]
-        name = function.overloadpacket.__name__
-        count = max(1, tensor.numel())
-        self.guesses[f"{name} taken to select 100% of its input"] += 1
         if function is _aten.nonzero.default:
-            return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+            return self._positions(tensor)
         if function is _aten.masked_select.default:
-            return tensor.new_empty((count,))
+            return tensor.new_empty((self._count("masked_select", torch.broadcast_tensors(*args)[1]),))  # type: ignore[no-untyped-call]
         if function is _aten._unique2.default:
+            count = self._count("_unique2", tensor)
             inverse = tensor.new_empty(tensor.shape, dtype=torch.int64)
             return tensor.new_empty((count,)), inverse, tensor.new_empty((count,), dtype=torch.int64)
         if function in (_aten._ctc_loss.default, _aten._ctc_loss.Tensor):
             return self._ctc_loss(*args)
         raise UnsupportedOperationError(f"{function}: the size of its result depends on values and cannot be guessed")
 
+    def _positions(self, mask: Tensor) -> Tensor:
+        return mask.new_empty((self._count("nonzero", mask), mask.dim()), dtype=torch.int64)
+
+    def _count(self, name: str, mask: Tensor) -> int:
+        """Return how many elements an operation selects."""
+        value = value_of(mask)
+        if value is not None:
+            with unset_fake_temporarily():
+                return known_values.num_true(value)
+        self.guesses[f"{name} taken to select 100% of its input"] += 1
+        return max(1, mask.numel())
+
     def _index(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
         """Masks become the indices of what they select, as in torch's kernels."""
         positions: list[Tensor | None] = []
         for index in indices:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            positions += self._selection(_aten.nonzero.default, (index,)).unbind(1) if is_mask else [index]
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                positions += self._positions(index).unbind(1)
+            else:
+                positions.append(index)
         result: Tensor = _aten.index.Tensor(tensor, positions)
         return result
 

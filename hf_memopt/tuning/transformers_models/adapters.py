@@ -1,12 +1,27 @@
 """Adapters of PEFT, and TRL's output layer, on a model that is simulated."""
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does
 
 ALL_LINEAR = "all-linear"
+
+
+class LoraTargets(NamedTuple):
+    """What has adapters.
+
+    Attributes:
+        names: of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        excluded: name of a module in which none has; None, there is no such module.
+        peft_type: PEFT's name of a task whose head is trained too; None, nothing else is.
+    """
+
+    names: str
+    excluded: str | None = None
+    peft_type: str | None = None
 
 
 def import_peft(lora_rank: int) -> Any:
@@ -35,25 +50,27 @@ def import_fused_head() -> Any:
     return add_fused_lm_head
 
 
-def with_adapters(model: nn.Module, rank: int, targets: str, use_dora: bool, peft_type: str | None) -> nn.Module:
+def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: bool) -> nn.Module:
     """Freeze a transformers model and add LoRA adapters.
 
     Args:
         model: changed in place.
         rank: of the adapters.
-        targets: names of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        targets: what has them.
         use_dora: with a magnitude for each of a layer's outputs (DoRA).
-        peft_type: PEFT's name of a task whose head is trained too; None, nothing else is.
 
     Raises:
         ValueError: the model has no such layers.
     """
     peft = import_peft(rank)
-    names = targets if targets == ALL_LINEAR else targets.split(",")
+    names = targets.names if targets.names == ALL_LINEAR else targets.names.split(",")
+    excluded = None if targets.excluded is None else rf"(.*\.)?{re.escape(targets.excluded)}\..*"
     try:
-        config = peft.LoraConfig(r=rank, target_modules=names, use_dora=use_dora, task_type=peft_type)
+        config = peft.LoraConfig(
+            r=rank, target_modules=names, exclude_modules=excluded, use_dora=use_dora, task_type=targets.peft_type
+        )
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"lora_targets={targets!r}: PEFT finds no such layers in the model: {error}") from error
+        raise ValueError(f"lora_targets={targets.names!r}: PEFT finds no such layers in the model: {error}") from error
     adapt_as_peft_does(adapted)
     return adapted

@@ -1,29 +1,42 @@
 """Batches as a transformers model of a task takes them: zeros, in the sizes that its configuration says."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_memopt.estimate.simulation.data_dependent import hiding
-
 Batch = dict[str, Tensor]
+
+
+class Sample(NamedTuple):
+    """What is known of samples beside the model's configuration.
+
+    Attributes:
+        seq_len: tokens, those of images too; or frames of sound.
+        num_images: beside text.
+        image_size: height and width; None, what the configuration says.
+        dtype: of latents and embeddings that were computed before.
+    """
+
+    seq_len: int
+    num_images: int = 1
+    image_size: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
 
 
 def with_padding(batch: Batch) -> Batch:
     """Return a batch of tokens with the attention mask of a collator that pads, as if samples were a token shorter."""
-    mask = torch.ones_like(batch["input_ids"])
-    mask[:, -1:] = 0
-    return batch | {"attention_mask": hiding(mask)}
+    num_samples, seq_len = batch["input_ids"].shape
+    return batch | {"attention_mask": torch.tensor([[1] * (seq_len - 1) + [0]] * num_samples)}
 
 
-def token_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+def token_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Return tokens without padding, which are their own labels: `(num_samples, seq_len)`."""
-    tokens = torch.zeros(num_samples, seq_len, dtype=torch.long)
+    tokens = torch.zeros(num_samples, sample.seq_len, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def image_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Return images of the configuration's size, `(num_samples, channels, height, width)`, and a class for each."""
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -31,12 +44,12 @@ def image_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
     return {"pixel_values": pixels, "labels": torch.zeros(num_samples, dtype=torch.long)}
 
 
-def sequence_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+def sequence_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Return tokens without padding and a class for each sample: `(num_samples, seq_len)`, `(num_samples,)`."""
-    return token_batch(config, num_samples, seq_len) | {"labels": torch.zeros(num_samples, dtype=torch.long)}
+    return token_batch(config, num_samples, sample) | {"labels": torch.zeros(num_samples, dtype=torch.long)}
 
 
-def spectrogram_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+def spectrogram_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Return spectrograms of Whisper's whole window, `(num_samples, mel bins, frames)`, and tokens as labels.
 
     Raises:
@@ -49,10 +62,10 @@ def spectrogram_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
             "hf_memopt.estimate.estimate.estimate_peak_memory"
         )
     features = torch.zeros(num_samples, config.num_mel_bins, 2 * config.max_source_positions)
-    return {"input_features": features, "labels": torch.zeros(num_samples, seq_len, dtype=torch.long)}
+    return {"input_features": features, "labels": torch.zeros(num_samples, sample.seq_len, dtype=torch.long)}
 
 
-def waveform_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
+def waveform_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Return sound of which the encoder makes `seq_len` frames, `(num_samples, samples)`, and a label for each third.
 
     Raises:
@@ -64,8 +77,8 @@ def waveform_batch(config: Any, num_samples: int, seq_len: int) -> Batch:
             "which tell how much sound a frame is, as in wav2vec2; write setup and step yourself and call "
             "hf_memopt.estimate.estimate.estimate_peak_memory"
         )
-    length = seq_len
+    length = sample.seq_len
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
         length = (length - 1) * stride + kernel
-    labels = torch.zeros(num_samples, max(1, seq_len // 3), dtype=torch.long)
+    labels = torch.zeros(num_samples, max(1, sample.seq_len // 3), dtype=torch.long)
     return {"input_values": torch.zeros(num_samples, length), "labels": labels}

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
+from hf_memopt.tuning.diffusers_models.denoiser_config import find_denoiser
 
 # A layer takes some 50 ms to simulate, and no published model has a tenth as many.
 MAX_LAYERS = 1000
@@ -19,15 +21,19 @@ _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 
 def read_config(model: str) -> Any:
-    """The configuration of a hub id, a folder, or a config.json.
+    """The configuration of a hub id, a folder, or a config.json: transformers', or that of a denoiser of diffusers.
 
     Raises:
         ValueError: it cannot be found or read, or cannot be simulated: sizes that are none, more than `MAX_LAYERS`
             layers, quantised weights.
     """
+    if Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
+        return denoiser
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        if not Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
+            return denoiser
         raise ValueError(
             f"model={model!r}: no configuration of a transformers model was found or read; pass a folder with "
             f"a config.json, such a file, or a hub id (when offline, one that was downloaded before): {error}"

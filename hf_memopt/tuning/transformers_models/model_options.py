@@ -1,13 +1,18 @@
 """What a transformers model is trained with: all options, checked before anything is built."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks
-from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR, import_fused_head, import_peft
+from hf_memopt.tuning.diffusers_models.denoising import Denoising
+from hf_memopt.tuning.transformers_models.adapters import import_fused_head, import_peft
+from hf_memopt.tuning.transformers_models.model_batches import Batch, Sample, with_padding
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
 from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
@@ -26,7 +31,11 @@ CHOICES = {
 
 
 # Options that mean something only beside adapters, and their defaults.
-_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", ALL_LINEAR), ("use_dora", False))
+_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
+# Those that mean something to few tasks.
+_OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
+_OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+_IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,14 @@ class ModelOptions:
 
     Args:
         model: hub id, folder, or a config.json.
-        seq_len: tokens per sample, on both sides of an encoder-decoder; images and Whisper's sound have their
-            configuration's size, and other sound is as long as this number of frames.
+        seq_len: tokens per sample, those of images beside text too, and on both sides of an encoder-decoder; images and
+            Whisper's sound have their configuration's size, and other sound is as long as this number of frames.
         effective_batch: samples per update, of all GPUs together.
         task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
+        images_per_sample: beside the text of a vision-language model.
+        image_size: of these, such as "448" or "896x672" (height and width), as its processor leaves them; None, the
+            configuration's, where it has one.
+        freeze_vision_tower: what sees images is not trained, and has no adapters.
         padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
@@ -56,7 +69,8 @@ class ModelOptions:
             momentum) or "adafactor".
         optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
         lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
-        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None,
+            all of a transformers model, and of a denoiser those that diffusers' scripts adapt.
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
@@ -73,6 +87,9 @@ class ModelOptions:
     seq_len: int = 2048
     effective_batch: int = 8
     task: str = "auto"
+    images_per_sample: int = 1
+    image_size: str | None = None
+    freeze_vision_tower: bool = False
     padding: bool = False
     dtype: str = "float32"
     precision: str = "no"
@@ -81,7 +98,7 @@ class ModelOptions:
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
     lora_rank: int | None = None
-    lora_targets: str = ALL_LINEAR
+    lora_targets: str | None = None
     use_dora: bool = False
     quantize: str = "none"
     max_grad_norm: float | None = 1.0
@@ -92,7 +109,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             check_choice(name, getattr(self, name), known)
-        for name in ("seq_len", "effective_batch", "lora_rank", "num_gpus"):
+        for name in ("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
@@ -100,12 +117,26 @@ class ModelOptions:
         self._check_adapters()
         self._check_update()
         self._check_loss()
-        if self.padding and not self.kind_of_task.has_mask:
-            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        self._check_task()
         positions = self.kind_of_task.positions
-        longest = getattr(self.config, positions, None) if positions else None
+        longest = getattr(self.config.get_text_config(), positions, None) if positions else None
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
+
+    def _check_task(self) -> None:
+        """Refuse what means nothing to the task, and images of which not enough is known."""
+        task = self.kind_of_task
+        for name, known in task.only.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not simulated for task={self.kind!r}; use {' or '.join(known)}"
+                )
+        for name, default in _OF_IMAGES:
+            if name not in task.image_options and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
+        if self.padding and not task.has_mask:
+            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        task.describe(self.config, self.sample)
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -144,6 +175,23 @@ class ModelOptions:
             )
 
     @property
+    def sample(self) -> Sample:
+        """What each sample of a batch has."""
+        computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
+        size = _parsed_size(self.image_size)
+        return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
+
+    def batch(self, config: Any, num_samples: int) -> Batch:
+        """Return a batch.
+
+        Args:
+            config: the options', or one with fewer layers.
+            num_samples: in the batch.
+        """
+        batch = self.kind_of_task.batch(config, num_samples, self.sample)
+        return with_padding(batch) if self.padding else batch
+
+    @property
     def source(self) -> str:
         """The model, as messages name it."""
         return f"model={self.model!r}"
@@ -164,7 +212,7 @@ class ModelOptions:
         return task_of(self.config, self.task, self.source)
 
     @property
-    def kind_of_task(self) -> Task:
+    def kind_of_task(self) -> Task | Denoising:
         """What is built and fed for the task."""
         return TASKS[self.kind]
 
@@ -177,3 +225,13 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+
+
+def _parsed_size(text: str | None) -> tuple[int, int] | None:
+    """Return height and width."""
+    if text is None:
+        return None
+    found = _IMAGE_SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(f"image_size={text!r} must be pixels, such as 448, or height and width, such as 896x672")
+    return int(found[1]), int(found[2] or found[1])

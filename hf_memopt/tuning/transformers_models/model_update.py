@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.tuning.accelerate_config import accelerator_for
-from hf_memopt.tuning.transformers_models.model_batches import with_padding
 from hf_memopt.tuning.transformers_models.model_building import build_model
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS, update_in_backward
-from hf_memopt.tuning.transformers_models.tasks import TASKS
 
 OFFLOAD = ("off", "auto", "inputs", "all")
 
@@ -41,14 +39,14 @@ class ModelUpdate:
         self._accelerator = accelerator_for(precision, num_micro_batches, options.engine)
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
-            batch = TASKS[options.kind].batch(config, micro_batch, options.seq_len)
-            self._inputs: dict[str, Any] = with_padding(batch) if options.padding else batch
+            self._inputs: dict[str, Any] = options.batch(config, micro_batch)
         if options.loss == "chunked":
             self._inputs = {**self._inputs, "fused_lm_head": True}
         # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
         self._accelerator.state._mixed_precision = options.precision
         self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision
+        self._task = options.kind_of_task
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = num_micro_batches
         self._offloader = None
@@ -77,5 +75,4 @@ class ModelUpdate:
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
         with saving:
-            loss: Tensor = self._model(**self._inputs).loss
-        return loss
+            return self._task.loss(self._model, self._inputs)

@@ -1,7 +1,7 @@
 """What a transformers model is trained for: the class of the model, and the batch that it takes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForCTC,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -16,7 +17,11 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from hf_memopt.tuning.diffusers_models.denoising import Denoising
+from hf_memopt.tuning.transformers_models.adapters import ALL_LINEAR
+from hf_memopt.tuning.transformers_models.image_text.image_text_batch import describe_images, image_text_batch
 from hf_memopt.tuning.transformers_models.model_batches import (
+    Sample,
     image_batch,
     sequence_batch,
     spectrogram_batch,
@@ -25,6 +30,9 @@ from hf_memopt.tuning.transformers_models.model_batches import (
 )
 from hf_memopt.tuning.transformers_models.model_config import building
 
+# Options of images beside text.
+OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -32,17 +40,47 @@ class Task:
 
     Attributes:
         auto: transformers' class that finds the model's.
-        batch: called with a configuration, the number of samples and of tokens in each.
+        batch: called with a configuration, the number of samples, and what each of them has.
         positions: what the configuration calls the most tokens that a sample may have; None, it has no such limit.
         has_mask: batches may have an attention mask that hides padding.
+        image_options: those of `ModelOptions` about images beside text; without any, samples have none.
+        only: what options can be, where that is less than `CHOICES`.
         peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
     """
 
     auto: Any
-    batch: Callable[[Any, int, int], dict[str, Tensor]] = token_batch
+    batch: Callable[[Any, int, Sample], dict[str, Tensor]] = token_batch
     positions: str | None = "max_position_embeddings"
     peft_type: str | None = None
     has_mask: bool = True
+    image_options: tuple[str, ...] = ()
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Return whether a configuration with fewer layers can be made: those of several models cannot."""
+        return not self.image_options
+
+    def describe(self, config: Any, sample: Sample) -> str:
+        """Return what is assumed of images; an empty text, there are none beside text.
+
+        Raises:
+            ValueError: what images become is not known, or there is no room for them.
+        """
+        return describe_images(config, sample) if self.image_options else ""
+
+    def lora_targets(self, config: Any) -> str:
+        """Return the layers that have adapters where nothing else is asked for."""
+        return ALL_LINEAR
+
+    def checkpoint(self, model: Any) -> None:
+        """Switch transformers' own activation checkpointing on."""
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return what the model computes from its inputs."""
+        loss: Tensor = model(**inputs).loss
+        return loss
 
     def class_name(self, config: Any) -> str | None:
         """Return the name of the class of this architecture; None, it has none for the task."""
@@ -68,17 +106,19 @@ class Task:
 
 
 # From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
-TASKS = {
+TASKS: dict[str, Task | Denoising] = {
     "seq2seq": Task(AutoModelForSeq2SeqLM),
     "speech-seq2seq": Task(
         AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions", has_mask=False
     ),
     "masked": Task(AutoModelForMaskedLM),
+    "image-text-to-text": Task(AutoModelForImageTextToText, image_text_batch, image_options=OF_IMAGES),
     "causal": Task(AutoModelForCausalLM),
     "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None, has_mask=False),
     "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
     "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
     "ctc": Task(AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
+    "denoising": Denoising(),
 }
 
 

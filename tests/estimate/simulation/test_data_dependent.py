@@ -8,7 +8,6 @@ from estimate_runs import State, mlp_setup, step
 from torch import Tensor, nn
 
 from hf_memopt.estimate.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.data_dependent import hiding
 
 
 def selecting(chosen: Callable[[Tensor], Tensor]) -> Callable[[torch.device], State]:
@@ -55,14 +54,3 @@ def test_an_operation_without_fake_implementation_is_named_with_its_module() -> 
 
     with pytest.raises(ValueError, match=r"planning_test.without_fake.*in module '1'.*register_fake"):
         estimate_peak_memory(setup, step)
-
-
-def test_a_mask_that_hides_something_is_known_to() -> None:
-    """Its copies and views are too; nothing is guessed."""
-
-    def ask(state: State) -> None:
-        mask = hiding(torch.ones(2, 4, dtype=torch.long, device=state.inputs[0].device))
-        assert (bool(mask.all()), bool(mask.to(torch.bool)[:, :3].all())) == (False, False)
-        step(state)
-
-    assert estimate_peak_memory(mlp_setup, ask).assumptions == ()

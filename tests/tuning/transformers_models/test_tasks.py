@@ -7,6 +7,8 @@ import pytest
 from late_imports import LateModule
 from transformers_toys import SIZES, TOKENS, estimate
 
+from hf_memopt.tuning.transformers_models.model_batches import Sample
+
 huggingface = LateModule("hf_memopt.tuning.huggingface")
 tasks = LateModule("hf_memopt.tuning.transformers_models.tasks")
 transformers = LateModule("transformers")
@@ -27,6 +29,8 @@ FolderOf = Callable[..., str]
         ("wav2vec2", {}, "ctc"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "sequence-classification"),
         ("bert", {"architectures": ["BertForTokenClassification"]}, "token-classification"),
+        ("llava", {}, "image-text-to-text"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "image-text-to-text"),
     ],
 )
 def test_the_task_follows_from_the_configuration(
@@ -82,7 +86,7 @@ def test_a_real_model_learns_from_the_batch(model_type: str, name: str, folder_o
     config, task = transformers.AutoConfig.from_pretrained(folder_of(model_type)), tasks.TASKS[name]
     config.pad_token_id = 0
     model = task.build(config, model_type)
-    output = model(**task.batch(config, 2, FRAMES))
+    output = model(**task.batch(config, 2, Sample(FRAMES)))
     output.loss.backward()
     assert output.loss.isfinite()
     if name == "ctc":
@@ -110,7 +114,7 @@ def test_inputs_that_a_configuration_does_not_tell_are_refused(model_type: str, 
     config, task = transformers.AutoConfig.for_model(model_type), tasks.TASKS[name]
     assert task.class_name(config) is not None
     with pytest.raises(ValueError, match=f"task='{name}': {message}.*; write setup and step yourself"):
-        task.batch(config, 2, 8)
+        task.batch(config, 2, Sample(8))
 
 
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:

@@ -1,0 +1,134 @@
+"""Whole numbers and truth values that are known in a simulation, and what follows from them.
+
+Fake tensors have no values. A model that counts its image tokens, or cuts patches into windows, asks for some all the
+same. Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known.
+Each operation on nothing but known values is also done with these, so that the answers are those of a real run.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from hf_memopt.units import MIB
+
+_aten = torch.ops.aten
+_FACTORIES = {_aten.arange, _aten.full, _aten.ones, _aten.zeros, _aten.scalar_tensor}
+# Set on fake tensors; torch keeps attributes of tensors as long as these.
+_VALUE = "_hf_memopt_value"
+# What is larger is unknown: nobody asks for masks of all pairs of tokens.
+_MAX_BYTES = 64 * MIB
+
+
+def value_of(tensor: Any) -> Tensor | None:
+    """Return what a tensor holds, on the CPU; None, it is unknown."""
+    value: Tensor | None = getattr(tensor, _VALUE, None)
+    return None if value is None or _is_outdated(value) else value
+
+
+def computed(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operation gives for the known values of its arguments; None, one of them is unknown."""
+    if not _follows(function, args, kwargs):
+        return None
+    with unset_fake_temporarily():
+        known_args, known_kwargs = tree_map(_as_known, (args, kwargs))
+        return function(*known_args, **known_kwargs)
+
+
+def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Attach to the results of an operation what they hold, if that follows from known values.
+
+    What an operation writes to with values that are unknown is unknown from then on, and so are all views of it.
+    """
+    if function._schema.is_mutable and not _follows(function, args, kwargs):
+        for tensor in _written(function, args):
+            _forget(tensor)
+    elif _fits(function, result):
+        attach(result, computed(function, args, kwargs))
+
+
+def attach(result: Any, value: Any) -> None:
+    """Note what tensors hold.
+
+    Args:
+        result: a fake tensor, or some in a tuple or list.
+        value: the same with real tensors; None, it is unknown.
+    """
+    if isinstance(value, Tensor) and isinstance(result, FakeTensor) and _is_whole(value):
+        setattr(result, _VALUE, value)
+    elif isinstance(value, tuple | list):
+        for each, its_value in zip(result, value, strict=True):
+            attach(each, its_value)
+
+
+def num_true(value: Tensor) -> int:
+    """Return how many elements hold, without looking twice at those that an expanded tensor repeats."""
+    once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
+    repeats = math.prod(size for size, stride in zip(value.shape, value.stride(), strict=True) if stride == 0)
+    return int(once.count_nonzero()) * repeats
+
+
+def _follows(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the values of all arguments are known, and nothing else decides on the result."""
+    tensors = list(_tensors([*args, *kwargs.values()]))
+    if not tensors:
+        on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        return on_host and function.overloadpacket in _FACTORIES
+    return all(_is_real(each) or value_of(each) is not None for each in tensors) and _is_determined(function)
+
+
+def _is_determined(function: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded not in function.tags
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for each in args:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether it has values of its own: it was just made of Python's numbers."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+
+
+def _as_known(each: Any) -> Any:
+    if isinstance(each, torch.device):
+        return torch.device("cpu")
+    return value_of(each) if isinstance(each, FakeTensor) else each
+
+
+def _fits(function: Any, result: Any) -> bool:
+    """Return whether results are whole numbers, and no more than are worth knowing."""
+    tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))
+    is_view = any(argument.alias_info is not None for argument in function._schema.returns)
+    small = is_view or sum(each.numel() * each.element_size() for each in tensors) <= _MAX_BYTES
+    return small and any(map(_is_whole, tensors))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _written(function: Any, args: Any) -> Iterator[Tensor]:
+    for argument, each in zip(function._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors([each])
+
+
+def _forget(tensor: Tensor) -> None:
+    """Empty the memory of what a tensor holds, which its views share."""
+    value = getattr(tensor, _VALUE, None)
+    if value is not None:
+        with unset_fake_temporarily():
+            value.untyped_storage().resize_(0)
+
+
+def _is_outdated(value: Tensor) -> bool:
+    return value.numel() > 0 and value.untyped_storage().nbytes() == 0

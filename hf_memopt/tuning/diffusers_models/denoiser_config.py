@@ -1,0 +1,143 @@
+"""Configurations of diffusers' denoisers: found in a pipeline's folder, on the hub, or in a file."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from torch import nn
+
+_PIPELINE = "model_index.json"
+# Where pipelines keep what denoises.
+_PARTS = ("unet", "transformer")
+_CLASS = "_class_name"
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """A configuration of diffusers.
+
+    Attributes:
+        class_name: of the model.
+        values: of the file, by name.
+    """
+
+    class_name: str
+    values: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """What transformers calls a family."""
+        return self.class_name
+
+    @property
+    def architectures(self) -> list[str]:
+        """The names of the classes that the configuration is of."""
+        return [self.class_name]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a value, with diffusers' own default where the file has none."""
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def build(self, source: str, dtype: torch.dtype) -> nn.Module:
+        """Return a model with weights that nobody has trained.
+
+        Args:
+            source: where it comes from, for the message.
+            dtype: of the weights.
+
+        Raises:
+            ValueError: no model can be built from the configuration.
+        """
+        try:
+            with default_dtype(dtype):
+                model: nn.Module = _class(self.class_name).from_config(self.values)
+        except Exception as error:
+            raise ValueError(
+                f"{source}: diffusers cannot build a model from this configuration ({type(error).__name__}: {error}); "
+                "compare it with the one that was published"
+            ) from error
+        return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have tensors of which nothing else is said made in this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def find_denoiser(model: str) -> DenoiserConfig | None:
+    """Return the configuration of a denoiser in a file, a folder of it or of its pipeline, or a pipeline on the hub.
+
+    Raises:
+        ValueError: it is one of diffusers', which is not installed; or a class of its that it does not have.
+    """
+    for path in _candidates(model):
+        values = _read(path)
+        if values is not None and _CLASS in values:
+            return _checked(model, values)
+    return None
+
+
+def _candidates(model: str) -> list[Path]:
+    place = Path(model)
+    if place.exists():
+        names = ["config.json", *(f"{part}/config.json" for part in _PARTS)]
+        return [place] if place.is_file() else [place / name for name in names]
+    index = _downloaded(model, _PIPELINE)
+    if index is None:
+        return []
+    parts = [part for part in _PARTS if part in (_read(index) or {})]
+    found = [_downloaded(model, f"{part}/config.json") for part in parts]
+    return [path for path in found if path is not None]
+
+
+def _downloaded(model: str, name: str) -> Path | None:
+    try:
+        return Path(hf_hub_download(model, name))
+    except (OSError, ValueError):
+        return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _checked(model: str, values: dict[str, Any]) -> DenoiserConfig:
+    """Return a configuration with the defaults of its class."""
+    name = values[_CLASS]
+    try:
+        found = _class(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"model={model!r} is of diffusers, which is not installed: pip install 'hf_memopt[diffusers]'"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"model={model!r}: diffusers has no class {name!r}; update it") from error
+    own, _, _ = found.extract_init_dict(values)
+    parameters = inspect.signature(found.__init__).parameters
+    defaults = {key: each.default for key, each in parameters.items() if each.default is not each.empty}
+    return DenoiserConfig(name, defaults | own)
+
+
+def _class(name: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)

@@ -1,0 +1,6 @@
+"""Vision-language models: what images become before a model sees them, and batches with text. Read in this order:
+
+- `image_layouts`: tensors and tokens of an image, as each family's processor makes them.
+- `image_text_batch`: these beside text.
+- `vision_tower`: the part that sees, which may be frozen.
+"""
