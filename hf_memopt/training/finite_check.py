@@ -45,7 +45,7 @@ class GradientWatch:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 watch_gathered = partial(self._watch_gathered, f"{name}." if name else "")
-                self._handles.append(module.register_forward_pre_hook(watch_gathered))
+                self._handles.append(nn.Module.register_forward_pre_hook(module, watch_gathered))
         self.begin_step()
 
     def begin_step(self) -> None:

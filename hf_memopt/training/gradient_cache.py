@@ -74,7 +74,7 @@ class GradientCache:
         self._accelerator = accelerator
         self._forward_fn = forward_fn
         self._loss_fn = loss_fn
-        self._models = models if models is not None else [forward_fn]
+        self._models: Sequence[Any] = models if models is not None else [forward_fn]
 
     def backward(self, micro_batches: Iterable[Any]) -> Tensor:
         """Adds the full batch's gradient to the parameters' `.grad`, as `accelerator.backward(loss)` would.

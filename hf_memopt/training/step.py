@@ -68,9 +68,9 @@ def train_step(
     `gradient_accumulation_steps` whatever the window holds, so the loss is multiplied by it first.
 
     Ranks exchange gradients once, in the backward of the last micro-batch; under FSDP2 each holds the gradients of the
-    whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients are dropped before the step and
-    after it, also when it raises. In mixed precision the prepared model runs under autocast as always, and the
-    accelerator's scaler is used where there is one.
+    whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients
+    are dropped before the step and after it, also when it raises. In mixed precision the prepared model runs under
+    autocast as always, and the accelerator's scaler is used where there is one.
 
     Args:
         accelerator: steps are counted in `accelerator.step`, which `save_state` saves and `load_state` restores.
@@ -80,9 +80,9 @@ def train_step(
         micro_batches: at least one, on the device. All are held during the step.
         optimizer: prepared by `accelerator`.
         weight_fn: what a micro-batch counts; a number, or a tensor `()`, best on the CPU. None: the labels that are not
-            -100 where it is a mapping with `labels`, and else its samples (`default_weight`). What weighs 0 is left out;
-            only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the other ranks, and its
-            gradient must be finite. Under FSDP2 a rank with fewer than the others runs its last one again, with 0.
+            -100 where it is a mapping with `labels`, and else its samples (`default_weight`). What weighs 0 is left
+            out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the other ranks, and
+            its gradient must be finite. Under FSDP2 a rank with fewer than the others runs its last one again, with 0.
         max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip.
         scheduler: stepped after the update, and not after a skipped one.
 

@@ -71,7 +71,7 @@ def _weights(micro_batches: Sequence[Any], weight_fn: WeightFn) -> tuple[list[fl
     """The weights, and what is wrong with them or the micro-batches, if anything."""
     if not micro_batches:
         return [], "micro_batches is empty on this rank; every rank needs one, so that all can exchange gradients"
-    weights = []
+    weights: list[float] = []
     for number, micro_batch in enumerate(micro_batches, start=1):
         try:
             weight = float(weight_fn(micro_batch))
