@@ -43,9 +43,10 @@ class GradientWatch:
         self._watch("", model)
         # FSDP2 computes with whole weights that it puts into the modules before their first forward pass.
         for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
+            is_sharded = isinstance(module, FSDPModule)
+            if is_sharded:
                 watch_gathered = partial(self._watch_gathered, f"{name}." if name else "")
-                self._handles.append(nn.Module.register_forward_pre_hook(module, watch_gathered))
+                self._handles.append(module.register_forward_pre_hook(watch_gathered))
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -1,7 +1,8 @@
 """What each process of test_sharded_offload.py runs: `sharded_offload_rank.py <folder> <case> ...`.
 
 Each case trains a small Llama, in two shards or by tensor parallelism, plainly and with offloading; what came of it on
-this rank goes to `<folder>/rank<number>.json`. A case is a mode and conditions, such as `auto+lora+bf16`.
+this rank goes to `<folder>/rank<number>.json`. A case is a mode and conditions, such as `auto+lora+bf16`; one more is
+`teachers`.
 """
 
 import json
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_memopt import ActivationOffloader
+from hf_memopt import ActivationOffloader, OffloadedTeacher, SyncCopier
+from hf_memopt.teacher.offload import TeacherMode
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 NUM_STEPS = 4  # two are recorded, the others follow the plan
@@ -95,10 +97,48 @@ def outcome(case: str) -> dict[str, Any]:
     }
 
 
+def distilled(mode: TeacherMode | None) -> list[Tensor]:
+    """The gradients of a sharded student that learns from a whole teacher, which `mode` keeps on the host."""
+    torch.manual_seed(1)
+    config = LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=32)
+    teacher: Any = LlamaForCausalLM(config).eval().requires_grad_(False)
+    offloaded = None if mode is None else OffloadedTeacher(teacher, device="cpu", mode=mode, copier=SyncCopier())
+    student = model_for(set())
+    gradients = []
+    for step in range(2):
+        batch = tokens(step, set())
+        logits = student(input_ids=batch).logits
+        with nullcontext() if offloaded is None else offloaded.onload(), torch.no_grad():
+            wanted = teacher(input_ids=batch).logits
+        (logits - wanted).square().mean().backward()
+        gradients += [parameter.grad.to_local().clone() for parameter in student.parameters()]
+        student.zero_grad()
+    return gradients
+
+
+def refusal_of_its_own_base() -> str:
+    student = model_for({"lora"})
+    try:
+        OffloadedTeacher(student, device="cpu", share_with=student)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def teachers() -> dict[str, Any]:
+    plain = distilled(None)
+    modes: tuple[TeacherMode, ...] = ("swap", "stream")
+    return {
+        "equal": {mode: all(map(torch.equal, plain, distilled(mode))) for mode in modes},
+        "learns": any(each.count_nonzero() for each in plain),
+        "refusal": refusal_of_its_own_base(),
+    }
+
+
 def main() -> None:
     folder, *cases = sys.argv[1:]
     distributed.init_process_group("gloo")
-    results = {case: outcome(case) for case in cases}
+    results = {case: teachers() if case == "teachers" else outcome(case) for case in cases}
     Path(folder, f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
