@@ -21,7 +21,7 @@ def train(folder: Path, num_kills: int, sharded: bool) -> None:
     assert second["differing"] == ["average", "losses"]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, sharded: bool) -> None:
     train(tmp_path, 1, sharded)
 
