@@ -1,10 +1,13 @@
 """Accelerate keeps its settings for the whole process; tests begin without those of others."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
-import pytest
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 
 def forget_accelerator() -> None:
@@ -17,7 +20,21 @@ def forget_accelerator() -> None:
 def on_the_cpu() -> Iterator[None]:
     """Also on a machine with a GPU, and with settings of its own."""
     forget_accelerator()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
+    with patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):
         yield
     forget_accelerator()
+
+
+def sharding_on_the_cpu(**options: Any) -> Accelerator:
+    """An `Accelerator` that shards as on a GPU: for processes on the CPU it would ignore FSDP2."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    places = {
+        "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_BYPASS_DEVICE_MAP": "true",
+    }
+    with (
+        patch.dict(os.environ, places),
+        patch.object(PartialState, "_prepare_backend", lambda *options: ("gloo", DistributedType.MULTI_GPU)),
+    ):
+        return Accelerator(**options)

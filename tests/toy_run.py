@@ -8,8 +8,15 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    set_seed,
+)
+from accelerators import sharding_on_the_cpu
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from hf_memopt.checkpoint import Checkpoints, endless_batches
@@ -35,16 +42,26 @@ class ToyRun:
     """Accumulation, dropout, AdamW, a schedule, a loss scaler and a shuffled loader. Starts from its own seed."""
 
     def __init__(
-        self, folder: Path, keep_last: int = 2, seed: int = 0, cpu: bool = True, mixed_precision: str = "no"
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        seed: int = 0,
+        cpu: bool = True,
+        mixed_precision: str = "no",
+        sharded: bool = False,
     ) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        self.accelerator = Accelerator(
-            cpu=cpu,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(BATCHES_PER_STEP, sync_with_dataloader=False),
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
-        )
+        settings: dict[str, Any] = {
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(BATCHES_PER_STEP, sync_with_dataloader=False),
+            "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+        }
+        if sharded:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+            self.accelerator = sharding_on_the_cpu(fsdp_plugin=plugin, **settings)
+        else:
+            self.accelerator = Accelerator(cpu=cpu, **settings)
         if cpu:  # where accelerate makes none
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         set_seed(seed, device_specific=True)
@@ -90,6 +107,7 @@ class ToyRun:
         if self.accelerator.device.type != "cpu":
             found["device"] = torch.cuda.get_rng_state()
         found["losses"] = self.losses
+        found = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
         return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def _update(self, batches: Any) -> None:

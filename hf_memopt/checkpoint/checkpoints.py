@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import SCALER_NAME, DistributedType, gather_object, load
+from torch.distributed.fsdp import StateDictType
 
 from hf_memopt.checkpoint import files
 from hf_memopt.checkpoint.folder_lock import lock_of
@@ -22,7 +23,7 @@ from hf_memopt.checkpoint.states import check_pickles, check_random_states, weig
 from hf_memopt.disk.files_on_disk import sync
 from hf_memopt.ranges import Range
 
-_REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class Checkpoints:
@@ -45,8 +46,8 @@ class Checkpoints:
         safe_serialization: write weights as safetensors; False where a model's state dict holds more than tensors.
 
     Raises:
-        ValueError: `keep_last` is less than 1, or the accelerator uses DeepSpeed, FSDP or Megatron-LM, whose loaders
-            unpickle whatever a file names.
+        ValueError: `keep_last` is less than 1, or the accelerator uses DeepSpeed, Megatron-LM or FSDP1, whose loaders
+            unpickle whatever a file names, or FSDP2 without `state_dict_type="SHARDED_STATE_DICT"`, its default.
 
     Example:
         >>> checkpoints = Checkpoints(accelerator, "outputs/checkpoints")
@@ -66,11 +67,7 @@ class Checkpoints:
         self, accelerator: Accelerator, folder: str | Path, keep_last: int = 2, *, safe_serialization: bool = True
     ) -> None:
         Range(at_least=1, whole=True, why=": the newest checkpoint always stays").check("keep_last", keep_last)
-        if accelerator.distributed_type in _REFUSED:
-            raise ValueError(
-                f"accelerator uses {accelerator.distributed_type.value}, whose loaders run what a file names; use DDP, "
-                "or accelerator.save_state and load_state where you trust all checkpoints"
-            )
+        _check_engine(accelerator)
         self.folder = Path(folder)
         self._accelerator = accelerator
         self._keep_last = keep_last
@@ -173,6 +170,9 @@ class Checkpoints:
                     files.point_latest_to(found)
         with self._together(), weights_only():
             self._accelerator.load_state(str(found))
+            if self._accelerator.is_fsdp2 and self._accelerator.scaler is not None:
+                # Loading the optimizer made a step without gradients, which the loss scaler has counted.
+                self._accelerator.scaler.load_state_dict(load(found / SCALER_NAME))
         if is_own:
             self._newest, self._run = (manifest["step"], found), manifest["run"]
             self._ours.add(found.name)
@@ -252,14 +252,16 @@ class Checkpoints:
             "num_processes": accelerator.num_processes,
             "device": accelerator.device.type,
             "mixed_precision": str(accelerator.mixed_precision),
+            "sharded": accelerator.is_fsdp2,
         }
 
     def _check_launch(self, found: Path, saved: dict[str, Any]) -> None:
         for name, value in self._launch().items():
-            if saved[name] != value:
+            was = saved.get(name, False)  # `sharded` is younger than the others
+            if was != value:
                 raise ValueError(
-                    f"checkpoint {found} was saved with {name}={saved[name]!r}, and this run has {value!r}: it would "
-                    "not go on as it would have; launch it as before"
+                    f"checkpoint {found} was saved with {name}={was!r}, and this run has {value!r}: it would not go on "
+                    "as it would have (data, random numbers and schedule are each process's); launch it as before"
                 )
 
     @contextmanager
@@ -277,3 +279,18 @@ class Checkpoints:
         failures = [report for report in reports if report is not None]
         if failures:
             raise RuntimeError(f"a checkpoint failed on another rank: {failures[0]}")
+
+
+def _check_engine(accelerator: Accelerator) -> None:
+    """Refuse what saves or loads in other ways than are checked here."""
+    kind = accelerator.distributed_type
+    if kind in _REFUSED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise ValueError(
+            f"accelerator uses {kind.value}, whose loaders run what a file names; use DDP or FSDP2, or "
+            "accelerator.save_state and load_state where you trust all checkpoints"
+        )
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
+        raise ValueError(
+            f"state_dict_type={accelerator.state.fsdp_plugin.state_dict_type.name} gathers the whole model on one "
+            "process; use SHARDED_STATE_DICT, of which each writes its part"
+        )

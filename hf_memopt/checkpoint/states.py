@@ -14,6 +14,17 @@ import torch
 from accelerate.utils import RNG_STATE_NAME, load
 
 _PICKLES = (".bin", ".pkl", ".pt")
+_SHARDS = "torch.distributed.checkpoint"
+# What the index of a sharded state consists of, beside torch's dtypes.
+_OF_AN_INDEX = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (f"{_SHARDS}.filesystem", "_StorageInfo"),
+    *((f"{_SHARDS}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_SHARDS}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (f"{_SHARDS}.metadata", "_MEM_FORMAT_ENCODING"),
+}
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -26,6 +37,8 @@ def check_pickles(checkpoint: Path) -> None:
     for file in sorted(checkpoint.iterdir()):
         if file.suffix in _PICKLES:
             _read(file)
+    for index in sorted(checkpoint.glob("*/.metadata")):
+        _read_index(index)
 
 
 def check_random_states(checkpoint: Path, process_index: int, device: torch.device) -> None:
@@ -61,6 +74,27 @@ def weights_only() -> Iterator[None]:
     finally:
         del os.environ[_FORCE]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes what an index of shards consists of, and nothing else: torch's reader would make whatever it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _OF_AN_INDEX:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _read_index(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            _IndexUnpickler(opened).load()
+    except Exception as error:  # a forged pickle can raise anything
+        raise ValueError(
+            f"{file} is not what torch.distributed.checkpoint writes, and nothing of it is run: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _read(file: Path) -> Any:

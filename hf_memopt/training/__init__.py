@@ -1,6 +1,7 @@
 """What a training step on Accelerate lacks. Read in this order:
 
-- `step`: `train_step`, one exact update on a window of micro-batches.
+- `step`: `train_step`, one exact update on a window of micro-batches; `window`: what these count, and how ranks share
+  them.
 - `finite_check`: which rank, micro-batch and parameters a gradient that is not finite came from.
 - `micro_batch`: micro-batches that shrink when memory runs out; `repeatable`: doing a computation twice.
 - `gradient_cache`: exact gradients of losses that are no mean over samples.
@@ -11,8 +12,9 @@
 from hf_memopt.training.finite_check import NonFiniteGradientError
 from hf_memopt.training.gradient_cache import GradientCache
 from hf_memopt.training.loss_terms import chunked_loss, r1_penalty
-from hf_memopt.training.micro_batch import MicroBatcher, find_micro_batch, split_batch
+from hf_memopt.training.micro_batch import MicroBatcher, find_micro_batch
 from hf_memopt.training.step import StepResult, train_step
+from hf_memopt.training.window.splitting import split_batch
 
 __all__ = [
     "GradientCache",

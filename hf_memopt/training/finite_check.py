@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 _MAX_NAMES = 5
 
@@ -36,11 +38,15 @@ class GradientWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._handles = [
-            parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.numel()
-        ]
+        self._handles: list[RemovableHandle] = []
+        self._watched: dict[int, Tensor] = {}
+        self._watch("", model)
+        # FSDP2 computes with whole weights that it puts into the modules before their first forward pass.
+        for name, module in model.named_modules():
+            is_sharded = isinstance(module, FSDPModule)
+            if is_sharded:
+                watch_gathered = partial(self._watch_gathered, f"{name}." if name else "")
+                self._handles.append(module.register_forward_pre_hook(watch_gathered))
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -70,6 +76,16 @@ class GradientWatch:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def _watch_gathered(self, prefix: str, module: nn.Module, args: Any) -> None:
+        self._watch(prefix, module)
+
+    def _watch(self, prefix: str, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in self._watched:
+                self._watched[id(parameter)] = parameter
+                hook = partial(self._note, prefix + name)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, gradient: Tensor) -> None:
         self._names.append(name)

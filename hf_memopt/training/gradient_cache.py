@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_memopt.training.repeatable import RandomState
-from hf_memopt.training.step import StepResult, check_distributed_type, open_step
+from hf_memopt.training.step import StepResult, open_step
+from hf_memopt.training.window.rank_exchange import (
+    check_distributed_type,
+    exchange_if,
+    exchanges_each_batch,
+    max_over_ranks,
+)
 
 Outputs = tuple[Tensor, ...]
 
@@ -29,12 +35,12 @@ class GradientCache:
     (GradCache), 2021, arXiv:2101.06983.
 
     Args:
-        accelerator: prepared the models. With several ranks, under DDP, the loss sees the outputs of all ranks.
+        accelerator: prepared the models. With several ranks, under DDP or FSDP2, the loss sees the outputs of all.
         forward_fn: called twice on each micro-batch; returns a tensor or a tuple of tensors, samples first: `(n, ...)`.
             Tensors without a gradient, such as labels, may be among them.
         loss_fn: called with those tensors, each concatenated over all micro-batches and ranks: `(N, ...)`; returns the
             loss, `()`. Every rank computes it, with the same random numbers of torch and of Python. Parameters of its
-            own get their gradient too; under DDP they must not be those of a prepared model.
+            own get their gradient too; with several ranks they must not be those of a prepared model.
         models: the prepared models that `forward_fn` calls. Needed with several ranks, so that they exchange gradients
             once, in the last backward; None: `forward_fn` is the model.
 
@@ -68,7 +74,7 @@ class GradientCache:
         self._accelerator = accelerator
         self._forward_fn = forward_fn
         self._loss_fn = loss_fn
-        self._models = models if models is not None else [forward_fn]
+        self._models: Sequence[Any] = models if models is not None else [forward_fn]
 
     def backward(self, micro_batches: Iterable[Any]) -> Tensor:
         """Adds the full batch's gradient to the parameters' `.grad`, as `accelerator.backward(loss)` would.
@@ -80,13 +86,15 @@ class GradientCache:
             The loss, `()`, without gradient history, the same on all ranks.
 
         Raises:
-            ValueError: `micro_batches` is empty, or `forward_fn` does not return tensors with samples first.
+            ValueError: `micro_batches` is empty, or under FSDP2 of another number than on another rank; or `forward_fn`
+                does not return tensors with samples first.
 
         After an exception gradients are incomplete: call `optimizer.zero_grad()`.
         """
         micro_batches = list(micro_batches)
         if not micro_batches:
             raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
+        self._check_number(len(micro_batches))
         # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         outputs, states = self._forward_all(micro_batches)
         # 2. The loss of all of them, and its gradient by each output.
@@ -135,6 +143,15 @@ class GradientCache:
             # Every rank has the whole loss, and the parts of all ranks are added up.
             return step.update(loss / self._accelerator.num_processes, len(micro_batches))
 
+    def _check_number(self, number: int) -> None:
+        """Each forward pass under FSDP2 gathers weights, which takes all ranks."""
+        most = max_over_ranks(self._accelerator, number) if self._accelerator.is_fsdp2 else number
+        least = -max_over_ranks(self._accelerator, -number) if self._accelerator.is_fsdp2 else number
+        if most != least:
+            raise ValueError(
+                f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 give all ranks as many"
+            )
+
     def _forward_all(self, micro_batches: Sequence[Any]) -> tuple[list[Outputs], list[RandomState]]:
         outputs, states = [], []
         with torch.no_grad():
@@ -179,16 +196,10 @@ class GradientCache:
     ) -> None:
         for number, micro_batch in enumerate(micro_batches):
             # Ranks exchange gradients once, in the backward of the last micro-batch.
-            with nullcontext() if number == len(micro_batches) - 1 else self._no_sync():
+            is_due = number == len(micro_batches) - 1 or exchanges_each_batch(self._accelerator)
+            with exchange_if(self._accelerator, self._models, is_due):
                 states[number].restore()
                 _backward(self._forward(micro_batch), gradients[number])
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in self._models:
-                stack.enter_context(self._accelerator.no_sync(model))
-            yield
 
 
 def _backward(outputs: Outputs, gradients: list[Tensor | None]) -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import BufferState, RandomState
-from hf_memopt.training.step import (
-    LossFn,
-    StepResult,
-    WeightFn,
-    check_distributed_type,
-    normalized_weights,
-    open_step,
-)
+from hf_memopt.training.step import LossFn, StepResult, open_step
+from hf_memopt.training.window.rank_exchange import check_no_gathers
+from hf_memopt.training.window.splitting import num_samples, split_batch, take
+from hf_memopt.training.window.weights import WeightFn, normalized_weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ class MicroBatcher:
     kept, and logged once.
 
     Args:
-        accelerator: with several ranks, under DDP.
+        accelerator: with several ranks, under DDP; FSDP2 is refused, since no rank could go back alone.
         micro_batch_size: samples per micro-batch and rank to begin with; `find_micro_batch` finds one.
 
     Attributes:
@@ -60,7 +56,7 @@ class MicroBatcher:
 
     def __init__(self, accelerator: Accelerator, micro_batch_size: int) -> None:
         COUNT.check("micro_batch_size", micro_batch_size)
-        check_distributed_type(accelerator)
+        check_no_gathers(accelerator, "MicroBatcher")
         self._accelerator = accelerator
         self.micro_batch_size = micro_batch_size
 
@@ -82,7 +78,7 @@ class MicroBatcher:
             loss_fn: as in `train_step`.
             batch: this rank's samples for one optimizer step.
             optimizer: prepared by the accelerator.
-            weight_fn: as in `train_step`; None: a micro-batch counts by its number of samples.
+            weight_fn: as in `train_step`.
             max_grad_norm: as in `train_step`.
             scheduler: as in `train_step`.
 
@@ -95,7 +91,7 @@ class MicroBatcher:
             def attempt(size: int) -> tuple[Tensor, int]:
                 step.drop_gradients()
                 micro_batches = list(split_batch(batch, size))
-                weighted = normalized_weights(self._accelerator, micro_batches, weight_fn or num_samples)
+                weighted = normalized_weights(self._accelerator, model, micro_batches, weight_fn)
                 return step.accumulate(loss_fn, weighted, sync=False), len(weighted)
 
             size, (loss, num_micro_batches) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
@@ -142,7 +138,7 @@ def find_micro_batch(
     `MicroBatcher` halve the result if it must.
     """
     COUNT.check("effective_batch", effective_batch)
-    check_distributed_type(accelerator)
+    check_no_gathers(accelerator, "find_micro_batch")
     num_samples_of_rank, rest = divmod(effective_batch, accelerator.num_processes)
     if rest:
         raise ValueError(
@@ -155,7 +151,7 @@ def find_micro_batch(
         rows = [row % num_samples(batch) for row in range(size)]
         for _ in range(min(2, math.ceil(num_samples_of_rank / size))):
             with accelerator.no_sync(model):
-                accelerator.backward(loss_fn(model, _take(batch, rows)))
+                accelerator.backward(loss_fn(model, take(batch, rows)))
         return True
 
     random, buffers = RandomState(accelerator.device), BufferState(model)
@@ -198,63 +194,11 @@ def _first_that_fits[T](
         size = math.ceil(size / 2)
 
 
-def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
-    """The batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
-
-    Tensors are cut along their first dimension, as views, and lists of anything but containers by item, wherever they
-    are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
-
-    Raises:
-        ValueError: there is no tensor with samples, not all tensors and lists have the same number of them, or
-            `micro_batch_size` is no count.
-    """
-    COUNT.check("micro_batch_size", micro_batch_size)
-    for start in range(0, num_samples(batch), micro_batch_size):
-        yield _take(batch, slice(start, start + micro_batch_size))
-
-
-def num_samples(batch: Any) -> int:
-    """How many samples a batch has; `split_batch` says what counts."""
-    sizes = set(_sizes(batch))
-    if len(sizes) != 1:
-        found = f"with {sorted(sizes)} samples" if sizes else "without samples"
-        raise ValueError(f"batch: tensors and lists {found}; give all of them the same first dimension")
-    return sizes.pop()
-
-
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a smaller micro-batch could help."""
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return not isinstance(error, dist.DistError) and _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def _sizes(batch: Any) -> Iterator[int]:
-    if _has_samples(batch):
-        yield len(batch)
-    elif isinstance(batch, Mapping | list | tuple):
-        for each in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _sizes(each)
-
-
-def _take(batch: Any, rows: Any) -> Any:
-    """The samples in `rows`, a slice or a list of indices."""
-    if isinstance(batch, Tensor):
-        return batch[rows] if batch.ndim else batch
-    if _has_samples(batch):
-        return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
-    if isinstance(batch, Mapping):
-        return type(batch)({key: _take(each, rows) for key, each in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        parts = [_take(each, rows) for each in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _has_samples(value: Any) -> bool:
-    if isinstance(value, list):
-        return not any(isinstance(each, Tensor | Mapping | list | tuple) for each in value)
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _share_buffers(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """One optimizer step on Accelerate whose gradient is exactly that of all micro-batches together."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,12 +17,17 @@ from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
 from hf_memopt.training.finite_check import GradientWatch, NonFiniteGradientError, scaler_takes_care
-
-_REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+from hf_memopt.training.window.rank_exchange import (
+    check_distributed_type,
+    drop_gradients,
+    exchange_if,
+    exchanges_each_batch,
+    sum_over_ranks,
+    whole,
+)
+from hf_memopt.training.window.weights import Weighted, WeightFn, normalized_weights
 
 LossFn = Callable[[nn.Module, Any], Tensor]
-WeightFn = Callable[[Any], float | Tensor]
-Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,10 @@ def train_step(
     the last window of an epoch divides by its own weights. `Accelerator.backward` divides by
     `gradient_accumulation_steps` whatever the window holds, so the loss is multiplied by it first.
 
-    Ranks exchange gradients once, in the backward of the last micro-batch. Gradients are dropped before the step and
-    after it, also when it raises. In mixed precision the prepared model runs under autocast as always, and the
-    accelerator's scaler is used where there is one.
+    Ranks exchange gradients once, in the backward of the last micro-batch; under FSDP2 each holds the gradients of the
+    whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients
+    are dropped before the step and after it, also when it raises. In mixed precision the prepared model runs under
+    autocast as always, and the accelerator's scaler is used where there is one.
 
     Args:
         accelerator: steps are counted in `accelerator.step`, which `save_state` saves and `load_state` restores.
@@ -74,16 +79,18 @@ def train_step(
             not add up over micro-batches need `GradientCache`.
         micro_batches: at least one, on the device. All are held during the step.
         optimizer: prepared by `accelerator`.
-        weight_fn: what a micro-batch counts, such as its number of tokens with a loss or of samples; a number, or a
-            tensor `()`, best on the CPU. None: each counts the same. What weighs 0 is left out; only if all of a rank's
-            micro-batches weigh 0, the last one runs, for the sake of the other ranks, and its gradient must be finite.
+        weight_fn: what a micro-batch counts; a number, or a tensor `()`, best on the CPU. None: the labels that are not
+            -100 where it is a mapping with `labels`, and else its samples (`default_weight`). What weighs 0 is left
+            out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the other ranks, and
+            its gradient must be finite. Under FSDP2 a rank with fewer than the others runs its last one again, with 0.
         max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip.
         scheduler: stepped after the update, and not after a skipped one.
 
     Raises:
-        ValueError: on all ranks: a rank has no micro-batch, a weight is negative or not finite, or all are 0. On the
-            rank itself: called within `accelerator.accumulate`, `optimizer` was not prepared, `max_grad_norm` is not
-            positive, or the accelerator uses DeepSpeed, FSDP, Megatron-LM or XLA.
+        ValueError: on all ranks: a rank has no micro-batch, a weight is negative or not finite, or all are 0; without a
+            `weight_fn`, a micro-batch whose samples cannot be counted. On the rank itself: called within
+            `accelerator.accumulate`, `optimizer` was not prepared, `max_grad_norm` is not positive, or the accelerator
+            uses DeepSpeed, FSDP1, Megatron-LM or XLA.
         NonFiniteGradientError: on all ranks, before the update, with step, rank, micro-batch and parameters. With a
             loss scaler only once its scale is down to 1; above that the scaler skips the step.
 
@@ -95,17 +102,8 @@ def train_step(
         ...     result = train_step(accelerator, model, loss_fn, window, optimizer, max_grad_norm=1.0)
     """
     with open_step(accelerator, model, optimizer, max_grad_norm, scheduler) as step:
-        weighted = normalized_weights(accelerator, list(micro_batches), weight_fn)
+        weighted = normalized_weights(accelerator, model, list(micro_batches), weight_fn)
         return step.update(step.accumulate(loss_fn, weighted, sync=True), len(weighted))
-
-
-def check_distributed_type(accelerator: Accelerator) -> None:
-    """Raises ValueError unless there is one process, or ranks exchange gradients as DDP does."""
-    if accelerator.distributed_type in _REFUSED:
-        raise ValueError(
-            f"distributed_type={accelerator.distributed_type}: gradients are scaled, exchanged or applied in "
-            "other ways than counted on here. Launch with DDP or in one process, or use accelerator.accumulate"
-        )
 
 
 def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
@@ -122,30 +120,6 @@ def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: fl
             "updates. Call this outside of it, and after an unfinished window set accelerator.sync_gradients = True"
         )
     Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
-
-
-def normalized_weights(accelerator: Accelerator, micro_batches: Sequence[Any], weight_fn: WeightFn | None) -> Weighted:
-    """Return each micro-batch with its weight divided by the weight of all of them on all ranks."""
-    weights = [1.0 if weight_fn is None else float(weight_fn(micro_batch)) for micro_batch in micro_batches]
-    complaint = _complaint(weights)
-    total, num_complaints = sum_over_ranks(accelerator, [sum(weights), complaint is not None])
-    if num_complaints:
-        raise ValueError(complaint or "micro_batches or weight_fn: invalid on another rank, whose error says why")
-    if total == 0:
-        raise ValueError("weight_fn: all weights are 0 on all ranks; leave such windows out")
-    weighted = [(each, weight / total) for each, weight in zip(micro_batches, weights, strict=True)]
-    # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0, so such micro-batches do not run. A
-    # rank that has no others runs one of them all the same, because the other ranks wait for it to exchange gradients.
-    return [each for each in weighted if each[1] > 0] or weighted[-1:]
-
-
-def _complaint(weights: list[float]) -> str | None:
-    if not weights:
-        return "micro_batches is empty on this rank; every rank needs one, so that all can exchange gradients"
-    for number, weight in enumerate(weights, start=1):
-        if not 0 <= weight < math.inf:
-            return f"weight_fn returned {weight} for micro-batch {number}; weights are finite and not negative"
-    return None
 
 
 @dataclass(frozen=True)
@@ -165,7 +139,7 @@ class OpenStep:
 
     def drop_gradients(self) -> None:
         """Drop those of the model and those of anything else that the optimizer updates, and what is known of them."""
-        self.model.zero_grad(set_to_none=True)
+        drop_gradients(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         self.watch.begin_step()
 
@@ -180,7 +154,8 @@ class OpenStep:
         factor = accelerator.gradient_accumulation_steps * (accelerator.num_processes if sync else 1)
         total = torch.zeros((), device=accelerator.device)
         for number, (micro_batch, weight) in enumerate(weighted, start=1):
-            with nullcontext() if sync and number == len(weighted) else accelerator.no_sync(self.model):
+            is_due = sync and (number == len(weighted) or exchanges_each_batch(accelerator))
+            with exchange_if(accelerator, [self.model], is_due):
                 loss = loss_fn(self.model, micro_batch)
                 accelerator.backward(loss * (weight * factor))
             self.watch.end_micro_batch()
@@ -200,7 +175,7 @@ class OpenStep:
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
         # All ranks hold the same gradient, so they all see the same norm and decide alike.
         # Under a loss scaler this unscales the gradient first, and float() waits for the device.
-        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        grad_norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
         if not math.isfinite(grad_norm) and not scaler_takes_care(optimizer):
             raise NonFiniteGradientError(accelerator.step + 1, gather_from_ranks(self.watch.findings()))
         # With a scaler, an overflow leaves the parameters as they are, and the step counts all the same.
@@ -236,16 +211,6 @@ def open_step(
     finally:
         watch.remove()
         step.drop_gradients()
-
-
-def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
-    """The sum over all ranks of each value; ranks call this together."""
-    if accelerator.num_processes == 1:
-        return values
-    summed: list[float] = accelerator.reduce(
-        torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    ).tolist()
-    return summed
 
 
 @cache

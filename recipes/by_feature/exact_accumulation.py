@@ -29,10 +29,6 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def num_tokens(batch: Batch) -> Tensor:
-    return (batch["labels"] != PADDING).sum()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
@@ -45,15 +41,15 @@ def main() -> None:
     for _ in range(50):
         micro_batches = [make_batch(generator, 4) for _ in range(8)]
         on_device = [{key: x.to(accelerator.device) for key, x in batch.items()} for batch in micro_batches]
-        # hf_memopt: one optimizer step; each micro-batch weighs as much as it has tokens, over all processes
-        result = train_step(accelerator, model, loss_fn, on_device, optimizer, weight_fn=num_tokens, max_grad_norm=1.0)
+        # hf_memopt: one optimizer step; each micro-batch weighs as much as it has labels, over all processes
+        result = train_step(accelerator, model, loss_fn, on_device, optimizer, max_grad_norm=1.0)
     accelerator.print(f"step {accelerator.step}  loss {result.loss:.4f}  gradient norm {result.grad_norm:.3f}")
 
     # hf_memopt: the same on whole batches, in micro-batches that are halved where memory runs out
     batcher = MicroBatcher(accelerator, micro_batch_size=16)
     for _ in range(50):
         batch = {key: x.to(accelerator.device) for key, x in make_batch(generator, 32).items()}
-        result = batcher.train_step(model, loss_fn, batch, optimizer, weight_fn=num_tokens, max_grad_norm=1.0)
+        result = batcher.train_step(model, loss_fn, batch, optimizer, max_grad_norm=1.0)
     accelerator.print(f"step {accelerator.step}  loss {result.loss:.4f}  in {result.num_micro_batches} micro-batches")
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
@@ -77,7 +78,7 @@ def test_a_folder_holds_the_last_checkpoints_and_says_which_is_newest(saved: Toy
     manifest = json.loads((folder / name / "manifest.json").read_text())
     assert run == manifest["run"] == json.loads((folder / "step-000002" / "manifest.json").read_text())["run"]
     assert manifest["position"] == {"step": 3, "losses": saved.losses}
-    assert manifest["launch"] == {"num_processes": 1, "device": "cpu", "mixed_precision": "no"}
+    assert manifest["launch"] == {"num_processes": 1, "device": "cpu", "mixed_precision": "no", "sharded": False}
     assert set(manifest["files"]) == {path.name for path in (folder / name).iterdir()} - {"manifest.json"}
     assert "random_states_0.pkl" in manifest["files"]
 
@@ -167,7 +168,9 @@ def test_a_renamed_copy_goes_on_in_a_folder_of_its_own(saved: ToyRun, tmp_path: 
     assert names(tmp_path / "other") == ["latest", "step-000005", "step-000006"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_processes", 2), ("device", "cuda"), ("mixed_precision", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_processes", 2), ("device", "cuda"), ("mixed_precision", "bf16"), ("sharded", True)]
+)
 def test_another_launch_is_refused(name: str, value: Any, saved: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = Checkpoints._launch
     monkeypatch.setattr(Checkpoints, "_launch", lambda self: {**launch(self), name: value})
@@ -206,6 +209,15 @@ def test_accelerators_whose_loaders_run_code_are_refused(kind: str, tmp_path: Pa
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[kind])
     with pytest.raises(ValueError, match=f"accelerator uses {DistributedType[kind].value}, .*use DDP"):
         Checkpoints(accelerator, tmp_path)
+
+
+def test_the_whole_model_on_one_process_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+    with pytest.raises(ValueError, match=r"state_dict_type=FULL_STATE_DICT .* use SHARDED_STATE_DICT"):
+        Checkpoints(accelerator, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_used_folder_is_refused_before_the_loop(saved: ToyRun, folder: Path) -> None:

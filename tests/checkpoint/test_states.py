@@ -1,6 +1,7 @@
 """What is unpickled of a checkpoint runs no code, and random states are set or refused."""
 
 import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import assert_refused
+from torch.distributed import checkpoint as dcp
 from toy_run import ToyRun
 
 from hf_memopt.checkpoint import checkpoints, files
@@ -54,6 +56,19 @@ def test_no_file_runs_code(name: str, saved: ToyRun, folder: Path, tmp_path: Pat
     assert_refused(
         saved, "latest", rf"step-000003/{name} holds more than tensors.*: posix.mkdir, which is not run\. Let"
     )
+    assert not trace.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_index_of_shards_runs_code(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint unpickles its `.metadata` without a check of its own."""
+    shards, trace = tmp_path / "optimizer_0", tmp_path / "trace"
+    dcp.save({"weight": torch.ones(3), "step": 1}, checkpoint_id=shards, no_dist=True)
+    check_pickles(tmp_path)
+    for forged in (Payload(trace), {"planner_data": Payload(trace)}, b"nothing"):
+        (shards / ".metadata").write_bytes(forged if isinstance(forged, bytes) else pickle.dumps(forged))
+        with pytest.raises(ValueError, match=r"optimizer_0/\.metadata is not what torch.* writes"):
+            check_pickles(tmp_path)
     assert not trace.exists()
 
 

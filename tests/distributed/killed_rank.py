@@ -1,4 +1,4 @@
-"""What each process of test_killed_ranks.py runs: `killed_rank.py <folder> <attempt> <is the last>`.
+"""What each process of test_killed_ranks.py runs: `killed_rank.py <folder> <attempt> <is the last> <is sharded>`.
 
 One rank of each attempt but the last is killed at a random moment, saving or not. What came of all of them goes to
 `<folder>/rank<number>.json`.
@@ -20,9 +20,9 @@ STEPS_AT_THE_END = 3
 
 
 def main() -> None:
-    folder, attempt, is_last = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, attempt, is_last, sharded = Path(sys.argv[1]), *map(int, sys.argv[2:])
     os.fsync = lambda descriptor: None  # nothing here outlives a reboot
-    run = ToyRun(folder / "run", seed=attempt)
+    run = ToyRun(folder / "run", seed=attempt, sharded=bool(sharded))
     if attempt:
         run.resume()
     else:
@@ -35,7 +35,7 @@ def main() -> None:
         run.train(10**6, save=True)
     resumed_at = run.num_steps
     run.train(run.num_steps + STEPS_AT_THE_END, save=True)
-    uninterrupted = ToyRun(folder / "uninterrupted")
+    uninterrupted = ToyRun(folder / "uninterrupted", sharded=bool(sharded))
     uninterrupted.train(run.num_steps)
     got, want = run.state(), uninterrupted.state()
     differing = sorted(name for name in got if got[name] != want[name])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -292,7 +292,8 @@ def test_what_would_go_wrong_is_refused() -> None:
         with pytest.raises(ValueError, match=kind):
             cache.backward([samples()])
     accelerator.state.distributed_type = DistributedType.FSDP
-    with pytest.raises(ValueError, match="FSDP"):
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    with pytest.raises(ValueError, match="FSDP1 keeps gradients in flat shards"):
         GradientCache(accelerator, Encoder(), sliced_wasserstein)
 
 

@@ -3,7 +3,6 @@
 import gc
 import logging
 import weakref
-from collections import UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_memopt.training import MicroBatcher, NonFiniteGradientError, find_micro_batch, split_batch
+from hf_memopt.training import MicroBatcher, NonFiniteGradientError, find_micro_batch
 from hf_memopt.training.micro_batch import is_out_of_memory
-
-Pair = namedtuple("Pair", "first second")
 
 
 class Fail(torch.autograd.Function):
@@ -267,27 +264,7 @@ def test_other_errors_are_not_recognised() -> None:
     assert not is_out_of_memory(torch.distributed.DistBackendError("NCCL error: out of memory"))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 25))
-def test_parts_are_the_batch_in_its_order(num: int, size: int) -> None:
-    x = torch.arange(num)
-    batch = UserDict(x=x, nested=[Pair(x + 1, (x + 2,))], tasks=[f"task {i}" for i in range(num)], temperature=0.5)
-    batch["scalar"], batch["nothing"] = torch.tensor(3), None
-    parts = list(split_batch(batch, size))
-    assert [len(part["x"]) for part in parts[:-1]] == [size] * (len(parts) - 1)
-    assert all(isinstance(part, UserDict) and isinstance(part["nested"][0], Pair) for part in parts)
-    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
-    assert torch.equal(torch.cat([part["nested"][0].second[0] for part in parts]), x + 2)
-    assert [task for part in parts for task in part["tasks"]] == batch["tasks"]
-    assert all(part["temperature"] == 0.5 and part["scalar"] == 3 and part["nothing"] is None for part in parts)
-    assert parts[0]["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"with \[2, 3\] samples"):
-        list(split_batch({"x": torch.zeros(2), "y": torch.zeros(3)}, 1))
-    with pytest.raises(ValueError, match="without samples"):
-        list(split_batch({"x": torch.tensor(1.0)}, 1))
+def test_sizes_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="micro_batch_size=0"):
         MicroBatcher(Accelerator(cpu=True), 0)
     with pytest.raises(ValueError, match="effective_batch=0"):

@@ -1,0 +1,85 @@
+"""How the ranks of an Accelerator exchange gradients and figures: in DDP, in FSDP2, or not at all."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_REFUSED = {
+    DistributedType.DEEPSPEED: "its engine scales, exchanges and applies gradients itself, within its backward; use "
+    "accelerator.accumulate",
+    DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
+    DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
+    DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
+}
+
+
+def check_distributed_type(accelerator: Accelerator) -> None:
+    """Raises ValueError unless there is one process, or ranks exchange gradients as DDP or FSDP2 does."""
+    if accelerator.distributed_type in _REFUSED and not accelerator.is_fsdp2:
+        reason = _REFUSED[accelerator.distributed_type]
+        raise ValueError(f"distributed_type={accelerator.distributed_type} is not for exact steps: {reason}")
+
+
+def check_no_gathers(accelerator: Accelerator, what: str) -> None:
+    """Raises ValueError where a rank that runs out of memory would leave the others waiting for its shards."""
+    check_distributed_type(accelerator)
+    if accelerator.is_fsdp2:
+        raise ValueError(
+            f"{what} cannot go back under FSDP2: a rank that runs out of memory in forward or backward leaves the "
+            "others waiting for its shards. Use train_step on split_batch(batch, size), with a size from hf-memopt plan"
+        )
+
+
+@contextmanager
+def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: bool) -> Iterator[None]:
+    """Within, backward exchanges gradients over ranks if that is due, and leaves each rank its own if it is not."""
+    with ExitStack() as stack:
+        for model in () if is_due else models:
+            stack.enter_context(accelerator.no_sync(model))
+        yield
+
+
+def exchanges_each_batch(accelerator: Accelerator) -> bool:
+    """Whether the accelerator is to exchange gradients in each backward: FSDP2 then accumulates them in shards."""
+    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Drop all gradients, those of gathered weights included, which FSDP2 keeps where `zero_grad` does not look."""
+    model.zero_grad(set_to_none=True)
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for sharded in group.fsdp_params if group is not None else ():
+            sharded.unsharded_accumulated_grad = None
+            if hasattr(sharded, "_unsharded_param"):
+                sharded._unsharded_param.grad = None
+
+
+def whole(norm: Tensor) -> float:
+    """A norm that may be in parts, one on each rank; ranks call this together."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
+    """The sum over all ranks of each value; ranks call this together."""
+    if accelerator.num_processes == 1:
+        return values
+    summed: list[float] = accelerator.reduce(
+        torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    ).tolist()
+    return summed
+
+
+def max_over_ranks(accelerator: Accelerator, value: int) -> int:
+    """The largest value of any rank; ranks call this together."""
+    if accelerator.num_processes == 1:
+        return value
+    largest = torch.tensor(value, device=accelerator.device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+    return int(largest)

@@ -1,0 +1,75 @@
+"""Activation offloading in two processes that shard a model by FSDP2, or share its layers by tensor parallelism."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from two_processes import torchrun
+
+SCRIPT = Path(__file__).parent / "sharded_offload_rank.py"
+CONDITIONS = ("lora", "checkpointing", "bf16", "unequal")
+# Each mode with each condition, and each two conditions together, once.
+PAIRS = (
+    "all+lora+bf16",
+    "all+checkpointing+unequal",
+    "inputs+lora+checkpointing+unequal",
+    "inputs+checkpointing+bf16",
+    "auto+lora+checkpointing+bf16",
+    "auto+lora+unequal",
+    "auto+bf16+unequal",
+    "all+tensor_parallel",
+    "auto+tensor_parallel",
+    "inputs+tensor_parallel+checkpointing",
+)
+# "inputs" moves the inputs of checkpointed layers.
+PRODUCT = [
+    "+".join((mode, *chosen))
+    for mode in ("all", "inputs", "auto")
+    for num in range(len(CONDITIONS) + 1)
+    for chosen in combinations(CONDITIONS, num)
+    if mode != "inputs" or "checkpointing" in chosen
+]
+
+
+def check(folder: Path, cases: tuple[str, ...] | list[str]) -> None:
+    """Gradients are bitwise those of the plain run on both ranks, something moved, and nothing is left."""
+    for rank in (0, 1):
+        results = json.loads((folder / f"rank{rank}.json").read_text())
+        for case in cases:
+            found = results[case]
+            assert (found["equal"], found["learns"], found["live"]) == (True, True, 0), f"{case}, rank {rank}"
+            assert found["moved"] > 0, f"{case}, rank {rank}"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which both processes have left what they found."""
+    folder = tmp_path_factory.mktemp("sharded_offload")
+    torchrun(SCRIPT, str(folder), *PAIRS, "teachers")
+    return folder
+
+
+def test_each_mode_under_each_pair_of_conditions(results: Path) -> None:
+    check(results, PAIRS)
+
+
+def test_a_teacher_on_the_host_beside_a_sharded_student(results: Path) -> None:
+    """Gradients are bitwise those with the whole teacher; a student that is sharded cannot be its own teacher."""
+    for rank in (0, 1):
+        found = json.loads((results / f"rank{rank}.json").read_text())["teachers"]
+        assert (found["equal"], found["learns"]) == ({"swap": True, "stream": True}, True)
+        assert "is sharded, and FSDP gathers weights" in found["refusal"]
+
+
+def test_the_pairs_are_all_there() -> None:
+    chosen = [set(case.split("+")) for case in PAIRS]
+    wanted = list(combinations(CONDITIONS, 2))
+    wanted += [(mode, each) for mode in ("all", "inputs", "auto") for each in CONDITIONS]
+    assert [pair for pair in wanted if not any(set(pair) <= each for each in chosen)] == []
+
+
+@pytest.mark.slow
+def test_each_mode_under_all_conditions(tmp_path: Path) -> None:
+    torchrun(SCRIPT, str(tmp_path), *PRODUCT)
+    check(tmp_path, PRODUCT)

@@ -1,0 +1,88 @@
+"""Two processes on the CPU, the model sharded by FSDP2: exact gradients, and decisions that both take together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from two_processes import torchrun
+
+training_rank = LateModule("training_rank")
+
+FOLDER = Path(__file__).parent
+TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
+FLOAT32_LOSS = 1e-6  # transformers takes the loss of language models in float32
+NUM_SHARDED = 3  # two blocks, and what is outside of them
+
+Results = tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of the two ranks found."""
+    folder = tmp_path_factory.mktemp("sharded_training")
+    torchrun(FOLDER / "sharded_training_rank.py", str(folder))
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    return first, second
+
+
+@pytest.mark.parametrize("how", ["splits", "splits by hand", "splits, each batch"])
+def test_gradient_loss_and_norm_are_those_of_all_samples(results: Results, how: str) -> None:
+    """Gradients are exchanged once per sharded module, or once per micro-batch where that is asked for."""
+    for rank in results:
+        assert rank[how].keys() == training_rank.SPLITS.keys()
+        for *differences, num_exchanges, num_micro_batches in rank[how].values():
+            assert max(differences) <= TOLERANCE
+            assert num_exchanges == NUM_SHARDED * (num_micro_batches if how == "splits, each batch" else 1)
+
+
+def test_a_rank_with_fewer_micro_batches_repeats_its_last_one(results: Results) -> None:
+    for rank in results:
+        assert [rank["splits"][name][-1] for name in ("uneven", "tail on one rank")] == [3, 2]
+
+
+def test_a_batch_on_each_rank_has_bitwise_the_gradient_of_one_process(results: Results) -> None:
+    assert [rank["one batch each"] for rank in results] == [True, True]
+
+
+def test_tokens_count_by_default(results: Results) -> None:
+    """Sentences of several lengths, one by one on two ranks, have the gradient of all of them at once."""
+    for rank in results:
+        assert max(rank["tokens"]) <= FLOAT32_LOSS
+
+
+def test_clipping_is_by_the_norm_over_all_shards(results: Results) -> None:
+    for gradient_difference, norm_difference, norm in (rank["clipped"] for rank in results):
+        assert gradient_difference <= TOLERANCE
+        assert norm_difference <= TOLERANCE
+        assert norm == pytest.approx(0.1, rel=1e-5)
+
+
+def test_both_stop_before_the_update_when_one_has_a_bad_gradient(results: Results) -> None:
+    for first, second in zip(*(rank["non-finite"] for rank in results), strict=True):
+        assert first == second
+        assert first["before"] == first["after"] != []
+        header, finding = first["message"].splitlines()
+        assert "NonFiniteGradientError: Non-finite gradient at step 2." in header
+        assert finding.startswith("  rank 1, micro-batch 3: 2.bias, 2.weight, 1.down.bias")
+    assert len(results[0]["non-finite"]) == 4
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_step_after_an_error_is_what_it_would_have_been(results: Results, precision: str) -> None:
+    assert [rank["after an error"][precision] for rank in results] == [[True, True]] * 2
+
+
+def test_a_cached_gradient_sees_the_samples_of_both(results: Results) -> None:
+    for rank in (each["gradient cache"] for each in results):
+        assert rank["difference"] <= TOLERANCE
+        assert rank["loss difference"] <= TOLERANCE
+        assert rank["exchanges"] == NUM_SHARDED
+        assert "ValueError: micro_batches: " in rank["unequal"]
+        assert "2 to 3 on all; under FSDP2 give all ranks as many" in rank["unequal"]
+
+
+def test_micro_batches_that_go_back_are_refused(results: Results) -> None:
+    for rank in results:
+        assert "ValueError: MicroBatcher cannot go back under FSDP2" in rank["micro-batcher"]

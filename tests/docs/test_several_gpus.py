@@ -1,0 +1,68 @@
+"""The page about several GPUs: its commands for the CPU run, and accelerate reads the files that the others name."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from patience import HANG_S
+
+launch = LateModule("accelerate.commands.launch")
+launch_utils = LateModule("accelerate.utils.launch")
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "several_gpus.md").read_text()
+COMMANDS = [
+    command
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for command in block.replace("\\\n", "").splitlines()
+]
+CONFIGS = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "--cpu" in each])
+def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
+    _, _, *arguments = shlex.split(command)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    if "train_sft" in command:
+        assert (tmp_path / "outputs" / "two_processes" / "adapter_model.safetensors").is_file()
+    else:
+        assert re.search(r"^step 100  loss", result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_the_files(config: Path) -> None:
+    arguments: Any = launch.launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
+    arguments, _, _ = launch._validate_launch_command(arguments)
+    engines = arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed
+    wanted = {"one_gpu": (1, ()), "ddp": (2, (0,)), "fsdp2": (2, (1,)), "zero3": (2, (2,))}[config.stem]
+    assert (arguments.num_processes, tuple(i for i, used in enumerate(engines) if used)) == wanted
+    if config.stem == "fsdp2":
+        environment = launch_utils.prepare_multi_gpu_env(arguments)
+        assert (environment["FSDP_VERSION"], environment["FSDP_STATE_DICT_TYPE"]) == ("2", "SHARDED_STATE_DICT")
+    if config.stem == "zero3":
+        assert (arguments.zero_stage, arguments.mixed_precision) == (3, "bf16")
+
+
+def test_the_page_names_files_and_tests_that_are_there() -> None:
+    assert len(CONFIGS) == 4
+    for name in re.findall(r"recipes/configs/accelerate/\S+\.yaml", PAGE):
+        assert (ROOT / name).is_file(), name
+    tests = set(re.findall(r"`(test_\w+)`", PAGE))
+    assert len(tests) > 5
+    assert [name for name in tests if not (ROOT / "tests" / "distributed" / f"{name}.py").is_file()] == []
