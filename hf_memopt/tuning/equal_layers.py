@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,17 @@ def equal_layers(model: nn.Module) -> Layers | None:
         if all(kinds[number] == kinds[number - period] for number in range(2 * period, len(kinds))):
             return Layers(name, len(kinds), period)
     return None
+
+
+def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
+    """Return equal layers as a few of them tell what all do in a mode of `ActivationOffloader`; None if none do.
+
+    In mode "auto" a plan treats each layer as it likes, and the windows of "all" hold many. With "inputs" a layer's
+    input, made by the one before, leaves when the second after it begins.
+    """
+    if layers is None or offload == "off":
+        return layers
+    return replace(layers, reach=3) if offload == "inputs" and layers.period == 1 else None
 
 
 def with_num_layers(config: Any, layers: Layers, count: int) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.tuning import accelerate_config
 from hf_memopt.tuning.accelerate_config import DDP
-from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
+from hf_memopt.tuning.equal_layers import equal_layers, told_by_few, under_offloading
 from hf_memopt.tuning.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions, check_choice
 from hf_memopt.tuning.transformers_models.model_update import OFFLOAD, ModelUpdate
 from hf_memopt.tuning.transformers_models.optimizers import WITH_TABLES
-from hf_memopt.tuning.workload import SearchDimension, divisors, num_steps_of_auto
+from hf_memopt.tuning.workload import SearchDimension, divisors, num_steps
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -83,17 +83,13 @@ class HuggingFaceModel(ModelOptions):
             )
         num_micro_batches = min(2, passes)
         _ = self.name  # its class is imported once, before processes are forked
-        # A plan treats each layer as it likes, and the windows of mode "all" hold many.
-        layers = None if offload in ("auto", "all") or self._treats_layers_differently else self._equal_layers
-        if layers is not None and offload == "inputs":
-            # A layer's input, made by the one before, leaves when the second after it begins.
-            layers = replace(layers, reach=3) if layers.period == 1 else None
+        layers = None if self._treats_layers_differently else under_offloading(self._equal_layers, offload)
 
         def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
             return SimulatedStep(
                 setup=lambda device: ModelUpdate(self, config, checkpointing, offload, micro_batch, num_micro_batches),
                 step=lambda update: update.run(),
-                num_steps=num_steps_of_auto(num_micro_batches) if offload == "auto" else 2,
+                num_steps=num_steps(offload, num_micro_batches),
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
                 num_gpus=self.num_gpus,

@@ -14,9 +14,14 @@ Settings = Mapping[str, Any]
 PASSES_OF_AUTO = 4
 
 
-def num_steps_of_auto(num_micro_batches: int) -> int:
-    """Return how many steps of so many passes each an offloader needs until its plan has settled."""
-    return max(2, -(-PASSES_OF_AUTO // num_micro_batches))
+def num_steps(offload: str, num_micro_batches: int) -> int:
+    """Return how many steps of so many passes each show everything: an optimizer's state, and a plan that has settled.
+
+    Args:
+        offload: "off" or a mode of `ActivationOffloader`.
+        num_micro_batches: passes in a step, each in the offloader's context.
+    """
+    return max(2, -(-PASSES_OF_AUTO // num_micro_batches)) if offload == "auto" else 2
 
 
 @dataclass(frozen=True)

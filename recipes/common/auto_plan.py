@@ -22,7 +22,7 @@ from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
-from hf_memopt.tuning.workload import PASSES_OF_AUTO, SearchDimension, Settings, Workload, divisors
+from hf_memopt.tuning.workload import SearchDimension, Settings, Workload, divisors, num_steps
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,12 @@ class RecipeWorkload(ABC):
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         options = self.with_settings(settings, micro_batch)
+        num_micro_batches = self.num_simulated(options, self.effective_batch // micro_batch)
         return SimulatedStep(
             setup=lambda device: self.setup(options, settings[PRECISION]),
             step=self.step,
-            num_steps=self.num_steps(options),
-            num_micro_batches=self.num_simulated(options, self.effective_batch // micro_batch),
+            num_steps=self.num_steps(options, num_micro_batches),
+            num_micro_batches=num_micro_batches,
         )
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Any:
@@ -101,9 +102,9 @@ class RecipeWorkload(ABC):
         options, config = written
         return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
-    def num_steps(self, options: Any) -> int:
+    def num_steps(self, options: Any, num_micro_batches: int) -> int:
         """Return how many updates are simulated, until one finds memory as all later ones do."""
-        return PASSES_OF_AUTO if options.offload.offload == "auto" else 2
+        return num_steps(options.offload.offload, num_micro_batches)
 
     def num_simulated(self, options: Any, accumulation: int) -> int:
         """Return how many micro-batches the simulated update runs: the third finds memory as the second did."""

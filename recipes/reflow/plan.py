@@ -112,7 +112,7 @@ class SmolVLAReflow(RecipeWorkload):
         """Return the one that is given, or all."""
         return super().micro_batches if self._micro_batch is None else [self._micro_batch]
 
-    def num_steps(self, options: Options) -> int:
+    def num_steps(self, options: Options, num_micro_batches: int) -> int:
         return STEPS_OF_STREAM if options.policy.teacher_offload == "stream" else 2
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Options:

@@ -237,9 +237,17 @@ def test_the_cache_of_fake_operations_knows_arguments_by_one_method() -> None:
         assert "self._prep_args_for_hash(key_values, args, " in inspect.getsource(FakeTensorMode._cache_key)
 
 
+def test_results_of_fake_operations_are_made_from_the_cache_by_one_method() -> None:
+    with relied_on_by(FAKE_MODE):
+        parameters = list(inspect.signature(FakeTensorMode._get_output_tensor_from_cache_entry).parameters)
+        assert parameters == ["self", "state", "entry", "key", "func", "args"]
+        source = inspect.getsource(FakeTensor.__new__)
+        assert "Tensor._make_subclass(" in source
+        assert "torch._C._set_warn_deprecated_on_mutable_data_ptr(self)" in source
+        assert list(inspect.signature(FakeTensorMode._dispatch_impl).parameters)[1:] == ["func", "types", "args", "kwargs"]
+
+
 def test_modes_are_wrapped_to_be_left_alone_by_the_compiler() -> None:
     with relied_on_by(FAKE_MODE):
         assert TorchDispatchMode._should_skip_dynamo()
-        plain = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
-        assert plain is not FakeTensorMode.__torch_dispatch__
-        assert list(inspect.signature(plain).parameters) == ["self", "func", "types", "args", "kwargs"]
+        assert FakeTensorMode.__torch_dispatch__ is not inspect.unwrap(FakeTensorMode.__torch_dispatch__)

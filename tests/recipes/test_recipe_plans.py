@@ -153,6 +153,25 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
         assert str(written[0]) in command
 
 
+@pytest.mark.parametrize(
+    "make", [causal_lm, neural_operator, *(pytest.param(make, marks=pytest.mark.slow) for make in (fluxflow, lgt))]
+)
+def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
+    make: Callable[..., RecipeWorkload], tmp_path: Path
+) -> None:
+    workload = make(tmp_path, "--offload_threshold_mb=0.001", effective_batch=4)
+    step = workload.simulated(first_settings(workload) | {"activations": "offloaded where free"}, 2)
+    assert step.num_steps < 4
+    found, longer = (
+        estimate_peak_memory(step.setup, step.step, num_steps=num_steps, gpu="1GiB")
+        for num_steps in (step.num_steps, 4)
+    )
+    for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
+        assert getattr(found, name) == getattr(longer, name), name
+    assert found.step_ms == pytest.approx(longer.step_ms, rel=0.01)  # a plan's copies may still move by a moment
+    assert found.host_bytes > 0
+
+
 def test_the_planned_batch_is_in_the_options(tmp_path: Path) -> None:
     assert causal_lm(tmp_path, effective_batch=6).batching(2) == {
         "training.per_device_batch_size": 2,

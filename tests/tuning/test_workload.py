@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_memopt.tuning.workload import divisors, num_steps_of_auto
+from hf_memopt.tuning.workload import divisors, num_steps
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 16, 97])
@@ -10,6 +10,8 @@ def test_divisors_are_complete_and_ascending(number: int) -> None:
     assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
 
 
-@pytest.mark.parametrize(("num_micro_batches", "num_steps"), [(1, 4), (2, 2), (8, 2)])
-def test_four_passes_settle_a_plan_and_two_steps_show_an_optimizer(num_micro_batches: int, num_steps: int) -> None:
-    assert num_steps_of_auto(num_micro_batches) == num_steps
+@pytest.mark.parametrize(("offload", "num_micro_batches", "expected"), [("auto", 1, 4), ("auto", 2, 2), ("all", 1, 2)])
+def test_four_passes_settle_a_plan_and_two_steps_show_an_optimizer(
+    offload: str, num_micro_batches: int, expected: int
+) -> None:
+    assert num_steps(offload, num_micro_batches) == expected

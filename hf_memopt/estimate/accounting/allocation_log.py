@@ -101,8 +101,7 @@ class StepPhases:
 
 
 # What fake tensors are asked through the dispatcher, without computing anything.
-_DEVICE = torch.ops.prim.device.default
-_QUESTIONS = {_DEVICE, torch.ops.prim.layout.default}
+_DEVICE, _LAYOUT = torch.ops.prim.device.default, torch.ops.prim.layout.default
 
 
 class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,12 +140,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _QUESTIONS:
-            # Half of all that is dispatched asks for a device, and each mode below takes its time.
-            if function is _DEVICE and type(args[0]) is FakeTensor:
-                return args[0].fake_device
+        # Half of all that is dispatched asks for a device, and each mode below takes its time.
+        if function is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if function is _DEVICE or function is _LAYOUT:
             return function(*args, **(kwargs or {}))
-        if any(issubclass(each, DTensor) for each in types):
+        if any(each is not FakeTensor and issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operations, on the local tensors, are to be seen
         if self.phases.observe():
             self.history.backwards.append(self.history.position)

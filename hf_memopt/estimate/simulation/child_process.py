@@ -111,6 +111,7 @@ class _Isolated[Result]:
 def _child(function: Callable[[], object], sender: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays, and takes a third of a second to look through each time
+    gc.enable()  # cycles of tensors die in a simulation too, also where the command line looks for no garbage
     logging.disable(logging.CRITICAL)  # what matters travels as a result or an exception
     result, error, trace = None, None, ""
     try:

@@ -20,7 +20,7 @@ from hf_memopt.integrations.transformers.file_trainer import attention, make_tra
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
-from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
+from hf_memopt.tuning.equal_layers import equal_layers, told_by_few, under_offloading
 from hf_memopt.tuning.huggingface import ACTIVATIONS
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.tasks import TASKS, task_of
@@ -149,9 +149,9 @@ class FileWorkload:
             window = largest_window(trainer, trainer.args.gradient_accumulation_steps)
             return trainer_step(trainer, window, repeated)
 
-        # As for `HuggingFaceModel`: offloaders treat layers as they like, torchao's optimizers keep tables.
+        # torchao's optimizers keep tables of their own.
         has_tables = self.arguments.optim in ("adamw_torch_8bit", "adamw_torch_4bit")
-        layers = None if offload != "off" or has_tables else self._equal_layers
+        layers = None if has_tables else under_offloading(self._equal_layers, offload)
         return told_by_few(step_of, self._config, layers)
 
     @cached_property

@@ -16,7 +16,7 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.integrations.transformers.trainer_batches import Window, largest_window
 from hf_memopt.ranges import COUNT
-from hf_memopt.tuning.workload import PASSES_OF_AUTO
+from hf_memopt.tuning.workload import num_steps
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ def trainer_step(trainer: Trainer, window: Window, repeated: RepeatedLayers | No
         repeated: the model's equal layers, with the step of a like trainer of fewer.
     """
 
+    num_micro_batches = min(2, len(window.batches))
+
     def setup(device: torch.device) -> tuple[Any, ...]:
         simulated = SimulatedTrainer(trainer, window, device)
         return simulated.modules, simulated.batches, simulated
@@ -76,8 +78,8 @@ def trainer_step(trainer: Trainer, window: Window, repeated: RepeatedLayers | No
     return SimulatedStep(
         setup=setup,
         step=lambda state: state[-1].step(),
-        num_steps=PASSES_OF_AUTO if _plans(trainer) else 2,
-        num_micro_batches=min(2, len(window.batches)),
+        num_steps=num_steps("auto" if _plans(trainer) else "off", num_micro_batches),
+        num_micro_batches=num_micro_batches,
         repeated=repeated,
     )
 

@@ -15,6 +15,8 @@ argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
 file_workload = LateModule("hf_memopt.integrations.transformers.file_workload")
 
 SFT: dict[str, Any] = {"max_length": 32, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+# Inputs of its layers, 16 MiB for a micro-batch of 8 samples, are above the least that is offloaded.
+WIDE = 8192
 ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,8 +27,9 @@ def quick_collections(small_heap: None) -> None:
     """Trainer collects garbage often."""
 
 
-def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, **options: Any) -> Any:
+def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: int = 64, **options: Any) -> Any:
     config = trl_trainers.decoder().config
+    config.hidden_size, config.head_dim = width, width // 4
     config.num_hidden_layers, config.architectures, config.max_position_embeddings = (
         num_layers,
         ["LlamaForCausalLM"],
@@ -46,6 +49,27 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
     assert found.breakdown == expected.breakdown
     assert found.reserved_bytes == expected.reserved_bytes
     assert few.num_micro_batches == 2
+
+
+def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path) -> None:
+    made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
+    few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
+    expected = run_isolated(lambda: simulate(whole.setup, whole.step, gpu="rtx4090"))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), has_card=True))
+    assert found.trace == expected.trace
+    assert found.storage_kinds == expected.storage_kinds
+    assert found.host_bytes == expected.host_bytes > 2**20
+
+
+def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_path: Path) -> None:
+    made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
+    step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))
+    assert (step.num_micro_batches, step.num_steps) == (2, 2)
+    found = run_isolated(lambda: simulate(step.setup, step.step, num_steps=2, gpu="rtx4090"))
+    longer = run_isolated(lambda: simulate(again.setup, again.step, num_steps=4, gpu="rtx4090"))
+    for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
+        assert getattr(found, name) == getattr(longer, name), name
+    assert found.host_bytes > 2**20
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
