@@ -36,6 +36,10 @@ $(READY): setup.cfg pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .pyt
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.reflow.demo --output outputs/demo --overwrite
 
+demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU: results in outputs/demo_metaworld
+	"$(UV)" pip install --python $(PY) --constraint constraints.txt metaworld
+	$(PY) -m hf_memopt.recipes.metaworld.demo --output outputs/demo_metaworld --overwrite
+
 LAUNCH := .venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no -m
 COMPARE := $(LAUNCH) hf_memopt.cli compare
 # Copies on a CPU, which saves no memory there.
@@ -133,4 +137,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree demo demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean

@@ -45,7 +45,7 @@ OUTPUTS = ("toy", "teacher", "student_init", "student", "student_1step", "logs",
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     begun = time.perf_counter()
-    make_room(options.output, options.overwrite)
+    make_room(options.output, OUTPUTS, options.overwrite)
     toy_folder = options.output / "toy"
     with stage(f"A small SmolVLM and {NUM_EPISODES} demonstrations of a task with two right answers"):
         toy.write_vlm(toy_folder / "vlm")
@@ -81,10 +81,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_room(output: Path, overwrite: bool) -> None:
-    """Refuse a folder that is in use; with `overwrite`, remove what a demo writes and nothing else."""
+def make_room(output: Path, names: Sequence[str], overwrite: bool) -> None:
+    """Refuse a folder that is in use; with `overwrite`, remove what a demo writes, `names`, and nothing else."""
     check_output_folder("output", output)
-    present = [name for name in OUTPUTS if (output / name).exists()]
+    present = [name for name in names if (output / name).exists()]
     if present and not overwrite:
         raise ValueError(
             f"output={str(output)!r} already holds {', '.join(present)}; replace them with --overwrite or name another"

@@ -47,12 +47,12 @@ def test_a_path_around_the_obstacle_passes_and_one_through_it_does_not() -> None
 
 
 def test_a_folder_in_use_is_refused_and_only_the_demos_own_files_are_replaced(tmp_path: Path) -> None:
-    demo.make_room(tmp_path, overwrite=False)
+    demo.make_room(tmp_path, demo.OUTPUTS, overwrite=False)
     (tmp_path / "mine.txt").write_text("keep")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"already holds logs, results.json.*--overwrite"):
-        demo.make_room(tmp_path, overwrite=False)
-    demo.make_room(tmp_path, overwrite=True)
+        demo.make_room(tmp_path, demo.OUTPUTS, overwrite=False)
+    demo.make_room(tmp_path, demo.OUTPUTS, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.txt"]
     assert "logs" in demo.OUTPUTS
 

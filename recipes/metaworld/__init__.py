@@ -1,0 +1,1 @@
+"""Reflow proven in Meta-World: recorded experts, a teacher, one-step students, and their success rates."""
