@@ -53,13 +53,16 @@ _TWO = (("stage", 2), ("reduce_bucket_size", 60_000))
 _THREE = (("stage", 3), ("reduce_bucket_size", 100_000), ("stage3_param_persistence_threshold", 200))
 _LITTLE_AHEAD = (("stage3_prefetch_bucket_size", 50_000), ("stage3_max_live_parameters", 200_000))
 ZERO_WAYS = {
-    "zero2": Way(zero=_TWO),
     "zero2 in bfloat16, accumulating": Way(zero=_TWO, precision="bf16", num_micro_batches=2),
-    "zero2 in float16, overlapping": Way(zero=(*_TWO, ("overlap_comm", True)), precision="fp16"),
-    "zero3": Way(zero=_THREE),
     "zero3 in bfloat16, accumulating, checkpointed": Way(
         zero=(*_THREE, *_LITTLE_AHEAD), precision="bf16", num_micro_batches=2, checkpointing=True
     ),
+}
+MORE_ZERO_WAYS = {
+    "zero2": Way(zero=_TWO),
+    "zero2 in float16, overlapping": Way(zero=(*_TWO, ("overlap_comm", True)), precision="fp16"),
+    "zero3": Way(zero=_THREE),
+    "zero3 in float16, with DeepSpeed's sizes": Way(zero=(("stage", 3),), precision="fp16"),
 }
 
 
@@ -86,6 +89,8 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
     if way.zero:
         config = {"zero_optimization": dict(way.zero), "gradient_accumulation_steps": way.num_micro_batches}
         config |= {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}
+        # The default would have the first updates left out.
+        config["fp16"] = {"enabled": way.precision == "fp16", "initial_scale_power": 4}
         zero = DeepSpeedPlugin(hf_ds_config=config)
     places = {"ACCELERATE_TORCH_DEVICE": str(device), "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
     with (
@@ -127,12 +132,9 @@ def _held_bytes(state: State) -> dict[str, int]:
     """What a rank holds after an update: bytes of storages, found without the log that the estimate is made from."""
     parameters = list(state.model.parameters())
     shares = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
-    # Of DeepSpeed these are the rank's shares in float32; otherwise the model's.
-    updated = [each for group in state.optimizer.param_groups for each in group["params"]]
     return {
         "parameters": _bytes_of(parameters + shares),
-        "updated": _bytes_of(updated),
-        "gradients": _bytes_of(parameter.grad for parameter in parameters + updated),
+        "gradients": _bytes_of(parameter.grad for parameter in parameters),
         "optimizer state": _bytes_of(value for each in state.optimizer.state.values() for value in each.values()),
     }
 

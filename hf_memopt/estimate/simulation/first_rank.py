@@ -46,6 +46,7 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
             "estimate before torch.distributed is initialised, or in a process of its own"
         )
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    places |= {"ACCELERATE_TORCH_DEVICE": str(device), "DS_ACCELERATOR": "cpu"}
     AcceleratorState._reset_state(reset_partial_state=True)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -58,7 +59,7 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
                 enter(zero_without_values(labels))
             return BACKEND, DistributedType.MULTI_GPU
 
-        enter(patch.dict(os.environ, places | {"ACCELERATE_TORCH_DEVICE": str(device)}))
+        enter(patch.dict(os.environ, places))
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
         enter(patch.object(PartialState, "_prepare_backend", prepare_backend))

@@ -78,18 +78,14 @@ class DeviceAsCuda(CPU_Accelerator):  # type: ignore[misc]
 @contextmanager
 def zero_as_on_cuda(device: torch.device) -> Iterator[None]:
     """Let DeepSpeed take a device for one of CUDA."""
-    before = real_accelerator.ds_accelerator
-    real_accelerator.set_accelerator(DeviceAsCuda(device))
-    try:
-        with (
-            # On hosts it would compile collectives of its own.
-            patch.object(_TORCH_BACKEND, "build_shm_op", lambda: None),
-            # It knows streams of CUDA alone. The allocator would use memory again only after the other stream.
-            patch.object(Tensor, "record_stream", lambda tensor, stream: None),
-        ):
-            yield
-    finally:
-        real_accelerator.set_accelerator(before)
+    with (
+        patch.object(real_accelerator, "ds_accelerator", DeviceAsCuda(device)),
+        # On hosts it would compile collectives of its own.
+        patch.object(_TORCH_BACKEND, "build_shm_op", lambda: None),
+        # It knows streams of CUDA alone. The allocator would use memory again only after the other stream.
+        patch.object(Tensor, "record_stream", lambda tensor, stream: None),
+    ):
+        yield
 
 
 @contextmanager

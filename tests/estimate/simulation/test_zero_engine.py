@@ -1,0 +1,19 @@
+"""DeepSpeed's ZeRO as the simulated first of several ranks, against real processes on the CPU."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from engine_ranks import check_first_rank
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def test_two_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
+    check_first_rank(tmp_path, 2, "ZERO_WAYS")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "ways"), [(3, "ZERO_WAYS"), (2, "MORE_ZERO_WAYS"), (3, "MORE_ZERO_WAYS")])
+def test_so_do_others(num_ranks: int, ways: str, tmp_path: Path) -> None:
+    check_first_rank(tmp_path, num_ranks, ways)
