@@ -93,6 +93,8 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
         config["fp16"] = {"enabled": way.precision == "fp16", "initial_scale_power": 4}
         zero = DeepSpeedPlugin(hf_ds_config=config)
     places = {"ACCELERATE_TORCH_DEVICE": str(device), "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    if way.zero:
+        places["ACCELERATE_USE_CPU"] = "false"  # it would ignore DeepSpeed
     with (
         patch.dict(os.environ, places),
         nullcontext()

@@ -47,8 +47,8 @@ LIBRARIES = {
     "report": {"torch", "psutil", "jinja2", "matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
-    "estimate": {"torch", "accelerate", "transformers", "peft", "tqdm"},
-    "tuning": {"torch", "accelerate", "transformers", "huggingface_hub", "peft", "trl", "tqdm", "yaml"},
+    "estimate": {"torch", "accelerate", "deepspeed", "transformers", "peft", "tqdm"},
+    "tuning": {"torch", "accelerate", "deepspeed", "transformers", "huggingface_hub", "peft", "trl", "tqdm", "yaml"},
     "integrations": set(),
     "integrations.lerobot": {
         "torch",

@@ -70,8 +70,9 @@ def estimate_peak_memory(
             ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
             runs; without a card that of the desktop cards of 2023.
         num_gpus: how many processes would run this together, each with a device of its own. More than one: both
-            functions are the first of them, and find torch.distributed and accelerate so. DDP, FSDP2 and DeepSpeed's ZeRO run as
-            they are; collectives move nothing and take no time, and what NCCL keeps for itself is not counted.
+            functions are the first of them, and find torch.distributed and accelerate so. DDP, FSDP2 and, through
+            Accelerate, DeepSpeed's ZeRO run as they are; collectives move nothing and take no time, and what NCCL
+            keeps for itself is not counted.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.

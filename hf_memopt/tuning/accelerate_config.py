@@ -74,7 +74,6 @@ def check_zero(engine: str, dtype: str, precision: str) -> None:
         # Otherwise it would look for a GPU at once, and keep what it finds.
         with patch.dict(os.environ, DS_ACCELERATOR="cpu"):
             from deepspeed.accelerator import real_accelerator
-            from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # which it would import late
     except ModuleNotFoundError as error:
         raise ValueError(f"engine={engine!r} needs DeepSpeed: pip install deepspeed") from error
     if is_new:

@@ -206,9 +206,8 @@ def _redirect_autocast() -> Any:
 
 
 # How launchers tell a process its place among others, and accelerate that it is to use the CPU or to shard.
-_LAUNCHED = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-_LAUNCHED += ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_ENGINES = ("FSDP_", "ACCELERATE_DEEPSPEED_")
+_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_ENGINES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_")
 
 
 @contextmanager

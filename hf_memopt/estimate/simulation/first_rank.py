@@ -1,8 +1,8 @@
 """One process of several that train together, without the others: collectives move nothing and end at once.
 
 The engines run as they are, on torch's process group "fake": DDP's reducer with its buckets, FSDP2 with its shards,
-gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). What they ask of values, which fake tensors
-have not, is answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
+gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). What they ask of values, which fake
+tensors have not, is answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
 """
 
 import os

@@ -26,6 +26,9 @@ from hf_memopt.estimate.accounting.categories import COMMUNICATION, FROZEN, GATH
 from hf_memopt.estimate.simulation.virtual_time import VirtualEvent, VirtualStream
 
 _OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+# DeepSpeed asks whether an optimizer is this one, whose kernels would be compiled when it is imported.
+with patch.object(torch, "compile", lambda function: function):
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # The package has torch itself under this name.
 _TORCH_BACKEND = importlib.import_module("deepspeed.comm.torch")
 
@@ -152,6 +155,8 @@ def _partitions_labelled(labels: StepLabels) -> Callable[..., None]:
 def _gathered_labelled(labels: StepLabels) -> Callable[..., None]:
     def fetch(method: Any, coordinator: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         method(coordinator, module, *args, **kwargs)
-        labels.add([each for each in module.parameters(recurse=False) if not each.ds_persist], GATHERED)
+        labels.add(
+            [each for each in module.parameters(recurse=False) if not getattr(each, "ds_persist", True)], GATHERED
+        )
 
     return fetch

@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 from engine_ranks import check_first_rank
 
+from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, GRADIENT, OPTIMIZER_STATE, PARAMETER
+
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
 def test_two_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
-    check_first_rank(tmp_path, 2, "ZERO_WAYS")
+    of_two, of_three = check_first_rank(tmp_path, 2, "ZERO_WAYS").values()
+    assert {PARAMETER, GRADIENT, OPTIMIZER_STATE, COMMUNICATION} <= of_two & of_three
+    assert GATHERED in of_three - of_two
 
 
 @pytest.mark.slow
