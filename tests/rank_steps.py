@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -16,14 +18,19 @@ from accelerate.utils import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_memopt.estimate.simulation.first_rank import BACKEND
+
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 250, "num_hidden_layers": 3, "vocab_size": 515}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 class Way(NamedTuple):
-    """How a model is trained: `reshard` is FSDP2's `reshard_after_forward`, or None for DDP with these options."""
+    """How a model is trained: `reshard` is FSDP2's `reshard_after_forward`, and `zero` are options of DeepSpeed's
+    `zero_optimization`. Without both it is DDP, with these options.
+    """
 
     reshard: bool | None = None
+    zero: tuple[tuple[str, Any], ...] = ()
     ddp: tuple[tuple[str, Any], ...] = ()
     precision: str = "no"
     num_micro_batches: int = 1
@@ -42,6 +49,21 @@ WAYS = {
         reshard=True, precision="bf16", num_micro_batches=2, checkpointing=True
     ),
 }
+_TWO = (("stage", 2), ("reduce_bucket_size", 60_000))
+_THREE = (("stage", 3), ("reduce_bucket_size", 100_000), ("stage3_param_persistence_threshold", 200))
+_LITTLE_AHEAD = (("stage3_prefetch_bucket_size", 50_000), ("stage3_max_live_parameters", 200_000))
+ZERO_WAYS = {
+    "zero2 in bfloat16, accumulating": Way(zero=_TWO, precision="bf16", num_micro_batches=2),
+    "zero3 in bfloat16, accumulating, checkpointed": Way(
+        zero=(*_THREE, *_LITTLE_AHEAD), precision="bf16", num_micro_batches=2, checkpointing=True
+    ),
+}
+MORE_ZERO_WAYS = {
+    "zero2": Way(zero=_TWO),
+    "zero2 in float16, overlapping": Way(zero=(*_TWO, ("overlap_comm", True)), precision="fp16"),
+    "zero3": Way(zero=_THREE),
+    "zero3 in float16, with DeepSpeed's sizes": Way(zero=(("stage", 3),), precision="fp16"),
+}
 
 
 class State(NamedTuple):
@@ -59,20 +81,31 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
     `write_held` is called after each update with what the rank then holds.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
-    plugin = None
+    plugin = zero = None
     if way.reshard is not None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=way.reshard, auto_wrap_policy="transformer_based_wrap"
         )
+    if way.zero:
+        config = {"zero_optimization": dict(way.zero), "gradient_accumulation_steps": way.num_micro_batches}
+        config |= {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}
+        # The default would have the first updates left out.
+        config["fp16"] = {"enabled": way.precision == "fp16", "initial_scale_power": 4}
+        zero = DeepSpeedPlugin(hf_ds_config=config)
     places = {"ACCELERATE_TORCH_DEVICE": str(device), "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    if way.zero:
+        places["ACCELERATE_USE_CPU"] = "false"  # it would ignore DeepSpeed
     with (
         patch.dict(os.environ, places),
-        patch.object(PartialState, "_prepare_backend", lambda *options: (backend, DistributedType.MULTI_GPU)),
+        nullcontext()
+        if backend == BACKEND
+        else patch.object(PartialState, "_prepare_backend", lambda *options: (backend, DistributedType.MULTI_GPU)),
     ):
         accelerator = Accelerator(
             mixed_precision=way.precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(way.num_micro_batches, sync_with_dataloader=False),
             fsdp_plugin=plugin,
+            deepspeed_plugin=zero,
             kwargs_handlers=[DistributedDataParallelKwargs(**dict(way.ddp))],
         )
         torch.manual_seed(0)
@@ -81,7 +114,7 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         model, optimizer = accelerator.prepare(model, optimizer)
-    batch = torch.zeros(2, 16, dtype=torch.long)
+    batch = torch.zeros(2, 16, dtype=torch.long, device=device)
     return State(accelerator, model, optimizer, batch, way.num_micro_batches, write_held)
 
 
@@ -93,19 +126,21 @@ def step(state: State) -> None:
                 state.accelerator.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
     state.write_held(_held_bytes(state))
-    state.optimizer.optimizer.zero_grad()
+    if state.accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has done so
+        state.optimizer.optimizer.zero_grad()
 
 
 def _held_bytes(state: State) -> dict[str, int]:
     """What a rank holds after an update: bytes of storages, found without the log that the estimate is made from."""
     parameters = list(state.model.parameters())
+    shares = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     return {
-        "parameters": _bytes_of(parameters),
+        "parameters": _bytes_of(parameters + shares),
         "gradients": _bytes_of(parameter.grad for parameter in parameters),
         "optimizer state": _bytes_of(value for each in state.optimizer.state.values() for value in each.values()),
     }
 
 
 def _bytes_of(tensors: Iterable[Any]) -> int:
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors if isinstance(each, Tensor)]
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local}.values())

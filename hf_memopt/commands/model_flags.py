@@ -54,7 +54,7 @@ MODEL_CHOICES = {
     ),
     "engine": (
         ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
-        "how --num-gpus share the run; DeepSpeed's zero2 and zero3 are refused with what shards the same",
+        "how --num-gpus share the run; zero2 and zero3 need DeepSpeed",
     ),
 }
 # The other options of `HuggingFaceModel`, and all their defaults on the command line.

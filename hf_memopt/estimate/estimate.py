@@ -71,8 +71,9 @@ def estimate_peak_memory(
             ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
             runs; without a card that of the desktop cards of 2023.
         num_gpus: how many processes would run this together, each with a device of its own. More than one: both
-            functions are the first of them, and find torch.distributed and accelerate so. DDP and FSDP2 run as they
-            are; collectives move nothing and take no time, and what NCCL keeps for itself is not counted.
+            functions are the first of them, and find torch.distributed and accelerate so. DDP, FSDP2 and, through
+            Accelerate, DeepSpeed's ZeRO run as they are; collectives move nothing and take no time, and what NCCL
+            keeps for itself is not counted.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
@@ -184,12 +185,12 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
         for kind, tensors in exchanged(function, args, kwargs):
-            log.label(tensors, kind)
+            labels.add_exchanged(tensors, kind)
 
     log = AllocationLog(device_type, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
-        ranks = first_of(simulated.num_gpus, device, labels.add_bucket) if simulated.num_gpus > 1 else nullcontext()
+        ranks = first_of(simulated.num_gpus, device, labels) if simulated.num_gpus > 1 else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks:
             state = simulated.setup(device)
             labels.add_state(state)

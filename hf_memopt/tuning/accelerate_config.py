@@ -1,19 +1,23 @@
 """What Accelerate is told: how processes share a run, the same in a simulation and in the file for launches."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
 # How the processes share the work, the default first. DDP keeps everything on each GPU; FSDP2 shards weights, gradients
-# and the optimizer's state, and gathers each block's weights for its forward and backward (as ZeRO-3 does) or for both
-# together ("no-reshard", as ZeRO-2 does).
-DDP, FSDP2, FSDP2_NO_RESHARD = "ddp", "fsdp2", "fsdp2-no-reshard"
-_DEEPSPEED = {"zero2": FSDP2_NO_RESHARD, "zero3": FSDP2}
-ENGINES = (DDP, FSDP2, FSDP2_NO_RESHARD, *_DEEPSPEED)
+# and the optimizer's state, and gathers each block's weights for its forward and backward or for both together
+# ("no-reshard"); DeepSpeed's ZeRO-2 shards gradients and the optimizer's state, and ZeRO-3 weights too.
+DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3 = "ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"
+ENGINES = (DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3)
+_ZERO_STAGES = {ZERO2: 2, ZERO3: 3}
 _OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
+_OF_TORCH = ("adamw", "adamw-foreach", "sgd")
 NOT_COUNTED = "Memory that NCCL takes for itself and time for communication are not in it."
 
 
@@ -23,16 +27,15 @@ def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str
     Raises:
         ValueError: names the field, its value and what to use instead.
     """
-    if engine in _DEEPSPEED:
-        raise ValueError(
-            f"engine={engine!r} is DeepSpeed's, which allocates memory by its own rules and is not simulated; "
-            f"engine={_DEEPSPEED[engine]!r} shards the same"
-        )
     if engine != DDP and num_gpus == 1:
         raise ValueError(f"engine={engine!r} shards over several GPUs; give num_gpus of at least 2")
     if effective_batch % num_gpus:
         raise ValueError(
             f"effective_batch={effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
+        )
+    if is_zero(engine) and optimizer not in _OF_TORCH:
+        raise ValueError(
+            f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use one of {', '.join(_OF_TORCH)}"
         )
     if engine != DDP and optimizer in _OF_BITSANDBYTES:
         raise ValueError(f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use another optimizer")
@@ -46,6 +49,35 @@ def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str
             f"quantize={quantize!r} with engine={engine!r} is not simulated: Accelerate leaves such weights whole on "
             f"each GPU; use engine={DDP!r}"
         )
+
+
+def is_zero(engine: str) -> bool:
+    """Return whether an engine is DeepSpeed's, which casts, scales and clips by itself."""
+    return engine in _ZERO_STAGES
+
+
+def check_zero(engine: str, dtype: str, precision: str) -> None:
+    """Refuse what DeepSpeed cannot train; with an engine of DeepSpeed, import it, before processes are forked.
+
+    Raises:
+        ValueError: names the field, its value and what to use instead; or DeepSpeed is not installed.
+    """
+    if not is_zero(engine):
+        return
+    if precision == "no" and dtype != "float32":
+        raise ValueError(
+            f"dtype={dtype!r} with engine={engine!r} and precision='no': DeepSpeed trains weights of 16 bits beside a "
+            "copy in float32; use precision='bf16'"
+        )
+    is_new = "deepspeed" not in sys.modules
+    try:
+        # Otherwise it would look for a GPU at once, and keep what it finds.
+        with patch.dict(os.environ, DS_ACCELERATOR="cpu"):
+            from deepspeed.accelerator import real_accelerator
+    except ModuleNotFoundError as error:
+        raise ValueError(f"engine={engine!r} needs DeepSpeed: pip install deepspeed") from error
+    if is_new:
+        real_accelerator.ds_accelerator = None
 
 
 def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: int, offload: str) -> int:
@@ -63,16 +95,23 @@ def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: in
     return share // micro_batch
 
 
-def accelerator_for(precision: str, num_micro_batches: int, engine: str) -> Accelerator:
+def accelerator_for(
+    precision: str, num_micro_batches: int, engine: str, micro_batch: int, max_grad_norm: float | None
+) -> Accelerator:
     """Return the `Accelerator` that a script has when it is launched with what `write_accelerate_config` writes.
 
     Args:
         precision: of autocast: "no", "bf16" or "fp16".
         num_micro_batches: gradients are accumulated over so many.
-        engine: one of `ENGINES` that is simulated.
+        engine: one of `ENGINES`.
+        micro_batch: samples per forward pass, which DeepSpeed wants to be told.
+        max_grad_norm: DeepSpeed clips by itself, to this norm; None: not at all.
     """
-    sharding = None
-    if engine != DDP:
+    sharding = zero = None
+    if is_zero(engine):
+        zero = DeepSpeedPlugin(**_zero_options(engine, num_micro_batches, max_grad_norm))
+        zero.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch
+    elif engine != DDP:
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=engine == FSDP2,
@@ -80,27 +119,57 @@ def accelerator_for(precision: str, num_micro_batches: int, engine: str) -> Acce
             cpu_ram_efficient_loading=False,
         )
     windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
-    return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding)
+    return Accelerator(
+        mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding, deepspeed_plugin=zero
+    )
 
 
-def write_accelerate_config(path: Path, mixed_precision: str, num_gpus: int = 1, engine: str = DDP) -> Path:
-    """For `accelerate launch --config_file`: one machine, and a process on each of its GPUs."""
+def _zero_options(engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
+    """Return the fields of `DeepSpeedPlugin`, which the file for launches has too. Sizes of buckets are DeepSpeed's."""
+    is_sharded = engine == ZERO3
+    return {
+        "zero_stage": _ZERO_STAGES[engine],
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": max_grad_norm or 0.0,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "zero3_init_flag": is_sharded,
+        "zero3_save_16bit_model": is_sharded,
+    }
+
+
+def write_accelerate_config(
+    path: Path,
+    mixed_precision: str,
+    num_gpus: int = 1,
+    engine: str = DDP,
+    num_micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+) -> Path:
+    """For `accelerate launch --config_file`: one machine, and a process on each of its GPUs.
+
+    Only DeepSpeed is told, in the file, over how many micro-batches gradients are accumulated and to which norm they
+    are clipped.
+    """
     ClusterConfig(
         compute_environment="LOCAL_MACHINE",
         mixed_precision=mixed_precision,
         use_cpu=False,
         debug=False,
-        **_processes(num_gpus, engine),
+        **_processes(num_gpus, engine, num_micro_batches, max_grad_norm),
     ).to_yaml_file(path)
     return path
 
 
-def _processes(num_gpus: int, engine: str) -> dict[str, Any]:
+def _processes(num_gpus: int, engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
     """Return the fields of `ClusterConfig` about them."""
     if num_gpus == 1:
         return {"distributed_type": "NO", "num_processes": 1}
     if engine == DDP:
         return {"distributed_type": "MULTI_GPU", "num_processes": num_gpus}
+    if is_zero(engine):
+        zero = _zero_options(engine, num_micro_batches, max_grad_norm)
+        return {"distributed_type": "DEEPSPEED", "num_processes": num_gpus, "deepspeed_config": zero}
     sharding = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": engine == FSDP2,

@@ -100,7 +100,8 @@ class HuggingFaceModel(ModelOptions):
     @property
     def _treats_layers_differently(self) -> bool:
         """Return whether equal layers do not repeat each other: what they hold is freed in another order."""
-        # DDP's buckets are cut by size, whatever the layers; FSDP2 gathers and frees otherwise at the ends.
+        # DDP's buckets are cut by size, whatever the layers; FSDP2 gathers and frees otherwise at the ends, and
+        # DeepSpeed looks ahead over many.
         differs = self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
         return differs or self.num_gpus > 1
 
@@ -121,7 +122,9 @@ class HuggingFaceModel(ModelOptions):
         del chosen["levers"]
         launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"
         settings_file.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
-        accelerate_config.write_accelerate_config(launch, self.precision, self.num_gpus, self.engine)
+        accelerate_config.write_accelerate_config(
+            launch, self.precision, self.num_gpus, self.engine, accumulation, self.max_grad_norm
+        )
         written = [launch, settings_file]
         if self._is_for_the_recipe(checkpointing):
             fields = {

@@ -1,19 +1,20 @@
-"""What each process of tests/estimate/simulation/test_first_rank.py runs: `engine_rank.py <folder>`.
+"""What each process of tests that simulate the first rank runs: `engine_rank.py <folder> <WAYS or ZERO_WAYS>`.
 
-Trains a small Llama in each way of `rank_steps`, and leaves what it held in `<folder>/rank<number>.json`.
+Trains a small Llama in each of these ways of `rank_steps`, and leaves what it held in `<folder>/rank<number>.json`.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import rank_steps
 import torch
 from alone import leave
-from rank_steps import WAYS, Way, setup, step
+from rank_steps import Way, setup, step
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,20 +29,36 @@ CPU = torch.device("cpu")
 def gloo_on_copies() -> Iterator[None]:
     """Keep what is counted from gloo's threads, which let go of a tensor some moment after its collective."""
 
-    def on_copies(collective: Callable[..., Any]) -> Callable[..., None]:
-        def run(output: Tensor, input: Tensor, **options: Any) -> None:
+    def on_copies(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: Tensor, **options: Any) -> Any:
+            tensors += tuple(options.pop(name) for name in _TENSORS if name in options)
+            done = options.pop("async_op", False)
             with _disable_current_modes():
-                copy = output.clone()
-                collective(copy, input.clone(), **options)
-                output.copy_(copy)
+                copies = [tensor.clone() for tensor in tensors]
+                collective(*copies, **options)
+                tensors[0].copy_(copies[0])
+            return _Done() if done else None
 
         return run
 
-    with (
-        patch.object(distributed, "all_gather_into_tensor", on_copies(distributed.all_gather_into_tensor)),
-        patch.object(distributed, "reduce_scatter_tensor", on_copies(distributed.reduce_scatter_tensor)),
-    ):
+    with ExitStack() as stack:
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "reduce", "broadcast"):
+            stack.enter_context(patch.object(distributed, name, on_copies(getattr(distributed, name))))
         yield
+
+
+# What collectives call their tensors, results first.
+_TENSORS = ("output_tensor", "output", "input_tensor", "input", "tensor")
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+def as_on_cuda() -> Any:
+    from hf_memopt.estimate.simulation.zero_engine import zero_as_on_cuda
+
+    return zero_as_on_cuda(CPU)
 
 
 def observed(way: Way) -> dict[str, Any]:
@@ -51,6 +68,7 @@ def observed(way: Way) -> dict[str, Any]:
     log = AllocationLog("cpu", 1, phases)
     labels = StepLabels(log, phases)
     with (
+        as_on_cuda() if way.zero else nullcontext(),
         log,
         log.following_resizes(),
         labels.following(),
@@ -69,7 +87,7 @@ def observed(way: Way) -> dict[str, Any]:
 
 def main() -> None:
     distributed.init_process_group("gloo")
-    seen = {name: observed(way) for name, way in WAYS.items()}
+    seen = {name: observed(way) for name, way in getattr(rank_steps, sys.argv[2]).items()}
     Path(sys.argv[1], f"rank{distributed.get_rank()}.json").write_text(json.dumps(seen))
     leave()
 

@@ -1,24 +1,31 @@
 """The file that `accelerate launch` reads, and the same in a simulation."""
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from engine_ranks import unread_labels
 from late_imports import LateModule
 from simulated import simulated
 
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.first_rank import first_of
 from hf_memopt.tuning.accelerate_config import (
     DDP,
     ENGINES,
     FSDP2,
     FSDP2_NO_RESHARD,
+    ZERO2,
+    ZERO3,
     accelerator_for,
     check_ranks,
     check_step,
+    check_zero,
     write_accelerate_config,
 )
 
@@ -59,8 +66,8 @@ def test_accelerate_shards_as_in_the_simulation(engine: str, tmp_path: Path) -> 
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     def simulated_sharding(device: torch.device) -> tuple[Any, ...]:
-        with first_of(4, device, id):
-            accelerator = accelerator_for("bf16", 2, engine)
+        with first_of(4, device, unread_labels()):
+            accelerator = accelerator_for("bf16", 2, engine, 1, 1.0)
             return str(accelerator.distributed_type), accelerator.num_processes, sharding(accelerator.state.fsdp_plugin)
 
     arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", 4, engine))
@@ -72,14 +79,71 @@ def test_accelerate_shards_as_in_the_simulation(engine: str, tmp_path: Path) -> 
     assert read == [2, engine == FSDP2, False, False, *wrapped]
 
 
+with_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@with_deepspeed
+@pytest.mark.parametrize(("engine", "max_grad_norm"), [(ZERO2, None), (ZERO3, 0.5)])
+def test_accelerate_configures_deepspeed_as_in_the_simulation(
+    engine: str, max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    def simulated_config(device: torch.device) -> tuple[Any, ...]:
+        with first_of(4, device, unread_labels()):
+            accelerator = accelerator_for("bf16", 2, engine, 3, max_grad_norm)
+            plugin = accelerator.state.deepspeed_plugin
+            return str(accelerator.distributed_type), accelerator.num_processes, plugin.deepspeed_config
+
+    def launched_config() -> tuple[int, Any]:
+        from accelerate.utils import DeepSpeedPlugin
+
+        path = write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", 4, engine, 2, max_grad_norm)
+        arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+        arguments, _, _ = launch._validate_launch_command(arguments)
+        arguments.deepspeed_fields_from_accelerate_config = ""  # its command names them, for messages
+        _, environment = launch_utils.prepare_deepspeed_cmd_env(arguments)
+        with patch.dict(os.environ, environment, DS_ACCELERATOR="cpu"):
+            plugin = DeepSpeedPlugin()
+        plugin.set_mixed_precision(environment["ACCELERATE_MIXED_PRECISION"])
+        return arguments.num_processes, plugin.deepspeed_config | {"train_micro_batch_size_per_gpu": 3}
+
+    num_processes, config = run_isolated(launched_config)
+    assert simulated(simulated_config) == ("DistributedType.DEEPSPEED", num_processes, config)
+    assert config["zero_optimization"]["stage"] == {ZERO2: 2, ZERO3: 3}[engine]
+    assert config["gradient_accumulation_steps"] == 2
+    assert config.get("gradient_clipping") == max_grad_norm
+
+
+@with_deepspeed
+def test_deepspeed_is_imported_and_finds_its_device_later() -> None:
+    def found() -> Any:
+        check_zero(ZERO3, "float32", "no")
+        return sys.modules["deepspeed"].accelerator.real_accelerator.ds_accelerator
+
+    assert run_isolated(found) is None
+
+
+def test_deepspeed_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    check_zero(FSDP2, "bfloat16", "no")
+    with pytest.raises(ValueError, match=r"^engine='zero2' needs DeepSpeed: pip install deepspeed$"):
+        check_zero(ZERO2, "float32", "no")
+
+
+def test_deepspeed_casts_by_itself() -> None:
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' with engine='zero3' and precision='no': .*='bf16'$"):
+        check_zero(ZERO3, "bfloat16", "no")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "zero2"}, "engine='zero2' is DeepSpeed's, .*; engine='fsdp2-no-reshard' shards the same"),
-        ({"engine": "zero3"}, "engine='zero3' is DeepSpeed's, .*; engine='fsdp2' shards the same"),
         ({"num_gpus": 1}, "engine='fsdp2' shards over several GPUs; give num_gpus of at least 2"),
         ({"effective_batch": 6}, "effective_batch=6 cannot be divided by num_gpus=4; use a multiple of it"),
         ({"optimizer": "adafactor"}, "optimizer='adafactor' with engine='fsdp2': .* use another optimizer"),
+        (
+            {"engine": "zero3", "optimizer": "adamw-8bit"},
+            "optimizer='adamw-8bit' with engine='zero3' is not simulated; use one of adamw, adamw-foreach, sgd",
+        ),
         ({"quantize": "nf4"}, "quantize='nf4' with engine='fsdp2' is not simulated: .* use engine='ddp'"),
     ],
 )

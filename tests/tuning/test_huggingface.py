@@ -1,7 +1,9 @@
 """transformers models as workloads: found, built from their configurations, and simulated with every lever."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -80,6 +82,20 @@ def test_gpus_share_a_model_and_its_batch(qwen3: str, plain: MemoryEstimate, tmp
     assert json.loads(written[1].read_text())["gradient_accumulation_steps"] == 2
     with_copies = huggingface.HuggingFaceModel(qwen3, **shared).write({"activations": "kept"}, BATCH, tmp_path)
     assert yaml.safe_load(with_copies[2].read_text())["training"]["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"optimizer": "sgd", "max_grad_norm": None}])
+def test_gpus_share_a_model_with_deepspeed(engine: str, options: dict[str, Any], qwen3: str, tmp_path: Path) -> None:
+    shared = {"seq_len": TOKENS, "effective_batch": 8, "num_gpus": 2, "precision": "fp16"}
+    workload = huggingface.HuggingFaceModel(qwen3, **shared, **options, engine=engine)
+    estimate = run_isolated(lambda: simulate_step(workload.step_with("full", "off", BATCH), gpu=CARD))
+    assert ("gathered weights" in estimate.storage_kinds) == (engine == "zero3")
+    assert estimate.unreached == ()
+    accelerate = workload.write({"activations": "kept"}, BATCH, tmp_path)[0]
+    assert load_config_from_file(str(accelerate)).deepspeed_config["gradient_accumulation_steps"] == 2
 
 
 def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:

@@ -107,13 +107,21 @@ class StepLabels:
         for name, buffer in module.named_buffers(prefix=prefix):
             self._label_weight(buffer, BUFFER, name)
 
-    def add_bucket(self, bucket: Tensor) -> None:
-        """Label memory in which gradients are reduced."""
-        self._log.label([bucket], COMMUNICATION, "")
+    def add(self, tensors: Iterable[Any], kind: str, owner: str = "") -> None:
+        """Label memory that engines hold, such as buckets in which gradients are reduced."""
+        self._log.label(tensors, kind, owner)
+
+    def add_exchanged(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Label memory of collectives, unless it is known as something else: some gather in place."""
+        self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), kind)
 
     def add_teacher_block(self, block: Tensor) -> None:
         """Label device memory that a teacher has taken."""
         self._log.label([block], TEACHER, "")
+
+    def add_gradient(self, parameter: nn.Parameter) -> None:
+        """Note that a parameter has a gradient now, which may be gone before the update."""
+        self._reach([parameter])
 
     def unreached(self) -> tuple[str, ...]:
         """Return the names of trainable parameters that never had a gradient.
@@ -136,7 +144,10 @@ class StepLabels:
         self._phases.leave()
 
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._reach(each for group in optimizer.param_groups for each in group["params"])
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        # Of no module, such as the copy in float32 of a rank's share.
+        self._log.label((each for each in trained if self._is_unlabelled(each)), OPTIMIZER_STATE)
+        self._reach(trained)
         self._phases.name = OPTIMIZER
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -206,7 +206,8 @@ def _redirect_autocast() -> Any:
 
 
 # How launchers tell a process its place among others, and accelerate that it is to use the CPU or to shard.
-_LAUNCHED = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_ENGINES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_")
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def _redirect_accelerate(device: torch.device) -> Iterator[None]:
     """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
     AcceleratorState._reset_state(reset_partial_state=True)
     environment = {
-        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith("FSDP_")
+        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith(_OF_ENGINES)
     }
     with (
         patch.dict(os.environ, environment, clear=True),

@@ -1,13 +1,13 @@
 """One process of several that train together, without the others: collectives move nothing and end at once.
 
-torch's engines run as they are, on its process group "fake": DDP's reducer with its buckets, FSDP2 with its shards,
-gathered blocks and reduce-scatter buffers. What they ask of values, which fake tensors have not, is answered here. The
-process is rank 0, whose shards are the largest where a length cannot be divided.
+The engines run as they are, on torch's process group "fake": DDP's reducer with its buckets, FSDP2 with its shards,
+gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). What they ask of values, which fake
+tensors have not, is answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,17 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hf_memopt.estimate.accounting.categories import COMMUNICATION, StepLabels
+
 BACKEND = "fake"
 
 
 @contextmanager
-def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor], object]) -> Iterator[None]:
+def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterator[None]:
     """Make this process the first of so many, for torch.distributed and for an `Accelerator`, while it is open.
 
     Args:
         num_ranks: how many processes there would be, each with a device of its own.
         device: of this process.
-        on_bucket: called with each of DDP's buckets when it would be reduced.
+        labels: are told of memory that the engines hold for the sake of the other ranks.
 
     Raises:
         ValueError: this process belongs to a process group already; or, inside, DDP gets what is not simulated.
@@ -44,16 +46,26 @@ def first_of(num_ranks: int, device: torch.device, on_bucket: Callable[[Tensor],
             "estimate before torch.distributed is initialised, or in a process of its own"
         )
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    places |= {"ACCELERATE_TORCH_DEVICE": str(device), "DS_ACCELERATOR": "cpu"}
     AcceleratorState._reset_state(reset_partial_state=True)
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(patch.dict(os.environ, places | {"ACCELERATE_TORCH_DEVICE": str(device)}))
+
+        def prepare_backend(*options: Any) -> tuple[str, DistributedType]:
+            if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+                from hf_memopt.estimate.simulation.zero_engine import zero_as_on_cuda, zero_without_values
+
+                enter(zero_as_on_cuda(device))
+                enter(zero_without_values(labels))
+            return BACKEND, DistributedType.MULTI_GPU
+
+        enter(patch.dict(os.environ, places))
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
-        enter(patch.object(PartialState, "_prepare_backend", lambda *options: (BACKEND, DistributedType.MULTI_GPU)))
+        enter(patch.object(PartialState, "_prepare_backend", prepare_backend))
         enter(meshes_with_values())
         enter(unseen_shape_propagation())
-        enter(_reducers_on_fake_tensors(on_bucket))
+        enter(_reducers_on_fake_tensors(labels))
         dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=num_ranks)
         stack.callback(dist.destroy_process_group)
         yield
@@ -87,12 +99,12 @@ def unseen_shape_propagation() -> Any:
 
 
 @contextmanager
-def _reducers_on_fake_tensors(on_bucket: Callable[[Tensor], object]) -> Iterator[None]:
+def _reducers_on_fake_tensors(labels: StepLabels) -> Iterator[None]:
     """Let DDP's reducer, in C++, do its work, but for the reading of values."""
     make, rebuild = DistributedDataParallel.__init__, Reducer._rebuild_buckets
 
     def reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        on_bucket(bucket.buffer())
+        labels.add([bucket.buffer()], COMMUNICATION)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done

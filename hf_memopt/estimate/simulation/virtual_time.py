@@ -166,6 +166,9 @@ class VirtualEvent:
     def record(self, *args: Any) -> "VirtualEvent":
         return self
 
+    def query(self) -> bool:
+        return True
+
     def wait(self, *args: Any) -> None: ...
 
     def synchronize(self) -> None: ...

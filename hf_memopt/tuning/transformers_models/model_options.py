@@ -9,7 +9,7 @@ import torch
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
-from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks
+from hf_memopt.tuning.accelerate_config import DDP, ENGINES, check_ranks, check_zero
 from hf_memopt.tuning.diffusers_models.denoising import Denoising
 from hf_memopt.tuning.transformers_models.adapters import import_fused_head, import_peft
 from hf_memopt.tuning.transformers_models.model_batches import Batch, Sample, with_padding
@@ -75,7 +75,8 @@ class ModelOptions:
         max_grad_norm: gradients are clipped to this norm; None, they are not.
         offload_threshold_mb: of `ActivationOffloader`.
         num_gpus: processes that train it together, each on a GPU of its own.
-        engine: how they share it: "ddp", "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward.
+        engine: how they share it: "ddp"; "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward;
+            DeepSpeed's "zero2" or "zero3".
 
     Raises:
         ValueError: an option is unknown or out of range, or two do not go together; the configuration cannot be found,
@@ -114,6 +115,7 @@ class ModelOptions:
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
+        check_zero(self.engine, self.dtype, self.precision)
         self._check_adapters()
         self._check_update()
         self._check_loss()

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
-from hf_memopt.tuning.accelerate_config import accelerator_for
+from hf_memopt.tuning.accelerate_config import accelerator_for, is_zero
 from hf_memopt.tuning.transformers_models.model_building import build_model
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS, update_in_backward
@@ -35,14 +35,16 @@ class ModelUpdate:
         micro_batch: int,
         num_micro_batches: int,
     ) -> None:
-        precision = "bf16" if options.precision == "fp16" else options.precision
-        self._accelerator = accelerator_for(precision, num_micro_batches, options.engine)
+        precision = "bf16" if options.precision == "fp16" and not is_zero(options.engine) else options.precision
+        self._accelerator = accelerator_for(
+            precision, num_micro_batches, options.engine, micro_batch, options.max_grad_norm
+        )
         with self._accelerator.device:
             model = build_model(options, config, checkpointing)
             self._inputs: dict[str, Any] = options.batch(config, micro_batch)
         if options.loss == "chunked":
             self._inputs = {**self._inputs, "fused_lm_head": True}
-        # Autocast is to fp16's dtype, but without the scaler, which would need numbers.
+        # Autocast is to fp16's dtype, but without the scaler, which would need numbers. DeepSpeed has its own.
         self._accelerator.state._mixed_precision = options.precision
         self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision

@@ -1,56 +1,32 @@
 """The simulated first of several ranks, against real processes on the CPU."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from late_imports import LateModule
+from engine_ranks import check_first_rank, unread_labels
 from simulated import simulated
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import TESTS, torchrun
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.first_rank import BACKEND, first_of
 
-rank_steps = LateModule("rank_steps")
-
-
-def simulated_rank(way: Any, num_ranks: int, folder: Path) -> dict[str, Any]:
-    held = folder / "held.json"
-
-    def setup(device: torch.device) -> Any:
-        return rank_steps.setup(way, device, BACKEND, lambda found: held.write_text(json.dumps(found)))
-
-    estimate = estimate_peak_memory(setup, rank_steps.step, like="cpu", num_gpus=num_ranks)
-    return {"held": json.loads(held.read_text()), "peaks": estimate.phases}
-
-
-def check(folder: Path, num_ranks: int) -> None:
-    torchrun(TESTS / "distributed" / "engine_rank.py", str(folder), num_processes=num_ranks)
-    real = json.loads((folder / "rank0.json").read_text())
-    assert {name: simulated_rank(way, num_ranks, folder) for name, way in rank_steps.WAYS.items()} == real
-    # Others hold no more: where a length cannot be divided, the last ones have less.
-    for rank in range(1, num_ranks):
-        for name, other in json.loads((folder / f"rank{rank}.json").read_text()).items():
-            assert all(num_bytes <= real[name]["held"][what] for what, num_bytes in other["held"].items())
-
 
 def test_three_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
-    check(tmp_path, num_ranks=3)
+    check_first_rank(tmp_path, 3, "WAYS")
 
 
 @pytest.mark.slow
 def test_two_real_ranks_do_so_too(tmp_path: Path) -> None:
-    check(tmp_path, num_ranks=2)
+    check_first_rank(tmp_path, 2, "WAYS")
 
 
 def test_it_is_the_first_of_a_group_whose_meshes_have_numbers() -> None:
     def look(device: torch.device) -> Any:
-        with first_of(4, device, id):
+        with first_of(4, device, unread_labels()):
             mesh = distributed.init_device_mesh(device.type, (2, 2))
             return distributed.get_rank(), distributed.get_world_size(), mesh.shape, mesh.get_coordinate()
 
@@ -61,7 +37,7 @@ def test_it_is_the_first_of_a_group_whose_meshes_have_numbers() -> None:
 def test_a_member_of_a_real_group_is_refused() -> None:
     def estimate() -> None:
         distributed.init_process_group(BACKEND, rank=0, world_size=2, store=distributed.HashStore())
-        with first_of(2, torch.device("cpu"), id):
+        with first_of(2, torch.device("cpu"), unread_labels()):
             pass
 
     with pytest.raises(ValueError, match="num_gpus=2: this process belongs to a process group already"):
@@ -71,7 +47,7 @@ def test_a_member_of_a_real_group_is_refused() -> None:
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_options_of_ddp_that_ask_for_values_are_refused(option: str) -> None:
     def wrap(device: torch.device) -> None:
-        with first_of(2, device, id):
+        with first_of(2, device, unread_labels()):
             DistributedDataParallel(torch.nn.Linear(2, 2, device=device), **{option: True})
 
     with pytest.raises(ValueError, match=f"{option}=True of DDP is not simulated; leave it out"):
@@ -80,7 +56,7 @@ def test_options_of_ddp_that_ask_for_values_are_refused(option: str) -> None:
 
 def test_hooks_of_ddp_are_refused() -> None:
     def wrap(device: torch.device) -> None:
-        with first_of(2, device, id):
+        with first_of(2, device, unread_labels()):
             DistributedDataParallel(torch.nn.Linear(2, 2, device=device)).register_comm_hook(None, print)
 
     with pytest.raises(ValueError, match="communication hooks of DDP are not simulated"):

@@ -1,0 +1,49 @@
+"""Compares the simulated first of several ranks with real processes on the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from late_imports import LateModule
+from two_processes import TESTS, torchrun
+
+from hf_memopt.estimate import estimate_peak_memory
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.simulation.first_rank import BACKEND
+
+rank_steps = LateModule("rank_steps")
+
+
+def check_first_rank(folder: Path, num_ranks: int, ways: str) -> dict[str, set[str]]:
+    """Assert that it holds the same bytes after an update, and at the peak of each phase, in `rank_steps.<ways>`.
+
+    Returns what its storages are for, by way.
+    """
+    torchrun(TESTS / "distributed" / "engine_rank.py", str(folder), ways, num_processes=num_ranks)
+    real = json.loads((folder / "rank0.json").read_text())
+    seen, kinds = {}, {}
+    for name, way in getattr(rank_steps, ways).items():
+        seen[name], kinds[name] = simulated_rank(way, num_ranks, folder)
+    assert seen == real, f"{seen} is not {real}"
+    # Others hold no more: where a length cannot be divided, the last ones have less.
+    for rank in range(1, num_ranks):
+        for name, other in json.loads((folder / f"rank{rank}.json").read_text()).items():
+            assert all(num_bytes <= real[name]["held"][what] for what, num_bytes in other["held"].items())
+    return kinds
+
+
+def simulated_rank(way: Any, num_ranks: int, folder: Path) -> tuple[dict[str, Any], set[str]]:
+    held = folder / "held.json"
+
+    def setup(device: torch.device) -> Any:
+        return rank_steps.setup(way, device, BACKEND, lambda found: held.write_text(json.dumps(found)))
+
+    estimate = estimate_peak_memory(setup, rank_steps.step, like="cpu", num_gpus=num_ranks)
+    return {"held": json.loads(held.read_text()), "peaks": estimate.phases}, set(estimate.storage_kinds)
+
+
+def unread_labels() -> StepLabels:
+    phases = StepPhases()
+    return StepLabels(AllocationLog("cpu", 1, phases), phases)

@@ -1,0 +1,23 @@
+"""DeepSpeed's ZeRO as the simulated first of several ranks, against real processes on the CPU."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from engine_ranks import check_first_rank
+
+from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, GRADIENT, OPTIMIZER_STATE, PARAMETER
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def test_two_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
+    of_two, of_three = check_first_rank(tmp_path, 2, "ZERO_WAYS").values()
+    assert {PARAMETER, GRADIENT, OPTIMIZER_STATE, COMMUNICATION} <= of_two & of_three
+    assert GATHERED in of_three - of_two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "ways"), [(3, "ZERO_WAYS"), (2, "MORE_ZERO_WAYS"), (3, "MORE_ZERO_WAYS")])
+def test_so_do_others(num_ranks: int, ways: str, tmp_path: Path) -> None:
+    check_first_rank(tmp_path, num_ranks, ways)
