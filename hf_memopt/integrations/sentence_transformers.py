@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from sentence_transformers.base.losses.gradcache import (
     _create_minibatch,
     _minibatch_ranges,
@@ -14,7 +15,7 @@ from sentence_transformers.base.losses.gradcache import (
 from torch import Tensor, nn
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.training.repeatable import Replay
+from hf_memopt.training.repeatable import CachedForward
 
 MicroBatch = tuple[dict[str, Any], int, int]  # the features of a column, and the rows
 
@@ -58,7 +59,7 @@ class CachedLoss(nn.Module):
                 f"loss={type(loss).__name__} has no compute_loss_from_embeddings(embeddings, labels): it needs more "
                 "than these, and cannot be computed from micro-batches; use it as it is"
             )
-        self.loss = loss
+        self.loss: Any = loss
         if has_static_embedding_input(self.model):
             raise ValueError(
                 f"loss={type(loss).__name__} belongs to a model of static embeddings, whose inputs cannot be split; "
@@ -81,10 +82,10 @@ class CachedLoss(nn.Module):
         num_rows = [of_column[-1][1] for of_column in ranges]
 
         def of_all(embeddings: Tensor) -> Any:
-            return self.loss.compute_loss_from_embeddings(list(embeddings.split(num_rows)), labels)
+            return self.loss.compute_loss_from_embeddings(list(torch.split(embeddings, num_rows)), labels)
 
         no_sync = getattr(self.model, "no_sync", nullcontext)  # of DDP
-        return Replay(self._embed, micro_batches, _device_of(columns), no_sync).loss(of_all)
+        return CachedForward(self._embed, micro_batches, _device_of(columns), no_sync).loss(of_all)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return what the model card says of this loss."""

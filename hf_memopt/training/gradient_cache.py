@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.repeatable import ForwardFn, LossFn, RandomState, Replay
+from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
 from hf_memopt.training.step import StepResult, check_distributed_type, open_step
 
 
@@ -153,8 +153,8 @@ class GradientCache:
             # Every rank has the whole loss, and the parts of all ranks are added up.
             return step.update(loss / self._accelerator.num_processes, len(micro_batches))
 
-    def _replay(self, micro_batches: Iterable[Any]) -> Replay:
-        return Replay(self._forward_fn, micro_batches, self._accelerator.device, self._no_sync)
+    def _replay(self, micro_batches: Iterable[Any]) -> CachedForward:
+        return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._no_sync)
 
     def _loss_of_all_ranks(self, *leaves: Tensor) -> Tensor:
         with _same_draws_on_all_ranks(self._accelerator):

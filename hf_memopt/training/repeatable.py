@@ -51,7 +51,7 @@ class BufferState:
                 buffer.copy_(saved)
 
 
-class Replay:
+class CachedForward:
     """Micro-batches that have run forward without graphs, and can run again, and backward, one at a time.
 
     Args:
@@ -136,7 +136,7 @@ class _GradientsTo(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.function(gradients)
         return None, *(None for _ in gradients)
