@@ -172,6 +172,14 @@ ALL: dict[str, Callable[[Toys], Any]] = {
     "trainer": trainer,
     "windows": lambda toys: [toys["batches"]],
 }
+
+
+def embedder(toys: Toys) -> Any:
+    from sentence_toys import make_model
+
+    return make_model(Path(), 0.0)
+
+
 _LAYERS = {"model": two_layers}
 PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
     "couplings": {
@@ -213,8 +221,10 @@ PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
         "student": two_layers,
         "optimizer": lambda toys: torch.optim.SGD(toys["student"].parameters(), lr=1e-3),
     },
+    "trainer": {"embedder": embedder},
     "training_step": {
         "optimizer": lambda toys: toys["accelerator"].prepare(torch.optim.SGD(toys["model"].parameters(), lr=1e-3)),
+        "contrastive": lambda toys: contrastive,
         "contrastive_loss": lambda toys: contrastive,
         "micro_batches": lambda toys: list(torch.randn(2, 4, 8)),
     },

@@ -25,7 +25,12 @@ LAYERS = (
     ("estimate",),
     ("tuning",),
     ("integrations.lerobot", "callbacks"),
-    ("integrations.transformers",),
+    (
+        "integrations.transformers",
+        "integrations.axolotl",
+        "integrations.lightning",
+        "integrations.sentence_transformers",
+    ),
     ("recipes",),
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
@@ -82,6 +87,9 @@ LIBRARIES = {
         "tokenizers",
         "yaml",
     },
+    "integrations.axolotl": {"axolotl", "pydantic", "transformers"},
+    "integrations.lightning": {"torch", "lightning"},
+    "integrations.sentence_transformers": {"torch", "sentence_transformers"},
     "callbacks": {"torch", "transformers", "accelerate"},
 }
 

@@ -1,1 +1,1 @@
-"""Adapters to the libraries that hf_memopt extends, one package each."""
+"""Adapters to the libraries that hf_memopt extends, a package or a module each."""

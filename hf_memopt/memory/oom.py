@@ -153,6 +153,9 @@ def _report(error: BaseException, model: nn.Module | None, flags: Mapping[str, s
 def _phase(frames: list[FrameType]) -> str:
     """Where a step was, by the functions of torch and Trainer that had been entered."""
     entered = [(frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name) for frame in frames]
+    # An optimizer's step calls a closure, as in Lightning, that runs forward and backward.
+    closures = [number for number, (_, name) in enumerate(entered) if name == "closure"]
+    entered = entered[closures[-1] if closures else 0 :]
     # Backward comes first: recomputed forwards, and optimizers that step in its hooks, run inside of it.
     if any(name == "_engine_run_backward" and file.endswith("torch/autograd/graph.py") for file, name in entered):
         return "backward"

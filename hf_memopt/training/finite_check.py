@@ -38,6 +38,7 @@ class GradientWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._handles: list[RemovableHandle] = []
         self._watched: dict[int, Tensor] = {}
         self._watch("", model)
@@ -62,6 +63,15 @@ class GradientWatch:
         stacked = torch.stack(largest) if largest else torch.zeros(0)
         self._micro_batches.append((self._names, stacked))
         self._names, self._largest = [], []
+
+    def note_totals(self) -> None:
+        """The gradients that the parameters have now are those of one micro-batch. For use after `remove`, where hooks
+        would look at each parameter many times for one gradient.
+        """
+        for name, parameter in reversed(list(self._model.named_parameters())):  # about the order of backward
+            if parameter.grad is not None and parameter.numel():
+                self._note(name, parameter.grad)
+        self.end_micro_batch()
 
     def findings(self) -> Findings:
         """Micro-batches and parameters whose gradients were not finite. Waits for the device."""

@@ -1,8 +1,8 @@
 """Exact full-batch gradients in micro-batches, for losses that are no mean over samples."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.repeatable import RandomState
+from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
 from hf_memopt.training.step import StepResult, open_step
 from hf_memopt.training.window.rank_exchange import (
     check_distributed_type,
@@ -18,8 +18,6 @@ from hf_memopt.training.window.rank_exchange import (
     exchanges_each_batch,
     max_over_ranks,
 )
-
-Outputs = tuple[Tensor, ...]
 
 
 class GradientCache:
@@ -55,14 +53,15 @@ class GradientCache:
         >>> for micro_batches in windows:
         ...     result = cache.step(micro_batches, optimizer, max_grad_norm=1.0)
 
-    In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`.
+    In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`. In a loop
+    of somebody else's, such as Trainer's, `cache.loss(micro_batches)` is the loss that it calls `backward` of.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        forward_fn: Callable[[Any], Tensor | Outputs],
-        loss_fn: Callable[..., Tensor],
+        forward_fn: ForwardFn,
+        loss_fn: LossFn,
         *,
         models: Sequence[nn.Module] | None = None,
     ) -> None:
@@ -91,20 +90,37 @@ class GradientCache:
 
         After an exception gradients are incomplete: call `optimizer.zero_grad()`.
         """
-        micro_batches = list(micro_batches)
-        if not micro_batches:
-            raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
-        self._check_number(len(micro_batches))
         # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
-        outputs, states = self._forward_all(micro_batches)
-        # 2. The loss of all of them, and its gradient by each output.
-        loss, gradients = self._loss_and_gradients(outputs)
-        # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients. Random numbers
-        #    then go on after those of the loss, as if nothing had run twice.
-        after = RandomState(self._accelerator.device)
-        self._backward_all(micro_batches, states, gradients)
-        after.restore()
-        return loss
+        replay = self._replay(micro_batches)
+        # 2. The loss of all of them, and its gradient by each output. accelerator.backward divides by
+        #    gradient_accumulation_steps, so multiply first. The loss scale that it applies here carries over to the
+        #    gradients of the outputs, and from them to all that follow.
+        loss = self._loss_of_all_ranks(*replay.leaves)
+        self._accelerator.backward(loss * self._accelerator.gradient_accumulation_steps)
+        # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients.
+        replay.backward([leaf.grad for leaf in replay.leaves])
+        return loss.detach()
+
+    def loss(self, micro_batches: Iterable[Any]) -> Tensor:
+        """The loss of all samples, whose `backward()` does what `GradientCache.backward` does after the loss.
+
+        For training loops that call `backward` themselves: return it from a Trainer's `compute_loss`. Their loss scale
+        and their division by accumulation steps reach all gradients. Without gradients, as in evaluation, it is the
+        loss alone.
+
+        Args:
+            micro_batches: as in `backward`.
+
+        Returns:
+            The loss, `()`, the same on all ranks.
+
+        Raises:
+            ValueError: as from `backward`.
+
+        What the second forward passes save stays on the device: an `ActivationOffloader` leaves alone what is saved
+        during a backward pass, and they run in one.
+        """
+        return self._replay(micro_batches).loss(self._loss_of_all_ranks)
 
     def step(
         self,
@@ -138,10 +154,16 @@ class GradientCache:
         modules = [each for each in (*self._models, self._loss_fn) if isinstance(each, nn.Module)]
         model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+            step.watch.remove()  # it would look at every parameter in every micro-batch
             loss = self.backward(micro_batches)
-            step.watch.end_micro_batch()
+            step.watch.note_totals()
             # Every rank has the whole loss, and the parts of all ranks are added up.
             return step.update(loss / self._accelerator.num_processes, len(micro_batches))
+
+    def _replay(self, micro_batches: Iterable[Any]) -> CachedForward:
+        micro_batches = list(micro_batches)
+        self._check_number(len(micro_batches))
+        return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._before_the_last)
 
     def _check_number(self, number: int) -> None:
         """Each forward pass under FSDP2 gathers weights, which takes all ranks."""
@@ -152,63 +174,13 @@ class GradientCache:
                 f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 give all ranks as many"
             )
 
-    def _forward_all(self, micro_batches: Sequence[Any]) -> tuple[list[Outputs], list[RandomState]]:
-        outputs, states = [], []
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                states.append(RandomState(self._accelerator.device))
-                outputs.append(self._forward(micro_batch))
-        return outputs, states
+    def _before_the_last(self) -> AbstractContextManager[None]:
+        """Around the backward of each micro-batch but the last, in which ranks exchange gradients."""
+        return exchange_if(self._accelerator, self._models, exchanges_each_batch(self._accelerator))
 
-    def _forward(self, micro_batch: Any) -> Outputs:
-        output = self._forward_fn(micro_batch)
-        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-        if not all(isinstance(each, Tensor) and each.ndim for each in outputs):
-            raise ValueError(f"forward_fn returned {_kinds(outputs)}; return tensors whose first dimension is samples")
-        return outputs
-
-    def _loss_and_gradients(self, outputs: list[Outputs]) -> tuple[Tensor, list[list[Tensor | None]]]:
-        """The loss of all outputs, and its gradient with respect to those of each micro-batch of this rank."""
-        leaves = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-        sizes = [[len(part) for part in parts] for parts in zip(*outputs, strict=True)]
-        # The concatenated copies are enough from here on.
-        outputs.clear()
-        for leaf in leaves:
-            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    def _loss_of_all_ranks(self, *leaves: Tensor) -> Tensor:
         with _same_draws_on_all_ranks(self._accelerator):
-            loss = self._loss_fn(*(_of_all_ranks(self._accelerator, leaf) for leaf in leaves))
-        # accelerator.backward divides by gradient_accumulation_steps, so multiply first. The loss scale that it applies
-        # here carries over to the gradients of the outputs, and from them to all that follow.
-        self._accelerator.backward(loss * self._accelerator.gradient_accumulation_steps)
-        gradients = [self._cut(leaf.grad, lengths) for leaf, lengths in zip(leaves, sizes, strict=True)]
-        return loss.detach(), [list(each) for each in zip(*gradients, strict=True)]
-
-    def _cut(self, gradient: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
-        if gradient is None:
-            return [None] * len(sizes)
-        # Every rank computed the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
-        # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
-        parts: tuple[Tensor, ...] = torch.split(gradient * self._accelerator.num_processes, sizes)
-        return parts
-
-    def _backward_all(
-        self, micro_batches: Sequence[Any], states: list[RandomState], gradients: list[list[Tensor | None]]
-    ) -> None:
-        for number, micro_batch in enumerate(micro_batches):
-            # Ranks exchange gradients once, in the backward of the last micro-batch.
-            is_due = number == len(micro_batches) - 1 or exchanges_each_batch(self._accelerator)
-            with exchange_if(self._accelerator, self._models, is_due):
-                states[number].restore()
-                _backward(self._forward(micro_batch), gradients[number])
-
-
-def _backward(outputs: Outputs, gradients: list[Tensor | None]) -> None:
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad and gradient is not None
-    ]
-    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            return self._loss_fn(*(_of_all_ranks(self._accelerator, leaf) for leaf in leaves))
 
 
 @contextmanager
@@ -235,10 +207,8 @@ def _of_all_ranks(accelerator: Accelerator, own: Tensor) -> Tensor:
     padded = accelerator.gather(accelerator.pad_across_processes(own.detach()).contiguous())
     parts = [part[:size] for part, size in zip(padded.split(max(sizes)), sizes, strict=True)]
     parts[accelerator.process_index] = own
+    if own.requires_grad:
+        # Every rank computes the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
+        # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
+        own.register_hook(lambda gradient: gradient * accelerator.num_processes)  # type: ignore[no-untyped-call]
     return torch.cat(parts)
-
-
-def _kinds(outputs: Iterable[Any]) -> str:
-    return ", ".join(
-        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
-    )

@@ -1,20 +1,29 @@
-"""Doing the same computation twice: random numbers and buffers as they were."""
+"""Doing the same computation twice: random numbers and buffers as they were, and micro-batches forward again."""
 
 import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Outputs = tuple[Tensor, ...]
+ForwardFn = Callable[[Any], Tensor | Outputs]
+LossFn = Callable[..., Tensor]
 
 
 class RandomState:
     """The state of Python's and torch's generators, the CPU's and the current device's, when this was made.
 
     NumPy's is not among them.
+
+    Attributes:
+        device: whose generator it is, beside the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
         self._accelerator: Tensor | None = None
@@ -26,7 +35,7 @@ class RandomState:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         if self._accelerator is not None:
-            _module_of(self._device).set_rng_state(self._accelerator)
+            _module_of(self.device).set_rng_state(self._accelerator)
 
 
 class BufferState:
@@ -40,6 +49,122 @@ class BufferState:
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
+
+
+class CachedForward:
+    """Micro-batches that have run forward without graphs, and can run again, and backward, one at a time.
+
+    Args:
+        forward_fn: called on each micro-batch; returns a tensor or a tuple of tensors, samples first.
+        micro_batches: at least one.
+        device: whose random numbers are replayed, beside the CPU's.
+        no_sync: entered around all backwards but the last, so that ranks exchange gradients once.
+
+    Attributes:
+        leaves: each output of all micro-batches, `(n, ...)`, ready to collect a gradient.
+
+    Raises:
+        ValueError: there is no micro-batch, or `forward_fn` does not return tensors with samples first.
+    """
+
+    def __init__(
+        self,
+        forward_fn: ForwardFn,
+        micro_batches: Iterable[Any],
+        device: torch.device,
+        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._forward_fn, self._micro_batches = forward_fn, list(micro_batches)
+        self._device, self._no_sync = device, no_sync
+        if not self._micro_batches:
+            raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
+        self._states: list[RandomState] = []
+        outputs = []
+        with torch.no_grad():
+            for micro_batch in self._micro_batches:
+                self._states.append(RandomState(device))
+                outputs.append(self._forward(micro_batch))
+        by_output = list(zip(*outputs, strict=True))
+        self._sizes = [[len(part) for part in parts] for parts in by_output]
+        self.leaves = [torch.cat(parts) for parts in by_output]
+        for leaf in self.leaves:
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+
+    def loss(self, loss_fn: LossFn) -> Tensor:
+        """The loss of all outputs, whose `backward()` calls that of the micro-batches when it reaches the outputs."""
+        autocast = _autocast_of_now(self._device)  # for backward, which runs outside of the region of forward
+
+        def replay(gradients: Sequence[Tensor | None]) -> None:
+            with torch.enable_grad(), autocast:
+                self.backward(gradients)
+
+        return loss_fn(*_GradientsTo.apply(replay, *self.leaves))  # type: ignore[no-untyped-call]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Each micro-batch forward again and backward. Random numbers then go on as if nothing had run twice.
+
+        Args:
+            gradients: those of `leaves`; None where the loss depends on nothing of it.
+        """
+        cut = [
+            [None] * len(lengths) if gradient is None else torch.split(gradient, lengths)
+            for gradient, lengths in zip(gradients, self._sizes, strict=True)
+        ]
+        after = RandomState(self._device)
+        for number, micro_batch in enumerate(self._micro_batches):
+            # Ranks exchange gradients once, in the backward of the last micro-batch.
+            with nullcontext() if number == len(self._micro_batches) - 1 else self._no_sync():
+                self._states[number].restore()
+                _backward(self._forward(micro_batch), [parts[number] for parts in cut])
+        after.restore()
+
+    def _forward(self, micro_batch: Any) -> Outputs:
+        output = self._forward_fn(micro_batch)
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        if not all(isinstance(each, Tensor) and each.ndim for each in outputs):
+            raise ValueError(f"forward_fn returned {_kinds(outputs)}; return tensors whose first dimension is samples")
+        return outputs
+
+
+class _GradientsTo(torch.autograd.Function):
+    """Tensors as they are, whose gradients are given to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Sequence[Tensor | None]], None], *tensors: Tensor) -> Outputs:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.function(gradients)
+        return None, *(None for _ in gradients)
+
+
+def _backward(outputs: Outputs, gradients: Sequence[Tensor | None]) -> None:
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and gradient is not None
+    ]
+    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _autocast_of_now(device: torch.device) -> torch.autocast:
+    """Autocast as it is now, to be entered later."""
+    return torch.autocast(
+        device.type,
+        torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+def _kinds(outputs: Iterable[Any]) -> str:
+    return ", ".join(
+        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
+    )
 
 
 def _module_of(device: torch.device) -> Any:

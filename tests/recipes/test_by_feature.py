@@ -13,7 +13,18 @@ SCRIPTS = Path(__file__).parents[2] / "recipes" / "by_feature"
 LONGEST = 80
 MARK = "# hf_memopt"
 PACKAGES = {"accelerate", "argparse", "hf_memopt", "torch", "transformers", "typing"}
-TRLS = {"copy", "datasets", "tempfile", "tokenizers", "trl"}  # of the scripts for its trainers
+# Of the scripts for other libraries' trainers.
+OTHERS = {
+    "copy",
+    "datasets",
+    "diffusers",
+    "lightning",
+    "pathlib",
+    "sentence_transformers",
+    "tempfile",
+    "tokenizers",
+    "trl",
+}
 # What each script prints, among other things.
 SHOWN = {
     "activation_offloading": r"\d+ MiB went to host memory and came back\nWeights equal to those without .*: True",
@@ -25,6 +36,9 @@ SHOWN = {
     "memory_reports": r"(?s)backward +\d.*No memory leak: .*\nMemory leak: .*held by .*kept_losses\[49\]",
     "estimate_then_train": r"(?s)The peak is in backward.*Time of a step: ",
     "trainers/dpo": r"[1-9]\d*\.\d MiB went to host memory and came back\nWeights equal to those without .*: True",
+    "trainers/lightning_trainer": r"memory/backward_.*\n[1-9]\d*\.\d MiB went to host .*\nWeights equal .*: True",
+    "trainers/denoising": r"(?s)unet: loss .*[1-9]\d*\.\d MiB went to host .*\nWeights equal .*: True",
+    "trainers/sentence_embeddings": r"Loss \d\.\d+, later \d\.\d+\nLargest difference of a weight: \de-0[678]",
     "trainers/grpo": r"(?s)reward 0\.[0-5]\d, later 0\.[6-9]\d\n[1-9]\d*\.\d MiB went to host .*offloading: True",
 }
 
@@ -49,7 +63,7 @@ def test_it_is_short_and_stands_alone(name: str) -> None:
             assert not node.module.startswith("hf_memopt.recipes")
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-        assert {module.partition(".")[0] for module in modules} <= PACKAGES | (TRLS if "/" in name else set())
+        assert {module.partition(".")[0] for module in modules} <= PACKAGES | (OTHERS if "/" in name else set())
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -358,6 +358,30 @@ def test_a_step_that_is_not_finite_is_not_taken() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_loss_for_loops_that_call_backward(autocast: bool) -> None:
+    """Bitwise `backward`'s gradients, scaled by the loop, also where backward runs outside of autocast."""
+    accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.3)
+    parts, region = samples().split(4), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+    # No product of matrices, which would take its gradient in bfloat16 where backward runs inside of the region.
+    cache = GradientCache(accelerator, model, lambda output: output.float().std(dim=0).sum() * torch.rand(()))
+    with region:
+        torch.manual_seed(3)
+        want_loss = cache.backward(parts)
+        after, want = torch.rand(1), gradient(model)
+        torch.manual_seed(3)
+        loss = cache.loss(parts)
+    (loss / 4).backward()
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(loss.detach(), want_loss)
+    assert torch.equal(gradient(model), want / 4)
+    with torch.no_grad(), region:
+        torch.manual_seed(3)
+        assert torch.equal(cache.loss(parts), want_loss)
+    assert not any(each.grad is not None for each in model.parameters())
+
+
 def test_a_step_needs_to_know_the_models() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(encoder := Encoder(), torch.optim.SGD(encoder.parameters()))

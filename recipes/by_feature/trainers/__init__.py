@@ -1,5 +1,8 @@
-"""TRL's other trainers, attached to: a whole run on a tiny model, with the lines that matter marked `# hf_memopt`.
+"""Other libraries' trainers and models: a whole run on a tiny model, with the lines that matter marked `# hf_memopt`.
 
-- `dpo`: preferences.
-- `grpo`: rewards; TRL has no activation offloading for it.
+- `dpo`: preferences, with TRL.
+- `grpo`: rewards, with TRL, which has no activation offloading for it.
+- `lightning_trainer`: callbacks for Lightning.
+- `denoising`: diffusers' UNet and DiT on Accelerate.
+- `sentence_embeddings`: any loss of sentence-transformers in micro-batches.
 """

@@ -1,0 +1,224 @@
+"""`GradientCache` beside sentence-transformers' own cached loss: CPU time and saved activations of a step, on the CPU.
+
+    python -m benchmarks.gradient_cache
+
+A BERT embeds pairs of sentences, and each is compared with all others. Every kind computes the same loss of the same
+batch, those in micro-batches from as many sentences at a time, and an optimizer step follows. Kinds take turns within
+each round, and ratios are medians over rounds. The clock is the thread's CPU time, so that other processes disturb
+little. Memory is the most that autograd's saved tensors held at a time, each storage once and weights left out.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.timing import median_and_spread
+from hf_memopt import GradientCache
+from hf_memopt.integrations.sentence_transformers import CachedLoss
+
+CPU = torch.device("cpu")
+WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(1000))]
+THEIRS = "CachedMultipleNegativesRankingLoss"
+TARGET = 1.0  # of their time, at most
+HEADER = ["kind", "CPU ms / step", "of theirs", "peak of saved MiB", "loss"]
+Step = Callable[[], float]
+
+
+def make_model(sizes: dict[str, int]) -> SentenceTransformer:
+    """A BERT with random weights, with dropout, and the mean over words."""
+    torch.manual_seed(0)
+    by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=sizes["hidden_size"],
+        num_hidden_layers=sizes["num_layers"],
+        num_attention_heads=4,
+        intermediate_size=4 * sizes["hidden_size"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+        return SentenceTransformer(modules=[Transformer(folder), Pooling(sizes["hidden_size"])], device="cpu").train()
+
+
+def make_columns(sizes: dict[str, int]) -> list[dict[str, Tensor]]:
+    """Tokenized pairs, all of one length, so that no kind gains by cutting padding."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, len(WORDS), (2, sizes["num_pairs"], sizes["num_words"]), generator=generator)
+    return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in tokens]
+
+
+def kinds(model: SentenceTransformer, columns: list[dict[str, Tensor]], micro_batch_size: int) -> dict[str, Step]:
+    """One optimizer step of each kind, which returns the loss."""
+    accelerator = Accelerator(cpu=True)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-9)  # so small that all rounds see the same model
+    prepared = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-9))
+    uncached = MultipleNegativesRankingLoss(model)
+
+    def step_of(loss_fn: nn.Module) -> Step:
+        def step() -> float:
+            loss = loss_fn([dict(column) for column in columns], None)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            plain.step()
+            plain.zero_grad()
+            return loss.item()
+
+        return step
+
+    def embed(part: dict[str, Tensor]) -> Tensor:
+        embedding: Tensor = model(dict(part))["sentence_embedding"]
+        return embedding
+
+    def of_all(embeddings: Tensor) -> Tensor:
+        return uncached.compute_loss_from_embeddings(list(embeddings.chunk(2)), None)
+
+    cache = GradientCache(accelerator, embed, of_all, models=[model])
+    starts = range(0, len(columns[0]["input_ids"]), micro_batch_size)
+    parts = [{key: value[at : at + micro_batch_size] for key, value in c.items()} for c in columns for at in starts]
+    return {
+        "the whole batch": step_of(uncached),
+        THEIRS: step_of(CachedMultipleNegativesRankingLoss(model, mini_batch_size=micro_batch_size)),
+        "GradientCache.step": lambda: cache.step(parts, prepared, max_grad_norm=1.0).loss,
+        "CachedLoss": step_of(CachedLoss(uncached, micro_batch_size)),
+    }
+
+
+class SavedPeak:
+    """The most bytes that saved tensors held at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        self._live: dict[int, list[int]] = {}  # address: bytes, number of saved tensors in it
+        self._num_bytes = self.peak_bytes = 0
+
+    def of(self, step: Step) -> int:
+        """Return it for one step."""
+        with torch.autograd.graph.saved_tensors_hooks(self._Saved.packing(self), lambda saved: saved.tensor):
+            step()
+        return self.peak_bytes
+
+    def _add(self, address: int, num_bytes: int) -> None:
+        entry = self._live.setdefault(address, [num_bytes, 0])
+        entry[1] += 1
+        if entry[1] == 1 and address not in self._weights:
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def _drop(self, address: int) -> None:
+        entry = self._live[address]
+        entry[1] -= 1
+        if not entry[1]:
+            del self._live[address]
+            self._num_bytes -= entry[0] if address not in self._weights else 0
+
+    class _Saved:
+        def __init__(self, tensor: Tensor, counter: "SavedPeak") -> None:
+            self.tensor, self._counter = tensor.detach(), counter
+            storage = tensor.untyped_storage()
+            self._address = storage.data_ptr()
+            counter._add(self._address, storage.nbytes())
+
+        def __del__(self) -> None:
+            self._counter._drop(self._address)
+
+        @classmethod
+        def packing(cls, counter: "SavedPeak") -> Callable[[Tensor], Any]:
+            return lambda tensor: cls(tensor, counter)
+
+
+def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
+    """Time, memory and loss of each kind."""
+    model, columns = make_model(sizes), make_columns(sizes)
+    compared = kinds(model, columns, sizes["micro_batch_size"])
+    peaks = {name: SavedPeak(model).of(step) for name, step in compared.items()}
+    rounds, losses = [], {}
+    for _ in range(num_rounds):
+        times = {}
+        for name, step in compared.items():
+            torch.manual_seed(2)
+            begun = time.thread_time()
+            losses[name] = step()
+            times[name] = 1e3 * (time.thread_time() - begun)
+        rounds.append(times)
+    return {
+        name: {
+            "cpu_ms": median_and_spread([times[name] for times in rounds]),
+            "of_theirs": statistics.median(times[name] / times[THEIRS] for times in rounds),
+            "saved_peak_bytes": peaks[name],
+            "loss": losses[name],
+        }
+        for name in compared
+    }
+
+
+def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
+    """The whole benchmark."""
+    return {
+        **environment(CPU),
+        "versions": {**environment(CPU)["versions"], "sentence-transformers": sentence_transformers_version()},
+        "benchmark": "gradient_cache",
+        "sizes": sizes,
+        "num_rounds": num_rounds,
+        "target_of_theirs": TARGET,
+        "kinds": measure(sizes, num_rounds),
+    }
+
+
+def sentence_transformers_version() -> str:
+    """What is compared with."""
+    import sentence_transformers
+
+    return str(sentence_transformers.__version__)
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """The table."""
+    rows = [
+        [
+            name,
+            f"{found['cpu_ms']['median']:.0f}",
+            f"{found['of_theirs']:.2f}",
+            f"{found['saved_peak_bytes'] / MIB:.1f}",
+            f"{found['loss']:.5f}",
+        ]
+        for name, found in results["kinds"].items()
+    ]
+    print(f"{results['sizes']}, medians of {results['num_rounds']} rounds")
+    print_table(HEADER, rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"hidden_size": 256, "num_layers": 4, "num_pairs": 64, "num_words": 32, "micro_batch_size": 8}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=15, help="per kind (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = vars(parser.parse_args(arguments))
+    torch.set_num_threads(1)
+    results = run({name: options[name] for name in sizes}, options["rounds"])
+    print_report(results)
+    print("wrote", write_results(results, options["output"] or results_path("gradient-cache", CPU)))
+
+
+if __name__ == "__main__":
+    main()
