@@ -13,8 +13,6 @@ from hf_memopt.tuning.diffusers_models.denoiser_config import find_denoiser
 model_config = LateModule("hf_memopt.tuning.transformers_models.model_config")
 torch = LateModule("torch")
 
-pytest.importorskip("diffusers")
-
 
 def test_files_folders_and_pipelines_will_do(tmp_path: Path) -> None:
     alone = write_denoiser(tmp_path / "alone", "unet")

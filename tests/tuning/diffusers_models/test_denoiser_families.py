@@ -11,8 +11,6 @@ from hf_memopt.tuning.diffusers_models.denoiser_families import FAMILIES
 huggingface = LateModule("hf_memopt.tuning.huggingface")
 model_building = LateModule("hf_memopt.tuning.transformers_models.model_building")
 
-pytest.importorskip("diffusers")
-
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lora_rank", [None, 2])

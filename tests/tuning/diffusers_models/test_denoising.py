@@ -14,8 +14,6 @@ from transformers_toys import BATCH, estimate
 huggingface = LateModule("hf_memopt.tuning.huggingface")
 model_building = LateModule("hf_memopt.tuning.transformers_models.model_building")
 
-pytest.importorskip("diffusers")
-
 IMAGES = {"image_size": "64"}
 VARIANTS = [(rank, checkpointing) for rank in (None, 4) for checkpointing in ("none", "full")]
 QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
