@@ -20,7 +20,7 @@ SLOW = ('plan(workload("recipes/configs/lgt.json")',)
 OTHER_TOYS = {
     'frozen="auto"': {"trainer": dpo_trainer},
     "share_with=student": {"student": lora},
-    "GradientCache(": {"model": two_layers},
+    "GradientCache(accelerator": {"model": two_layers},
 }
 
 

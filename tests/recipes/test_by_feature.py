@@ -66,6 +66,9 @@ def test_it_is_short_and_stands_alone(name: str) -> None:
         assert {module.partition(".")[0] for module in modules} <= PACKAGES | (OTHERS if "/" in name else set())
 
 
+# Lightning's own: advice about workers, and what its pytree helper calls.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*_pytree:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_shows_its_feature(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
