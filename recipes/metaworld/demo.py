@@ -26,7 +26,8 @@ from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.recipes.reflow.demo import make_room, run, stage
 from hf_memopt.text_table import Cell, Table
 
-TASKS = ("drawer-close-v3", "handle-press-v3", "door-close-v3")
+# Not door-close-v3: there the mean of all actions, repeated, succeeds in most scenes.
+TASKS = ("drawer-close-v3", "handle-press-v3", "button-press-topdown-v3")
 DEMONSTRATIONS_PER_TASK = 40
 TEACHER_STEPS = 1500
 STUDENT_STEPS = 600

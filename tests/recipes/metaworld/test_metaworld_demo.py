@@ -18,7 +18,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     policies = json.loads((tmp_path / "results.json").read_text())["policies"]
     assert list(policies) == ["teacher_10", "teacher_4", "teacher_2", "teacher_1", "student_1", "second_1"]
     for found in policies.values():
-        assert list(found["success"]) == ["drawer-close-v3", "handle-press-v3", "door-close-v3", "all"]
+        assert list(found["success"]) == ["drawer-close-v3", "handle-press-v3", "button-press-topdown-v3", "all"]
         assert found["success"]["all"]["episodes"] == 6
     assert policies["teacher_10"]["error"] == 0
     assert policies["teacher_1"]["error"] > 0
