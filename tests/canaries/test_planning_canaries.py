@@ -244,12 +244,8 @@ def test_results_of_fake_operations_are_made_from_the_cache_by_one_method() -> N
         source = inspect.getsource(FakeTensor.__new__)
         assert "Tensor._make_subclass(" in source
         assert "torch._C._set_warn_deprecated_on_mutable_data_ptr(self)" in source
-        assert list(inspect.signature(FakeTensorMode._dispatch_impl).parameters)[1:] == [
-            "func",
-            "types",
-            "args",
-            "kwargs",
-        ]
+        parameters = list(inspect.signature(FakeTensorMode._dispatch_impl).parameters)
+        assert parameters == ["self", "func", "types", "args", "kwargs"]
 
 
 def test_modes_are_wrapped_to_be_left_alone_by_the_compiler() -> None:

@@ -14,7 +14,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes tensors fake, without torch's cache for operations on storages: its keys would keep the storages alive."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)  # type: ignore[no-untyped-call]
+        super().__init__(**options)
         # What fake tensors carry, by their device: the same for all that are made from the cache.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -43,7 +43,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             made = FakeTensor(self, empty, known.device)
             self._attributes[known.device] = dict(vars(made))
             return made
-        made = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_subclass(
             FakeTensor, empty, known.requires_grad, dispatch_device=True, device_for_backend_keys=known.device
         )
         torch._C._set_warn_deprecated_on_mutable_data_ptr(made)

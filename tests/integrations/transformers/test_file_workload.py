@@ -100,7 +100,7 @@ def test_a_plan_starts_trls_script(activations: str, starts: str, tmp_path: Path
 def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 2}, seq_len=32)
     step = made.simulated({"activations": "offloaded where free"}, 1)
-    assert (step.num_steps, step.repeated) == (4, None)
+    assert (step.num_steps, step.repeated) == (2, None)
     (tmp_path / "plan").mkdir()
     _, written = made.write({"activations": "kept"}, 2, tmp_path / "plan")
     assert "model_name_or_path" not in yaml.safe_load(written.read_text())  # no field of TrainingArguments
