@@ -42,7 +42,7 @@ QUICK = {("llava", "LoRA beside a frozen tower, checkpointed"), ("qwen2_5_vl", "
     ],
 )
 def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: FolderOf) -> None:
-    """To the byte; Qwen's positions, which a real run computes from the types of tokens, count a little too much."""
+    """To the byte; Qwen's positions, which a real run makes from the types of tokens, may count once too often."""
     changes, checkpointing = VARIANTS[variant]
     options = options_of(folder_of(model_type), model_type, **changes)
     is_qwen = model_type.startswith("qwen")
@@ -60,8 +60,9 @@ def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: Folde
 
     estimated = estimated_peaks(estimate_peak_memory(training(building(False)), step, like="cpu"))
     real = real_peaks(training(building(is_qwen)))
+    positions = 3 * BATCH * SEQ_LEN * 8 if is_qwen else 0
     for guess, found in zip(estimated, real, strict=True):
-        assert 0 <= guess / found - 1 <= (0.004 if is_qwen else 0)
+        assert 0 <= guess - found <= positions
 
 
 def test_images_are_named_and_come_before_text(folder_of: FolderOf) -> None:
