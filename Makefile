@@ -105,7 +105,7 @@ quality: $(READY) installed-tree ## what continuous integration checks before th
 NEWEST_TOOLS := pytest pytest-xdist hypothesis expecttest peft trl tensorboard torchao
 canaries: | $(UV) ## what we rely on in torch, transformers and others, tried with their newest versions in .newest/canaries
 	"$(UV)" venv --clear --python $(PYTHON_VERSION) .newest/canaries
-	"$(UV)" pip install --python .newest/canaries/bin/python --editable ".[neuralop,fluxflow,report,completion]" $(NEWEST_TOOLS)
+	"$(UV)" pip install --python .newest/canaries/bin/python --editable ".[neuralop,fluxflow,lightning,sentence-transformers,report,completion]" $(NEWEST_TOOLS)
 	.newest/canaries/bin/python -m pytest -m canary -W default tests/canaries --ignore-glob="*lerobot*" \
 	  --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling*" --ignore-glob="*reflow_plan*"
 

@@ -1,0 +1,31 @@
+"""What the callbacks for Lightning and the cached loss of sentence-transformers rely on."""
+
+import inspect
+
+import pytest
+import torch
+from late_imports import LateModule
+
+strategies = LateModule("lightning.pytorch.strategies")
+loops = LateModule("lightning.pytorch.loops.optimization.automatic")
+connectors = LateModule("lightning.pytorch.trainer.connectors.logger_connector.logger_connector")
+gradcache = LateModule("sentence_transformers.base.losses.gradcache")
+
+pytestmark = pytest.mark.canary
+
+
+def test_lightning_asks_the_strategy_for_forward_and_loss_alone() -> None:
+    assert '_call_strategy_hook(trainer, "training_step"' in inspect.getsource(
+        loops._AutomaticOptimization._training_step
+    )
+    assert "backward" not in inspect.getsource(strategies.Strategy.training_step)
+    assert isinstance(connectors._LoggerConnector.should_update_logs, property)
+
+
+def test_sentence_transformers_cuts_micro_batches_and_their_padding() -> None:
+    features = {
+        "input_ids": torch.ones(3, 4),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]),
+    }
+    assert gradcache._minibatch_ranges(features, 2) == [(0, 2), (2, 3)]
+    assert gradcache._create_minibatch(features, 2, 3)["input_ids"].shape == (1, 2)
