@@ -4,6 +4,7 @@ accelerate launch recipes/by_feature/trainers/denoising.py --model unet    # or 
 """
 
 import argparse
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,13 +19,14 @@ LENGTH, WIDTH, NUM_CLASSES = 6, 32, 4  # of a text: tokens and numbers per token
 
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
+    sizes: dict[str, Any]
     if name == "dit":
         sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "norm_num_groups": 1}
         kinds = {"in_channels": 4, "out_channels": 4, "sample_size": 16, "num_embeds_ada_norm": NUM_CLASSES}
         return DiTTransformer2DModel(**sizes, **kinds)
-    blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
-    blocks |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "block_out_channels": (16, 32)}
-    return UNet2DConditionModel(16, 4, 4, **blocks, norm_num_groups=4, cross_attention_dim=WIDTH, layers_per_block=1)
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    sizes = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": WIDTH}
+    return UNet2DConditionModel(16, 4, 4, down_block_types=down, up_block_types=up, **sizes)
 
 
 def predicted(model: nn.Module, noisy: Tensor, timesteps: Tensor, text: Tensor, kinds: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def train(folder: str, callbacks: list[object]) -> tuple[Trainer, Denoiser]:
         enable_model_summary=False,
     )
     model = Denoiser()
-    trainer.fit(model, DataLoader(torch.randn(640, 128), batch_size=16))
+    trainer.fit(model, DataLoader(list(torch.randn(640, 128)), batch_size=16))
     return trainer, model
 
 
