@@ -4,6 +4,7 @@ python recipes/by_feature/trainers/lightning_trainer.py
 """
 
 import tempfile
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -49,7 +50,8 @@ def train(folder: str, callbacks: list[object]) -> tuple[Trainer, Denoiser]:
         enable_model_summary=False,
     )
     model = Denoiser()
-    trainer.fit(model, DataLoader(list(torch.randn(640, 128)), batch_size=16))
+    samples: Any = torch.randn(640, 128)  # a tensor serves as a dataset of its rows
+    trainer.fit(model, DataLoader(samples, batch_size=16))
     return trainer, model
 
 
