@@ -3,7 +3,8 @@
     python -m benchmarks.published
 
 Every configuration is estimated once, without a GPU, in about half a minute of one core; the results file and the table
-of docs/estimating.md are written. With --only, rows whose name holds a text are estimated, and nothing is written.
+of docs/published_measurements.md are written. With --only, rows whose name holds a text are estimated, and nothing is
+written.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
 RESULTS = RESULTS_FOLDER / "published.json"
-PAGE = Path(__file__).parents[2] / "docs" / "estimating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
 MIB = 2**20
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}

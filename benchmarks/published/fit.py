@@ -9,7 +9,7 @@ weak expectations of each share. Nothing is drawn by chance.
 
 How good that is is found by fits to one half of the steps, which predict the other half, and by fits without a family,
 which predict that family. These predictions are written to the results file, and what they come to into
-docs/estimating.md. What is printed goes into `kernel_speeds`: of a fit to all steps, since more are better.
+docs/published_measurements.md. What is printed goes into `kernel_speeds`: of a fit to all steps, since more are better.
 """
 
 import argparse

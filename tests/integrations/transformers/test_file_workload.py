@@ -55,7 +55,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
     few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
     expected = run_isolated(lambda: simulate(whole.setup, whole.step, gpu="rtx4090"))
-    found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), has_card=True))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), "rtx4090"))
     assert found.trace == expected.trace
     assert found.storage_kinds == expected.storage_kinds
     assert found.host_bytes == expected.host_bytes > 2**20
