@@ -38,7 +38,7 @@ demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: result
 
 demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU: results in outputs/demo_metaworld
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt metaworld
-	$(PY) -m hf_memopt.recipes.metaworld.demo --output outputs/demo_metaworld --overwrite
+	$(PY) -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld --overwrite
 
 LAUNCH := .venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no -m
 COMPARE := $(LAUNCH) hf_memopt.cli compare

@@ -165,7 +165,7 @@ def test_an_optimizer_of_the_users_own_is_simulated(tmp_path: Path) -> None:
 def test_a_reference_model_is_no_trained_one(tmp_path: Path) -> None:
     found = estimates.estimate_trainer(dpo(tmp_path))
     assert found.unreached == ()
-    assert found.confidence == "medium"
+    assert found.confidence == "high"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hf_memopt.recipes.metaworld.environment import IMAGE_SIZE, DrawnMetaworldEnv
+from hf_memopt.recipes.metaworld_demo.environment import IMAGE_SIZE, DrawnMetaworldEnv
 
 REPO_ID = "local/metaworld_experts"
 FPS = 80

@@ -1,6 +1,6 @@
 """Reflow in Meta-World, an environment that nobody here wrote: experts, a teacher, one-step students, success rates.
 
-    python -m hf_memopt.recipes.metaworld.demo --output outputs/demo_metaworld
+    python -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld
 
 records Meta-World's scripted experts, trains a small SmolVLA on them with stock `lerobot-train`, reflows it once from
 cached couplings and once more with that student as the teacher, and lets all of them act with stock `lerobot-eval`.
@@ -20,8 +20,8 @@ from typing import Any
 
 from hf_memopt.command_line import Parser, number, one_line_errors
 from hf_memopt.ranges import COUNT, SEED
-from hf_memopt.recipes.metaworld.demonstrations import REPO_ID, record
-from hf_memopt.recipes.metaworld.success import SuccessRate, read_successes
+from hf_memopt.recipes.metaworld_demo.demonstrations import REPO_ID, record
+from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.recipes.reflow.demo import make_room, run, stage
 from hf_memopt.text_table import Cell, Table
@@ -175,7 +175,7 @@ def evaluation_command(options: argparse.Namespace, policy: Policy) -> list[Any]
         f"--policy.path={folder / 'checkpoints/last/pretrained_model' if policy.folder == 'teacher' else folder}",
         f"--policy.num_steps={policy.num_steps}",
         "--policy.device=cpu",
-        "--env.discover_packages_path=hf_memopt.recipes.metaworld",
+        "--env.discover_packages_path=hf_memopt.recipes.metaworld_demo",
         "--env.type=metaworld_drawn",
         f"--env.task={','.join(TASKS)}",
         f"--eval.n_episodes={options.episodes}",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from late_imports import LateModule
 
-environment = LateModule("hf_memopt.recipes.metaworld.environment")
-demonstrations = LateModule("hf_memopt.recipes.metaworld.demonstrations")
+environment = LateModule("hf_memopt.recipes.metaworld_demo.environment")
+demonstrations = LateModule("hf_memopt.recipes.metaworld_demo.demonstrations")
 env_utils = LateModule("lerobot.envs.utils")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 

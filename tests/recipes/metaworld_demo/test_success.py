@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.recipes.metaworld.success import SuccessRate, read_successes
+from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes
 
 
 # By statsmodels' proportion_confint(successes, episodes, method="wilson").

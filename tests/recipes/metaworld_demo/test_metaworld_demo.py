@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 def test_every_stage_runs(tmp_path: Path) -> None:
     pytest.importorskip("metaworld", reason="the extra 'metaworld' is not installed")
-    command = [sys.executable, "-m", "hf_memopt.recipes.metaworld.demo", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "hf_memopt.recipes.metaworld_demo.demo", "--output", str(tmp_path)]
     few = ("--demonstrations=1", "--teacher-steps=2", "--student-steps=2", "--episodes=2")
     done = subprocess.run([*command, *few], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
