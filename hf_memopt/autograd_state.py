@@ -121,9 +121,9 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def is_regathered(tensor: Tensor) -> bool:
-    """Return whether a tensor is, or is a view of, a weight that DeepSpeed's ZeRO-3 gathers before each use of its module.
+    """Return whether a tensor is, or is a view of, a weight that DeepSpeed's ZeRO-3 gathers before each use.
 
-    ZeRO-3 frees it after the use by exchanging the parameter's `.data`, so an alias would keep it in memory.
+    ZeRO-3 frees it after the use by exchanging the parameter's `.data`, so that an alias would keep it in memory.
     """
     parameter = tensor if tensor._base is None else tensor._base
     return not getattr(parameter, "ds_persist", True)

@@ -1,7 +1,7 @@
 """What each process of test_zero_two_processes.py runs: `zero_rank.py <folder>`.
 
-Trains a small Llama under DeepSpeed's ZeRO-2 and ZeRO-3, by Accelerate and by Trainer, plainly and with offloading. What
-came of it on this rank goes to `<folder>/rank<number>.json`.
+Trains a small Llama under DeepSpeed's ZeRO-2 and ZeRO-3, by Accelerate and by Trainer, plainly and with offloading.
+What came of it on this rank goes to `<folder>/rank<number>.json`.
 """
 
 import importlib
@@ -33,7 +33,7 @@ GLOO_LETS_GO_S = 5.0  # its threads hold what they gathered a moment longer
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed's options. ZeRO-3 frees all weights but the norms' after each use; by default it keeps small models'."""
+    """DeepSpeed's options. ZeRO-3 frees all weights but the norms' after each use; by default not those of small models."""
     when_freed = {
         "stage3_param_persistence_threshold": 100,
         "stage3_max_live_parameters": 0,

@@ -186,7 +186,7 @@ class OpRecorder(TorchDispatchMode):
         outputs = [result] if isinstance(result, Tensor) else result
         if not isinstance(outputs, list | tuple) or not all(is_plain(tensor) for tensor in tensors):
             return
-        if any(is_regathered(tensor) for tensor in tensors):
+        if any(is_regathered(tensor) for tensor in tensors):  # not there when the operation would be repeated
             return
         args = map_tensors(self.operand, args)
         kwargs = {name: map_tensors(self.operand, value) for name, value in kwargs.items()}
