@@ -1,4 +1,7 @@
-"""What offloading and the simulation of ZeRO rely on in DeepSpeed. Its sources are read: importing it changes a process for good."""
+"""What offloading and the simulation of ZeRO rely on in DeepSpeed.
+
+Its sources are read: importing it changes a process for good.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -33,7 +33,7 @@ GLOO_LETS_GO_S = 5.0  # its threads hold what they gathered a moment longer
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed's options. ZeRO-3 frees all weights but the norms' after each use; by default not those of small models."""
+    """DeepSpeed's options. ZeRO-3 frees all weights but the norms' after each use: by default not small models'."""
     when_freed = {
         "stage3_param_persistence_threshold": 100,
         "stage3_max_live_parameters": 0,
