@@ -120,6 +120,15 @@ def is_weight(tensor: Tensor) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def is_regathered(tensor: Tensor) -> bool:
+    """Return whether a tensor is, or is a view of, a weight that DeepSpeed's ZeRO-3 gathers before each use.
+
+    ZeRO-3 frees it after the use by exchanging the parameter's `.data`, so that an alias would keep it in memory.
+    """
+    parameter = tensor if tensor._base is None else tensor._base
+    return not getattr(parameter, "ds_persist", True)
+
+
 class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
     """Tensors without memory, made when they are first asked for. Their `.data` is a new one, whose modifications are
     counted apart, in a third of the time of `torch.empty(0)`."""

@@ -1,4 +1,7 @@
-"""What the simulation of ZeRO relies on in DeepSpeed. Its sources are read: importing it changes a process for good."""
+"""What offloading and the simulation of ZeRO rely on in DeepSpeed.
+
+Its sources are read: importing it changes a process for good.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,6 +9,7 @@ from pathlib import Path
 import pytest
 from reliance import relied_on_by
 
+AUTOGRAD_STATE = "hf_memopt/autograd_state.py"
 ENGINE = "hf_memopt/estimate/simulation/zero_engine.py"
 
 pytestmark = [
@@ -78,3 +82,8 @@ def test_an_optimizer_with_compiled_kernels_is_imported_late() -> None:
         assert "@compiler.compile()" in source("runtime/zero/muon/original_muon.py")
         for file in ("stage_1_and_2.py", "stage3.py"):
             assert "from deepspeed.runtime.zero.muon.muon_optimizer import" in source(f"runtime/zero/{file}")
+
+
+def test_a_weight_that_is_gathered_for_each_use_says_so() -> None:
+    with relied_on_by(AUTOGRAD_STATE):
+        assert "            param.ds_persist = False" in source("runtime/zero/partition_parameters.py")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.autograd_state import StoragePin, ViewMeta, calling_module, in_backward, is_plain
+from hf_memopt.autograd_state import StoragePin, ViewMeta, calling_module, in_backward, is_plain, is_regathered
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.device_types import PLAIN_TYPES
 
@@ -185,6 +185,8 @@ class OpRecorder(TorchDispatchMode):
         map_tensors(tensors.append, [args, *kwargs.values()])
         outputs = [result] if isinstance(result, Tensor) else result
         if not isinstance(outputs, list | tuple) or not all(is_plain(tensor) for tensor in tensors):
+            return
+        if any(is_regathered(tensor) for tensor in tensors):  # not there when the operation would be repeated
             return
         args = map_tensors(self.operand, args)
         kwargs = {name: map_tensors(self.operand, value) for name, value in kwargs.items()}

@@ -24,6 +24,7 @@ from hf_memopt.autograd_state import (
     called_from_rrelu,
     in_backward,
     is_plain,
+    is_regathered,
     is_weight,
     modified_in_place,
 )
@@ -176,6 +177,8 @@ class OffloadContext:
         return tensor.detach(), tensor._version
 
     def _keep_subclass(self, tensor: Tensor) -> Kept:
+        if isinstance(tensor, nn.Parameter) and is_regathered(tensor):
+            return tensor, tensor._version  # no cycle: a parameter does not keep the graph
         name = type(tensor).__name__
         if not isinstance(tensor, nn.Parameter) and name not in self._counters.subclasses:
             self._counters.subclasses.add(name)
@@ -184,11 +187,15 @@ class OffloadContext:
 
 
 def storages_of(model: nn.Module | None) -> frozenset[int]:
-    """Return the keys of the storages of a model's weights and buffers, also those inside packed and quantised ones."""
+    """Return the keys of the storages of a model's weights and buffers, also those inside packed and quantised ones.
+
+    Those without memory are left out: ZeRO-3 replaces them in forward, and activations may be given their keys.
+    """
     if model is None:
         return frozenset()
     tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in _inner_tensors(tensor.data)]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor))
+    storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
+    return frozenset(storage._cdata for storage in storages if storage.nbytes())
 
 
 def _inner_tensors(tensor: Any) -> Iterator[Tensor]:

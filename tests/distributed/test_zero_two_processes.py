@@ -1,0 +1,47 @@
+"""Activation offloading under DeepSpeed's ZeRO in two processes on the CPU, by Accelerate and by Trainer."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_processes import torchrun
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+STAGES = (2, 3)
+MODES = ("all", "auto")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found, by way, stage and mode."""
+    folder = tmp_path_factory.mktemp("zero")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        torchrun(Path(__file__).parent / "zero_rank.py", str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["accelerate", "trainer"])
+def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: str, stage: int, mode: str) -> None:
+    for found in (rank[f"{way} {stage} {mode}"] for rank in ranks):
+        assert found["learned"]
+        assert found["equal"]
+        assert found["moved"] > 0
+        assert found["live"] == 0
+
+
+def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
+    """As many bytes as beside whole weights."""
+    for rank in ranks:
+        assert rank["accelerate 3 all"]["moved"] == rank["accelerate 2 all"]["moved"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_none_of_them_stay_until_backward(ranks: list[dict[str, Any]], mode: str) -> None:
+    """ZeRO-3 frees them after forward, also in the steps that are recorded for a plan."""
+    assert [rank[f"accelerate 3 {mode}"]["gathered_left"] for rank in ranks] == [0, 0]
