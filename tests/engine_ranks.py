@@ -11,7 +11,7 @@ from two_processes import TESTS, torchrun
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.simulation.first_rank import BACKEND
+from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 
 rank_steps = LateModule("rank_steps")
 

@@ -18,7 +18,7 @@ from accelerate.utils import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_memopt.estimate.simulation.first_rank import BACKEND
+from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 250, "num_hidden_layers": 3, "vocab_size": 515}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

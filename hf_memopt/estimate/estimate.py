@@ -20,7 +20,7 @@ from hf_memopt.estimate.kernel_speeds import time_range
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
-from hf_memopt.estimate.simulation.first_rank import first_of
+from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
 

@@ -3,7 +3,8 @@
 The simulator, its tasks and what counts as a success are Meta-World's; seeds, episodes and observations are lerobot's.
 Only the picture is made here: hand, object and goal as soft discs, seen from above and from the front.
 
-`lerobot-eval --env.discover_packages_path=hf_memopt.recipes.metaworld_demo --env.type=metaworld_drawn --env.task=reach-v3`
+    lerobot-eval --env.discover_packages_path=hf_memopt.recipes.metaworld_demo --env.type=metaworld_drawn \\
+        --env.task=reach-v3 …
 """
 
 from dataclasses import dataclass, field

@@ -23,8 +23,8 @@ from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
-from hf_memopt.estimate.simulation.first_rank import BACKEND
 from hf_memopt.estimate.simulation.kernels import autocast
+from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
@@ -34,7 +34,7 @@ ATTENTION = "hf_memopt/estimate/simulation/kernels/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
 FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
 FUSED_HEAD = "hf_memopt/estimate/simulation/kernels/fused_head.py"
-RANKS = "hf_memopt/estimate/simulation/first_rank.py"
+RANKS = "hf_memopt/estimate/simulation/ranks/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary

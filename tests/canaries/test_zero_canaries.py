@@ -10,7 +10,7 @@ import pytest
 from reliance import relied_on_by
 
 AUTOGRAD_STATE = "hf_memopt/autograd_state.py"
-ENGINE = "hf_memopt/estimate/simulation/zero_engine.py"
+ENGINE = "hf_memopt/estimate/simulation/ranks/zero_engine.py"
 
 pytestmark = [
     pytest.mark.canary,

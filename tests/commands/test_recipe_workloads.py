@@ -58,7 +58,7 @@ def test_a_files_name_begins_with_its_recipes(name: str, recipe: str | None) -> 
 
 
 def test_each_demo_names_its_recipe() -> None:
-    assert {recipe_of(config) for config in CONFIGS.iterdir()} == {
+    assert {recipe_of(config) for config in CONFIGS.glob("*.*")} == {
         "causal_lm",
         "fluxflow",
         "lgt",

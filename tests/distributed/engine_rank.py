@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.simulation.first_rank import meshes_with_values, unseen_shape_propagation
+from hf_memopt.estimate.simulation.ranks.first_rank import meshes_with_values, unseen_shape_propagation
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class _Done:
 
 
 def as_on_cuda() -> Any:
-    from hf_memopt.estimate.simulation.zero_engine import zero_as_on_cuda
+    from hf_memopt.estimate.simulation.ranks.zero_engine import zero_as_on_cuda
 
     return zero_as_on_cuda(CPU)
 

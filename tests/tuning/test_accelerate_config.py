@@ -14,7 +14,7 @@ from late_imports import LateModule
 from simulated import simulated
 
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.first_rank import first_of
+from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.tuning.accelerate_config import (
     DDP,
     ENGINES,

@@ -2,9 +2,10 @@
 
 - `device`: fake tensors on a device that follows CUDA's rules. `fake_mode`: what makes tensors fake.
 - `kernels`: which dtype and which kernels CUDA would choose.
-- `data_dependent`: answers to questions that only real numbers could answer.
-- `first_rank`: one process of several, without the others.
+- `known_values`: whole numbers that are known after all. `data_dependent`: answers to questions that only real numbers
+  could answer.
+- `ranks`: one process of several, without the others.
 - `quantised`: frozen weights in 4 and 8 bits, and optimizers with states in 8.
-- `virtual_time`: how long compute and copies would take.
+- `kernel_work`, `virtual_time`: what operations ask for, and how long compute and copies would take.
 - `child_process`: runs a simulation where it leaves nothing behind.
 """

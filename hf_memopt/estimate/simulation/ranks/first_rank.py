@@ -53,7 +53,7 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
 
         def prepare_backend(*options: Any) -> tuple[str, DistributedType]:
             if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-                from hf_memopt.estimate.simulation.zero_engine import zero_as_on_cuda, zero_without_values
+                from hf_memopt.estimate.simulation.ranks.zero_engine import zero_as_on_cuda, zero_without_values
 
                 enter(zero_as_on_cuda(device))
                 enter(zero_without_values(labels))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.first_rank import BACKEND, first_of
+from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND, first_of
 
 
 def test_three_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
