@@ -75,7 +75,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
         "lora_rank": sft.lora_rank,
-        "lora_targets": sft.lora_targets,
+        "lora_targets": sft.lora_targets if sft.lora_rank else None,
         "quantize": STORED[sft.quantize],
         "max_grad_norm": training.max_grad_norm or None,
         "offload_threshold_mb": memopt.offload_threshold_mb,

@@ -1,6 +1,7 @@
 """The file that `accelerate launch` reads, and the same in a simulation."""
 
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,15 +116,18 @@ def test_accelerate_configures_deepspeed_as_in_the_simulation(
 
 @with_deepspeed
 def test_deepspeed_is_imported_and_finds_its_device_later() -> None:
-    def found() -> Any:
-        check_zero(ZERO3, "float32", "no")
-        return sys.modules["deepspeed"].accelerator.real_accelerator.ds_accelerator
-
-    assert run_isolated(found) is None
+    lines = (
+        "import sys",
+        "from hf_memopt.tuning.accelerate_config import check_zero",
+        "check_zero('zero3', 'float32', 'no')",
+        "assert sys.modules['deepspeed'].accelerator.real_accelerator.ds_accelerator is None",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_deepspeed_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for module in ("deepspeed", "deepspeed.accelerator"):
+        monkeypatch.setitem(sys.modules, module, None)
     check_zero(FSDP2, "bfloat16", "no")
     with pytest.raises(ValueError, match=r"^engine='zero2' needs DeepSpeed: pip install deepspeed$"):
         check_zero(ZERO2, "float32", "no")

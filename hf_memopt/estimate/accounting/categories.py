@@ -21,6 +21,7 @@ from hf_memopt.estimate.accounting.allocation_log import (
     SETUP,
     AllocationLog,
     StepPhases,
+    tensors_in,
 )
 
 # In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, what
@@ -146,7 +147,7 @@ class StepLabels:
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         trained = [each for group in optimizer.param_groups for each in group["params"]]
         # Of no module, such as the copy in float32 of a rank's share.
-        self._log.label((each for each in trained if self._is_unlabelled(each)), OPTIMIZER_STATE)
+        self._log.label((each for each in tensors_in(trained) if self._is_unlabelled(each)), OPTIMIZER_STATE)
         self._reach(trained)
         self._phases.name = OPTIMIZER
 
