@@ -82,7 +82,8 @@ def _follows(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_determined(function: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded not in function.tags
+    # What is set to another storage has that one's values, whatever the arguments' are.
+    return torch.Tag.nondeterministic_seeded not in function.tags and function.overloadpacket is not _aten.set_
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:

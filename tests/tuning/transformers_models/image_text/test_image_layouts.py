@@ -7,8 +7,7 @@ import pytest
 from late_imports import LateModule
 from vision_language_toys import CONFIGS, SIZES
 
-from hf_memopt.tuning.transformers_models.model_options import _parsed_size
-
+model_options = LateModule("hf_memopt.tuning.transformers_models.model_options")
 image_layouts = LateModule("hf_memopt.tuning.transformers_models.image_text.image_layouts")
 transformers = LateModule("transformers")
 FolderOf = Callable[..., str]
@@ -18,7 +17,7 @@ SAMPLES, IMAGES = 2, 3
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_real_model_makes_a_vector_for_each_token(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
-    layout = image_layouts.image_layout(config, _parsed_size(SIZES.get(model_type)))
+    layout = image_layouts.image_layout(config, model_options._parsed_size(SIZES.get(model_type)))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     features = model.get_image_features(**layout.tensors(SAMPLES, IMAGES)).pooler_output
     num_vectors = sum(each.numel() // each.shape[-1] for each in features)
