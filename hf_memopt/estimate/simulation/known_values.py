@@ -44,7 +44,9 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
 
     What an operation writes to with values that are unknown is unknown from then on, and so are all views of it.
     """
-    if function._schema.is_mutable and not _follows(function, args, kwargs):
+    if function.overloadpacket is _aten.set_:
+        setattr(args[0], _VALUE, None)  # those of another storage
+    elif function._schema.is_mutable and not _follows(function, args, kwargs):
         for tensor in _written(function, args):
             _forget(tensor)
     elif _fits(function, result):
@@ -82,8 +84,7 @@ def _follows(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_determined(function: Any) -> bool:
-    # What is set to another storage has that one's values, whatever the arguments' are.
-    return torch.Tag.nondeterministic_seeded not in function.tags and function.overloadpacket is not _aten.set_
+    return torch.Tag.nondeterministic_seeded not in function.tags
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
