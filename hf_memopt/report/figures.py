@@ -30,6 +30,7 @@ KIND_COLORS = {kind: color for color, kinds in _KINDS.items() for kind in kinds}
 _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.fromkeys(("student", "training"), COLORS[0])
 _UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
+_HOST = COLORS[0]  # the process's memory, over time and by phase
 _DEVICE_PEAK = "memory/peak_allocated_gib"
 
 Draw = Callable[[Any], None]
@@ -106,7 +107,7 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
     if on_device:
         _draw_device(axes[0], [record for record in timeline if _DEVICE_PEAK in record])
     for key, label, color in (
-        ("memory/host_rss_gib", "resident memory of the process", COLORS[0]),
+        ("memory/host_rss_gib", "resident memory of the process", _HOST),
         ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
     ):
         points = [(record["step"], record[key]) for record in timeline if key in record]
@@ -124,6 +125,7 @@ def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]
         color = _CURVES.get(name, COLORS[6])
         axes.plot(*zip(*curve, strict=True), ".-", color=color, label=name)
     axes.set(title="Loss", xlabel=unit)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     values = [loss for curve in losses.values() for _, loss in curve]
     if 0 < 10 * min(values) < max(values):
         axes.set_yscale("log")
@@ -149,8 +151,9 @@ def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> 
     figure.set_size_inches(9, 1.4 + 0.36 * len(phases))
     axes = figure.subplots()
     names = [phase.name for phase in phases]
-    axes.barh(names, [phase.at_most_gib for phase in phases], color=_BAR, alpha=0.35, label="at most")
-    axes.barh(names, [phase.at_least_gib for phase in phases], color=_BAR, label="at least")
+    color = _BAR if on_device else _HOST
+    axes.barh(names, [phase.at_most_gib for phase in phases], color=color, alpha=0.35, label="at most")
+    axes.barh(names, [phase.at_least_gib for phase in phases], color=color, label="at least")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set(

@@ -94,6 +94,11 @@ class Run:
         return phase_peaks(self.timeline[-1]) if self.timeline else []
 
     @property
+    def phases_are_exact(self) -> bool:
+        """Whether each phase's peak is one figure and not a range."""
+        return all(phase.at_least_gib == phase.at_most_gib for phase in self.phases)
+
+    @property
     def strip(self) -> Path | None:
         """Return the figure in which the run shows what its model makes, if it drew one."""
         return next((file for name in _STRIPS for file in self.figures if file.stem == name), None)

@@ -59,6 +59,8 @@ def holder_table(run: Run) -> Table:
 
 def phase_table(run: Run) -> Table:
     """Return peaks by phase as of the last logged step."""
+    if run.phases_are_exact:
+        return Table(["phase", "GiB"], [[phase.name, phase.at_least_gib] for phase in run.phases], digits=3)
     rows: list[list[Cell]] = [[phase.name, phase.at_least_gib, phase.at_most_gib] for phase in run.phases]
     return Table(["phase", "at least GiB", "at most GiB"], rows, digits=3)
 

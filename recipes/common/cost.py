@@ -89,6 +89,7 @@ class StepTimer:
     def restart(self) -> None:
         """Forget the updates so far."""
         self._times_ms: list[float] = []
+        self._saved_gib: list[float] = []
         self._before = None if self._offloader is None else self._offloader.stats
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
@@ -104,6 +105,8 @@ class StepTimer:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._times_ms.append(1e3 * (time.perf_counter() - self._start))
+        if self._offloader is not None and (saved_gib := self._offloader.stats.measured_peak_gib) is not None:
+            self._saved_gib.append(saved_gib)
 
     def cost(self) -> RunCost:
         """Return the cost of the updates since the last restart; nothing is known where there was none."""
@@ -120,7 +123,7 @@ class StepTimer:
             found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB
             found.stall_ms = (now.stall_ms - self._before.stall_ms) / num_updates
             found.host_mib = now.host_bytes_pinned / MIB
-            found.saved_mib = mib(now.measured_peak_gib)
+            found.saved_mib = mib(max(self._saved_gib, default=None))
             found.predicted_saved_mib = mib(now.predicted_peak_gib)
             found.predicted_step_ms = now.predicted_step_ms
             found.measured_step_ms = now.measured_step_ms

@@ -2,8 +2,9 @@ import math
 from pathlib import Path
 
 import pytest
-from run_folders import causal_lm_run, demo_run, write_json
+from run_folders import causal_lm_run, demo_run, logged_run, write_json
 
+from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables
 
 
@@ -85,3 +86,11 @@ def test_a_mode_that_failed_is_said_first(tmp_path: Path) -> None:
     write_json(tmp_path / "comparison.json", {"modes": [{"mode": "off", "step_ms": None}]})
     with pytest.raises(ValueError, match="its modes is not made of objects with mode, step_ms above 0"):
         read_run(tmp_path)
+
+
+def test_a_peak_that_is_exact_has_one_column(tmp_path: Path) -> None:
+    append_metrics(tmp_path / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5, "memory/forward_host_rss_gib": 1.25})
+    table = tables.phase_table(read_run(tmp_path))
+    assert (table.heads, table.rows) == (["phase", "GiB"], [["forward", 1.25]])
+    ranges = tables.phase_table(read_run(logged_run(tmp_path / "ranges")))
+    assert ranges.heads == ["phase", "at least GiB", "at most GiB"]

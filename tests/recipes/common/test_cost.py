@@ -34,3 +34,18 @@ def test_a_timer_counts_the_updates_since_its_last_restart() -> None:
     assert cost.moved_mib is not None
     assert cost.moved_mib * 2**20 == pytest.approx(x.nbytes)  # the output; the input is a leaf
     assert (cost.step_ms is None, cost.peak_mib, cost.losses) == (False, None, [])
+
+
+def test_saved_activations_are_those_of_the_largest_update() -> None:
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())
+    timer = StepTimer("all", torch.device("cpu"), offloader)
+    layer, peaks_gib = nn.Linear(16, 16), []
+    for rows in (32, 8):
+        timer.begin()
+        with offloader.offload_context(layer):
+            loss = layer(torch.ones(rows, 16)).tanh().square().sum()
+        loss.backward()
+        timer.end()
+        peaks_gib.append(offloader.stats.measured_peak_gib)
+    assert peaks_gib[1] < peaks_gib[0]
+    assert timer.cost().saved_mib == 1024 * peaks_gib[0]
