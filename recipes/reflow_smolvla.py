@@ -72,7 +72,7 @@ def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
     value, others = take_flag(ACCUMULATION_FLAG, arguments)
     value = os.environ.get(ACCUMULATION_VARIABLE, "1") if value is None else value
     if not value.isdigit():
-        raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is no whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
+        raise ValueError(f"{ACCUMULATION_FLAG}={value!r} is not a whole number; pass e.g. --{ACCUMULATION_FLAG}=4")
     return int(value), others
 
 

@@ -54,7 +54,7 @@ def _check_fields(manifest: Manifest) -> None:
     # A digest shows that nothing was changed; it does not show that this was written here.
     for name, kind in (("run", str), ("position", dict), ("launch", dict), ("files", dict)):
         if not isinstance(manifest[name], kind):
-            raise TypeError(f"{name} is no {kind.__name__}")
+            raise TypeError(f"{name} is not of type {kind.__name__}")
     for name, entry in manifest["files"].items():
         if not (
             isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
@@ -92,7 +92,7 @@ def list_files(checkpoint: Path) -> Manifest:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All that is no folder."""
+    """All that is not a folder."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir())
 
 
@@ -117,7 +117,7 @@ def render(manifest: Manifest) -> bytes:
 def _compare(file: Path, entry: dict[str, Any]) -> None:
     num_bytes = file.stat().st_size
     if not file.is_file():  # reading a pipe would take for ever
-        raise ValueError(f"{file.name} is no regular file")
+        raise ValueError(f"{file.name} is not a regular file")
     if num_bytes != entry["bytes"]:
         raise ValueError(f"{file.name} has {num_bytes} bytes instead of {entry['bytes']}")
     if sha256(file) != entry["sha256"]:

@@ -56,7 +56,7 @@ def _launch(parsed: argparse.Namespace) -> int:
     if not script:
         raise ValueError(_NO_SCRIPT)
     if script[0] != "-m" and not Path(script[0]).is_file():
-        raise ValueError(f"SCRIPT={script[0]!r} is no file; check the path, or run a module with -m MODULE")
+        raise ValueError(f"SCRIPT={script[0]!r} is not a file; check the path, or run a module with -m MODULE")
     from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of
 
     given = os.environ.get(VARIABLE, "")

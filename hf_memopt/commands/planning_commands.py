@@ -183,7 +183,7 @@ def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[s
         name, _, value = text.partition("=")
         if (name, value) not in values:
             known = "; ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in levers)
-            raise ValueError(f"set={text!r} is no value of a lever; there are {known}")
+            raise ValueError(f"set={text!r} is not a value of a lever; there are {known}")
         chosen[name] = values[name, value]
     return chosen
 

@@ -24,11 +24,11 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
     """
     recipe = name.removeprefix("train_")
     if recipe not in _recipes():
-        raise ValueError(f"recipe={name!r} is no recipe that can be simulated; choose from {', '.join(_recipes())}")
+        raise ValueError(f"recipe={name!r} is not a recipe that can be simulated; choose from {', '.join(_recipes())}")
     if config is None:
         raise ValueError(f"recipe={name!r} needs --config FILE, which it would be started with")
     if not config.is_file():
-        raise ValueError(f"config={str(config)!r} is no file")
+        raise ValueError(f"config={str(config)!r} is not a file")
     given = {option: value for option, value in options.items() if value is not None}
     workload: Workload = importlib.import_module(f"{_RECIPES}.{_recipes()[recipe]}.plan").workload(config, **given)
     return workload

@@ -279,7 +279,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _AbsentError(f"{file} is damaged ({error}); {_AGAIN}") from error
     if not isinstance(parsed, dict):
-        raise _AbsentError(f"{file} is damaged (it is no JSON object); {_AGAIN}")
+        raise _AbsentError(f"{file} is damaged (it is not a JSON object); {_AGAIN}")
     return parsed
 
 

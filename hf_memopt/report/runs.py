@@ -129,7 +129,7 @@ def read_run(folder: Path) -> Run:
         ValueError: no such folder, nothing in it that can be reported, or a file that cannot be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"run_dir={str(folder)!r} is no folder; name the output folder of a run")
+        raise ValueError(f"run_dir={str(folder)!r} is not a folder; name the output folder of a run")
     results, comparison = (_read_json(folder / name) for name in (RESULTS_FILE, COMPARISON_FILE))
     modes, holders = _modes(results, comparison, folder), _holders(results, folder)
     timeline = _timeline(folder)
@@ -191,7 +191,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); run the recipe again, or remove the file") from error
+        raise ValueError(f"{file} is not JSON ({error}); run the recipe again, or remove the file") from error
     if not isinstance(found, dict):
         raise _malformed(file, "whole", "an object")
     return found
@@ -261,7 +261,7 @@ def _timeline(folder: Path) -> list[dict[str, float]]:
     timeline = [record for record in _records(folder) if "memory/host_rss_gib" in record]
     for record in timeline:
         if not all(isinstance(record.get(key), int | float) for key in record if key.startswith(("memory/", "step"))):
-            raise ValueError(f"{folder}: a memory figure of step {record.get('step')} is no number; remove that record")
+            raise ValueError(f"{folder}: a memory figure of step {record.get('step')} is not a number; remove that record")
     return timeline
 
 

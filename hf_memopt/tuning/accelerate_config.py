@@ -84,7 +84,7 @@ def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: in
     """Return how many forward passes each GPU has per update.
 
     Raises:
-        ValueError: that is no whole number; or offloading beside sharded weights, which is not simulated.
+        ValueError: that is not a whole number; or offloading beside sharded weights, which is not simulated.
     """
     share = effective_batch // num_gpus
     if micro_batch < 1 or share % micro_batch:

@@ -125,7 +125,7 @@ def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, 
         if "." not in unknown[0]:  # then it is compared with fields without their sections
             flags = {f"--{name.removeprefix('--').rpartition('.')[2]}": name for name in flags}
         (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
-        raise ValueError(f"{unknown[0]!r} is no flag; the nearest is {flags[nearest]}. --help lists all")
+        raise ValueError(f"{unknown[0]!r} is not a flag; the nearest is {flags[nearest]}. --help lists all")
     sections = {}
     for section, group in get_type_hints(kind).items():
         names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}

@@ -57,7 +57,7 @@ def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None
         if happens and value % num_accumulation_steps:
             nearest = value + num_accumulation_steps - value % num_accumulation_steps
             raise ValueError(
-                f"{name}={value} counts batches and is no multiple of {ACCUMULATION_FLAG}={num_accumulation_steps}; "
+                f"{name}={value} counts batches and is not a multiple of {ACCUMULATION_FLAG}={num_accumulation_steps}; "
                 f"use --{name}={nearest}"
             )
     resumed = resumed_step(cfg)

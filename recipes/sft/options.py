@@ -68,7 +68,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     if unknown:
         flags = [name for action in parser._actions for name in action.option_strings]
         (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
-        raise ValueError(f"{unknown[0]!r} is no flag; the nearest is {nearest}. --help lists all")
+        raise ValueError(f"{unknown[0]!r} is not a flag; the nearest is {nearest}. --help lists all")
     sft, _, memopt = options = Options(*sections)
     check_ranges(sft)
     if sft.lora_rank is None and sft.quantize != "none":

@@ -113,7 +113,7 @@ def turn_into_pipe(checkpoint: Path) -> None:
         (lambda checkpoint: (checkpoint / "inner" / "x").touch(), "^inner/x is not part of it; remove that file$"),
         (lambda checkpoint: (checkpoint / "weights").write_text("w"), "^weights has 1 bytes instead of 7$"),
         (lambda checkpoint: (checkpoint / "weights").write_text("WEIGHTS"), r"^weights differs from what was .*sha256"),
-        (turn_into_pipe, "^weights is no regular file$"),
+        (turn_into_pipe, "^weights is not a regular file$"),
     ],
 )
 def test_damage_is_named(damage: Callable[[Path], Any], message: str, checkpoint: Path) -> None:

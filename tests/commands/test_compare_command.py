@@ -41,7 +41,7 @@ def test_a_comparison_is_printed_and_reported(tmp_path: Path, capsys: Capture) -
         (["lgt", "--modes", "off,all,off"], "each mode once: off,all,auto"),
         (["lgt", "--modes", "off,,all"], "'off,,all' has no mode ''"),
         (["lgt", "--steps", "3"], "argument --steps: 3 must be at least 4: the first half only warms up"),
-        (["train_lgt", "--data.nope", "3"], "'--data.nope' is no flag; the nearest is --data."),
+        (["train_lgt", "--data.nope", "3"], "'--data.nope' is not a flag; the nearest is --data."),
         (["lgt", *LGT, "--modes", "off,inputs"], "add --training.use_gradient_checkpointing"),
     ],
 )

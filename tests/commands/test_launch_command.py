@@ -64,7 +64,7 @@ def test_flags_overrule_the_variable(started: Any, monkeypatch: pytest.MonkeyPat
         ("", "", "launch needs -- and a script"),
         ("train.py", "", "launch needs -- and a script"),
         ("--budget_gib 6 --", "", "launch needs -- and a script"),
-        ("-- missing.py", "", "SCRIPT='missing.py' is no file"),
+        ("-- missing.py", "", "SCRIPT='missing.py' is not a file"),
         ("--budget_gib six -- train.py", "", "budget_gib.*invalid float value: 'six'"),
         ("--budget_gib -1 -- train.py", "", "budget_gib=-1.0 must be at least 0"),
         ("--offload all --budget_gib 1 -- train.py", "", "budget_gib=1.0 needs offload=auto"),

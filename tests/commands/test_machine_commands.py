@@ -82,7 +82,7 @@ def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: p
         assert word in message
     assert list(tmp_path.iterdir()) == []
     assert main(["report", str(tmp_path / "missing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_without_matplotlib_nothing_is_written(

@@ -117,7 +117,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
     assert main(recipe) == 0
     assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
     assert main([*recipe, "--set", "activations=nowhere"]) == 2
-    assert "set='activations=nowhere' is no value of a lever; there are activations=kept|" in capsys.readouterr().err
+    assert "set='activations=nowhere' is not a value of a lever; there are activations=kept|" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_a_recipe_is_found_with_and_without_its_prefix_and_gets_what_is_given(na
 
 @pytest.mark.parametrize("name", ["train_nothing", "common", "landscapes", "reflow", "", "../lgt", "train_train_lgt"])
 def test_what_is_no_recipe_is_refused_with_the_choices(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^recipe='{name}' is no recipe .*; choose from {', '.join(CHOICES)}$"):
+    with pytest.raises(ValueError, match=rf"^recipe='{name}' is not a recipe .*; choose from {', '.join(CHOICES)}$"):
         recipe_workload(name, CONFIGS / "lgt.json")
 
 
@@ -29,7 +29,7 @@ def test_a_configuration_is_needed_and_has_to_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^recipe='train_lgt' needs --config FILE"):
         recipe_workload("train_lgt", None)
     for path in (tmp_path, tmp_path / "missing.json"):
-        with pytest.raises(ValueError, match=rf"^config='{path}' is no file$"):
+        with pytest.raises(ValueError, match=rf"^config='{path}' is not a file$"):
             recipe_workload("lgt", path)
 
 

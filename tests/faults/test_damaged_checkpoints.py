@@ -203,7 +203,7 @@ def judge(tally: Tally, attack: str, saved: Saved, asked: str | Path) -> None:
         (mutations.drop_key, MANIFEST, r"manifest\.json (was changed after it had been written|is damaged)", 2),
         (mutations.nest_deeply, MANIFEST, r"manifest\.json is damaged: maximum recursion depth exceeded", 2),
         (add_file, ".", r"copy_of_\S+ is not part of it; remove that file", 2),
-        (turn_into_pipe, ".", r"(is missing|is no regular file)", 2),
+        (turn_into_pipe, ".", r"(is missing|is not a regular file)", 2),
         (swap_folders, ".", "is that of step-000002: another checkpoint has been put into this folder", None),
         (copy_sibling_over, ".", "is that of step-000002: another checkpoint has been put", 2),
         (copy_others_over, ".", "another run than that of step-000003 saved it", 2),

@@ -21,5 +21,5 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     append_metrics(tmp_path / METRICS_FILE, 1, {})
     with (tmp_path / METRICS_FILE).open("a") as lines:
         lines.write(line)
-    with pytest.raises(ValueError, match=rf"{METRICS_FILE}, line 2, is no JSON object with a 'step'"):
+    with pytest.raises(ValueError, match=rf"{METRICS_FILE}, line 2, is not a JSON object with a 'step'"):
         read_run(tmp_path)

@@ -168,10 +168,10 @@ def test_resume_with_accumulation_is_the_uninterrupted_run(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps=3"], "steps=3 counts batches and is no multiple of gradient_accumulation_steps=2; use --steps=4"),
+        (["--steps=3"], "steps=3 counts batches and is not a multiple of gradient_accumulation_steps=2; use --steps=4"),
         (["--steps=8", "--save_freq=5"], "save_freq=5 counts batches .* use --save_freq=6"),
         (["--gradient_accumulation_steps=0"], "gradient_accumulation_steps=0 must be at least 1"),
-        (["--gradient_accumulation_steps=two"], "gradient_accumulation_steps='two' is no whole number"),
+        (["--gradient_accumulation_steps=two"], "gradient_accumulation_steps='two' is not a whole number"),
     ],
 )
 def test_refuses_windows_that_do_not_fit(

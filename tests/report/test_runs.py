@@ -38,7 +38,7 @@ def test_results_of_another_form_are_refused(tmp_path: Path, results: str, compl
 
 def test_figures_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text('{"step": 3, "memory/host_rss_gib": null}')
-    with pytest.raises(ValueError, match="a memory figure of step 3 is no number; remove that record"):
+    with pytest.raises(ValueError, match="a memory figure of step 3 is not a number; remove that record"):
         read_run(tmp_path)
     (tmp_path / METRICS_FILE).unlink()
     write_json(tmp_path / "trainer_state.json", {"log_history": [1]})

@@ -78,7 +78,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         return PreTrainedConfig.from_pretrained(folder)
     except Exception as error:
         raise ValueError(
-            f"{file} is no usable configuration: {error.__cause__ or error}; correct that field"
+            f"{file} is not a usable configuration: {error.__cause__ or error}; correct that field"
         ) from error
 
 

@@ -137,7 +137,7 @@ def read_argument_file(path: Path) -> ArgumentFile:
     """
     source = f"training-args={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"{source} is no file; name the YAML or JSON file with the fields of TrainingArguments")
+        raise ValueError(f"{source} is not a file; name the YAML or JSON file with the fields of TrainingArguments")
     try:
         text = path.read_text(encoding="utf-8")
         given = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -182,6 +182,6 @@ def _names_of_trl(first: str) -> set[str]:
     try:
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
     except ModuleNotFoundError as error:
-        raise ValueError(f"{first!r} is no field of TrainingArguments; for those of TRL: pip install trl") from error
+        raise ValueError(f"{first!r} is not a field of TrainingArguments; for those of TRL: pip install trl") from error
     kinds: Iterable[Any] = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
     return {"env"}.union(*map(_names, kinds))

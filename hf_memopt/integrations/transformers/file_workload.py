@@ -70,7 +70,7 @@ class FileWorkload:
         self._config = read_config(self.model)
         self._task = task_of(self._config, "causal" if file.is_sft else task, f"model={self.model!r}")
         if self._task not in _TOKEN_TASKS:
-            raise ValueError(f"task={self._task!r}: its samples are no tokens; call estimate_trainer(trainer)")
+            raise ValueError(f"task={self._task!r}: its samples are not tokens; call estimate_trainer(trainer)")
         self.arguments = file.training_arguments(changes, self._folder)
         length = seq_len or getattr(self.arguments, "max_length", None)
         if length is None:

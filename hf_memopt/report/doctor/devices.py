@@ -62,7 +62,7 @@ def find_devices(name: str | None = None) -> list[torch.device]:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device={name!r} is no device: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"device={name!r} is not a device: {str(error).splitlines()[0]}") from error
     candidates = [*there, torch.device("cpu")]
     chosen = [found for found in candidates if found.type == device.type and device.index in (None, found.index)]
     if not chosen:

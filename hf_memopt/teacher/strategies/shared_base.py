@@ -60,7 +60,7 @@ def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
 def why_base_differs(student: nn.Module) -> str | None:
     """Say why a student with its adapters disabled is not its base as it was at the start; None if it is."""
     if not hasattr(student, "disable_adapter"):
-        return f"{type(student).__name__} is no PeftModel, whose disable_adapter() switches adapters off"
+        return f"{type(student).__name__} is not a PeftModel, whose disable_adapter() switches adapters off"
     adapters = _adapter_parameters(student)
     for name, parameter in student.named_parameters():
         if hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param"):

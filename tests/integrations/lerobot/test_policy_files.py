@@ -75,7 +75,7 @@ def test_a_configuration_is_read_as_it_was_saved(config: Any, tmp_path: Path) ->
     [
         ("type", "act", "holds a policy of type 'act'; reflow needs one of: smolvla, smolvla_reflow, pi0"),
         ("type", None, "holds a policy of type None"),
-        ("chunk_size", "eight", "config.json is no usable configuration: (.|\n)*; correct that field"),
+        ("chunk_size", "eight", "config.json is not a usable configuration: (.|\n)*; correct that field"),
     ],
 )
 def test_another_configuration_is_refused(field: str, value: Any, message: str, config: Any, tmp_path: Path) -> None:

@@ -63,5 +63,5 @@ def test_what_cannot_be_simulated_is_named(text: str, message: str, tmp_path: Pa
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training-args='.*args\.yaml' is no file"):
+    with pytest.raises(ValueError, match=r"training-args='.*args\.yaml' is not a file"):
         argument_file.read_argument_file(tmp_path / "args.yaml")

@@ -74,7 +74,7 @@ def test_what_is_written_is_read_again(options: Options, tmp_path: Path) -> None
         ("o.yaml", "3", "must hold an object with sections model, training"),
         ("o.yaml", "modle: {}", "no section 'modle'; there are model, training"),
         ("o.yaml", "model: {width: null}", "model.width=null: this field needs a value"),
-        ("o.yaml", "model: {widht: 3}", "'--model.widht=3' is no flag; the nearest is --model.width"),
+        ("o.yaml", "model: {widht: 3}", "'--model.widht=3' is not a flag; the nearest is --model.width"),
         ("o.yaml", "model: {width: 0}", "width=0 must be at least 1"),
     ],
 )  # fmt: skip
@@ -117,8 +117,8 @@ def test_what_a_loader_says_comes_after_flag_and_remedy() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model.wide=3"], "'--model.wide=3' is no flag; the nearest is --model.width"),
-        (["--widht=3"], "'--widht=3' is no flag; the nearest is --model.width"),
+        (["--model.wide=3"], "'--model.wide=3' is not a flag; the nearest is --model.width"),
+        (["--widht=3"], "'--widht=3' is not a flag; the nearest is --model.width"),
         (["--model.width=0"], "model.width=0 must be at least 1"),
         (["--model.depths", "1", "0"], "model.depths=0 must be at least 1"),
         (["--model.width=x"], "model.width.* invalid int value: 'x'"),

@@ -54,8 +54,8 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.batchsize=3"], r"'--training.batchsize=3' is no flag; the nearest is --training.batch_size"),
-        (["--batchsize", "3"], r"'--batchsize' is no flag; the nearest is --training.batch_size"),
+        (["--training.batchsize=3"], r"'--training.batchsize=3' is not a flag; the nearest is --training.batch_size"),
+        (["--batchsize", "3"], r"'--batchsize' is not a flag; the nearest is --training.batch_size"),
         (["--training.batch_size=3.5"], r"training.batch_size.*: invalid int value: '3.5'"),
         (["--training.batch_size=true"], r"training.batch_size.*: invalid int value: 'true'"),
         (["--training.learning_rate=fast"], r"training.learning_rate.*: invalid float value: 'fast'"),
@@ -77,7 +77,7 @@ def test_bad_flags_are_refused_with_a_remedy(flags: list[str], message: str) -> 
 
 
 def test_bad_files_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'--loss.w_styles=1' is no flag; the nearest is --loss.w_style"):
+    with pytest.raises(ValueError, match=r"'--loss.w_styles=1' is not a flag; the nearest is --loss.w_style"):
         read_config("", [write(tmp_path, loss={"w_styles": 1})])
     with pytest.raises(ValueError, match=r"no section 'losses'; there are model, loss, training"):
         read_config("", [write(tmp_path, losses={})])

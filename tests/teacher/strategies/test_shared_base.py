@@ -93,7 +93,7 @@ def test_the_student_trains_on_after_an_exception_in_a_visit(network: Network, x
     [
         (lambda network: adapted(network, bias="all"), r"trains .*bias, which belongs to the base"),
         (lambda network: adapted(nn.Sequential(network, nn.BatchNorm1d(2))), "keeps running statistics"),
-        (lambda network: network, "Network is no PeftModel"),
+        (lambda network: network, "Network is not a PeftModel"),
     ],
     ids=["bias", "batch norm", "no adapter"],
 )
