@@ -36,8 +36,8 @@ class MemoptArguments(OffloadArguments):
         "off",
         "where TRL's reference model, teacher and reward models wait for their calls; off: as the trainer has them",
     )
-    memory_log: bool = flag(True, "log peak memory with the loss, and explain a lack of memory")
-    leak_check: bool = flag(False, "warn, once, when memory stays behind at every step")
+    memory_log: bool = flag(True, "log peak memory with the loss, and explain out-of-memory errors")
+    leak_check: bool = flag(False, "warn once if every step leaves memory behind")
     memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ class OffloadedLoss(TrainerCallback):
 
     def __init__(self, trainer: Trainer, offloader: ActivationOffloader) -> None:
         if _SEAM in vars(trainer):
-            raise ValueError(f"{_SEAM} of this trainer is replaced already; remove() what was attached to it before")
+            raise ValueError(f"{_SEAM} of this trainer is replaced already; remove() the earlier handle first")
         _refuse_callback(trainer)
         refuse_what_conflicts(offloader, trainer.args, trainer.model)
         self.offloader = offloader
@@ -252,7 +252,7 @@ def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(
             f"frozen: this {type(trainer).__name__} has no ref_model, teacher_model or reward model of its own (with "
-            "adapters TRL takes the policy without them for its reference, which costs no memory); leave frozen out"
+            f"adapters TRL uses the policy without them as its reference, which costs no memory); leave frozen out"
         )
     return found
 

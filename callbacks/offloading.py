@@ -117,7 +117,7 @@ def log_what_was_done(stats: OffloadStats) -> None:
     """One line with what offloading did; a warning where it did nothing."""
     if stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
         logger.warning(
-            "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator was of at least "
+            "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator reached "
             "offload_threshold_mb (on the CPU it needs copier=SyncCopier(), or the flag --cpu_copies)"
         )
     else:

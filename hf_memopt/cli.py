@@ -24,7 +24,7 @@ hf-memopt: train in the memory you have. Seven things that it does:
   hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
   hf-memopt plan --model MODEL --gpu 8GiB   which settings are the fastest that fit, and the command to run them
   hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
-  hf-memopt compare RECIPE                  memory and time with and without offloading; that the weights are the same
+  hf-memopt compare RECIPE                  memory and time with and without offloading; checks that weights agree
   hf-memopt doctor                          what this machine can do, and which features are on
   hf-memopt report RUN_DIR                  a page of a run: memory, losses, time
   hf-memopt prepare-student                 a SmolVLA policy that needs one step: then precompute, evaluate, export
@@ -64,7 +64,7 @@ def _parser(command: str = "") -> Parser:
     parser = Parser(
         prog="hf-memopt",
         description="Train in the memory you have.",
-        epilog="A mistake is one line and exit status 2; with --traceback it is a Python traceback.",
+        epilog="A mistake gives one line and exit status 2; --traceback shows Python's traceback.",
     )
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

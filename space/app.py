@@ -94,7 +94,7 @@ def answer_of(words: list[str], folder: Path) -> tuple[str, bool]:
     try:
         done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"No answer within {LIMIT_S} s. Run the command below on a machine of yours.", True
+        return f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True
     return (done.stderr if done.returncode else done.stdout), done.returncode != 0
 
 

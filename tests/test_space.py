@@ -120,7 +120,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
     monkeypatch.setattr(app, "LIMIT_S", 0.01)
     verdict, text, _, command = app.estimate(*form(app, config))
     assert verdict == app.NO_ANSWER
-    assert text == "No answer within 0.01 s. Run the command below on a machine of yours."
+    assert text == "No answer within 0.01 s. Run the command below on your own machine."
     assert command.startswith("hf-memopt estimate")
 
 

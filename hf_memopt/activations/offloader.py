@@ -191,7 +191,7 @@ class ActivationOffloader:
             for mode in modes.values()
             if mode.plan and mode.recording
         )
-        none_yet = f"no plan yet (mode={self.mode!r}): it is made from passes that were recorded"
+        none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
         return OffloadReport(plans, "" if plans else none_yet)
 
     def __reduce__(self) -> Any:
@@ -272,7 +272,7 @@ class ActivationOffloader:
             copier = self._given_copier
             if isinstance(copier, SyncCopier) and device.type != "cpu":
                 raise ValueError(
-                    f"copier=SyncCopier() moves memory of the CPU alone, and tensors are on {device}; leave copier out"
+                    f"copier=SyncCopier() copies memory of the CPU alone, but tensors are on {device}; leave copier out"
                 )
             if copier is None and device.type not in _HOST_MEMORY:
                 copier = copier_for(device, pin_memory=self._pin_memory)

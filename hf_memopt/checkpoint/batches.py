@@ -43,12 +43,12 @@ def _check(loader: Any) -> None:
         raise ValueError("loader is empty: it gives no batches; use smaller batches or more samples")
     if loader.generator is None:
         raise ValueError(
-            "loader has no generator of its own, so that every epoch would draw from the one that dropout uses; make "
+            "loader has no generator of its own, so every epoch would draw from the one that dropout uses; make "
             "it with DataLoader(..., generator=torch.Generator())"
         )
     sampler = get_sampler(loader)
     if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
         raise ValueError(
-            "loader shuffles in an order that cannot be had again; make the accelerator with "
+            "loader shuffles in an order that cannot be restored; make the accelerator with "
             "DataLoaderConfiguration(use_seedable_sampler=True)"
         )

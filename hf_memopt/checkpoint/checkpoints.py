@@ -260,8 +260,8 @@ class Checkpoints:
             was = saved.get(name, False)  # `sharded` is younger than the others
             if was != value:
                 raise ValueError(
-                    f"checkpoint {found} was saved with {name}={was!r}, and this run has {value!r}: it would not go on "
-                    "as it would have (data, random numbers and schedule are each process's); launch it as before"
+                    f"checkpoint {found} was saved with {name}={was!r}, and this run has {value!r}: the resumed run "
+                    f"would differ (each process has its own data, random numbers and schedule); launch it as before"
                 )
 
     @contextmanager
@@ -292,5 +292,5 @@ def _check_engine(accelerator: Accelerator) -> None:
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
         raise ValueError(
             f"state_dict_type={accelerator.state.fsdp_plugin.state_dict_type.name} gathers the whole model on one "
-            "process; use SHARDED_STATE_DICT, of which each writes its part"
+            "process; use SHARDED_STATE_DICT, with which each process writes its part"
         )

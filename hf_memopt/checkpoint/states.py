@@ -59,8 +59,8 @@ def check_random_states(checkpoint: Path, process_index: int, device: torch.devi
         int(states["step"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"{file}: these random states cannot be set here ({type(error).__name__}: {error}), and training would not "
-            "go on as it would have; resume with the versions of Python, numpy and torch that saved them"
+            f"{file}: these random states cannot be set here ({type(error).__name__}: {error}), and the resumed run "
+            f"would differ; resume with the versions of Python, numpy and torch that saved them"
         ) from error
 
 
@@ -92,7 +92,7 @@ def _read_index(file: Path) -> None:
             _IndexUnpickler(opened).load()
     except Exception as error:  # a forged pickle can raise anything
         raise ValueError(
-            f"{file} is not what torch.distributed.checkpoint writes, and nothing of it is run: "
+            f"{file} is not what torch.distributed.checkpoint writes, and no code in it is run: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -106,9 +106,9 @@ def _read(file: Path) -> Any:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = named[1] if named else "code"
         raise ValueError(
-            f"{file} holds more than tensors, numbers, strings, lists, tuples and dicts: {what}, which is not run. Let "
-            "state_dict of what is registered for checkpointing return nothing else, or, if that class is yours, allow "
-            "it with torch.serialization.add_safe_globals"
+            f"{file} holds more than tensors, numbers, strings, lists, tuples and dicts: {what}, whose code is not "
+            f"run. Let the state_dict of registered objects return nothing else, or, if you trust that class, allow "
+            f"it with torch.serialization.add_safe_globals"
         ) from error
     except Exception as error:  # a forged pickle can raise anything
         raise ValueError(f"{file} is not what torch.save writes: {type(error).__name__}: {error}") from error

@@ -18,12 +18,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "compare",
         help="measure a recipe's update in several modes of offloading, and check that all give the same weights",
         usage="hf-memopt compare RECIPE [--modes off,all,auto] [--steps N] [the recipe's own flags]",
-        description="Begin a recipe anew in each mode, each time in a process of its own, from the same weights and "
-        "with the same batches: time and peak memory of an update, bytes moved, and whether losses and weights are "
-        "bitwise those of mode off. Writes comparison.json into the recipe's output folder, where hf-memopt report "
-        "reads it. Exit status 1 if a mode differs.",
-        epilog="example: hf-memopt compare causal_lm --modes off,auto --text_file book.txt --budget_gib 6. All flags "
-        "that are not of this list are the recipe's: python -m hf_memopt.recipes.train_causal_lm --help. Precision and "
+        description="Start a recipe anew in each mode, in a process of its own, from the same weights and with the "
+        "same batches. Measure time and peak memory of an update and the bytes moved, and check that losses and "
+        "weights are bitwise those of mode off. Write comparison.json into the recipe's output folder, where "
+        "hf-memopt report reads it. The exit status is 1 if a mode differs.",
+        epilog="example: hf-memopt compare causal_lm --modes off,auto --text_file book.txt --budget_gib 6. All other "
+        "flags are the recipe's: python -m hf_memopt.recipes.train_causal_lm --help. Precision and "
         "device are accelerate's: accelerate launch --mixed_precision bf16 -m hf_memopt.cli compare ...",
         allow_abbrev=False,
     )

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 _DESCRIPTION = """\
-Start SCRIPT, or -m MODULE, with accelerate launch. Every Trainer and TRL trainer that it makes is attached to, as by
-hf_memopt.attach; the models that an Accelerator prepares offload what their forward passes save."""
+Start SCRIPT, or -m MODULE, with accelerate launch. hf_memopt.attach is called on every Trainer and TRL
+trainer that it makes. The models that an Accelerator prepares offload what their forward passes save."""
 _FLAGS = """\
-FLAGS are those of accelerate launch and these, which are the fields of MemoptArguments:
+FLAGS are those of accelerate launch and the following, the fields of MemoptArguments:
 
   --offload MODE             off, auto (default), all or inputs: which saved activations go to host memory
   --budget_gib GIB           auto: device memory that saved activations may hold
@@ -22,11 +22,11 @@ FLAGS are those of accelerate launch and these, which are the fields of MemoptAr
   --cpu_copies               on a CPU: perform the copies, to try it out
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
                              reward models wait for their calls
-  --no_memory_log            do not log peak memory with the loss, nor explain a lack of memory
-  --leak_check               warn, once, when memory stays behind at every step
+  --no_memory_log            do not log peak memory with the loss, nor explain out-of-memory errors
+  --leak_check               warn once if every step leaves memory behind
   --memory_report            when training ends, write report/report.html into the output folder
 
-HF_MEMOPT="offload=auto,budget_gib=6" in the environment has the same meaning; flags overrule it.
+HF_MEMOPT="offload=auto,budget_gib=6" in the environment means the same; flags override it.
 
 example: hf-memopt launch --budget_gib 6 --mixed_precision bf16 -- train.py --learning_rate 1e-4"""
 _NO_SCRIPT = "launch needs -- and a script behind its flags: hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]"

@@ -56,11 +56,14 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Write report.html, one file that needs no network, and its figures as PNG files.",
     )
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="folder that a recipe, the demo or Trainer wrote, or one of such"
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder that a recipe, the demo or Trainer wrote, or a folder of such folders",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--output", type=Path, help="folder to write to (default: RUN_DIR/report)")
-    instead.add_argument("--json", action="store_true", help="print what was found as JSON, and write nothing")
+    instead.add_argument("--json", action="store_true", help="print the findings as JSON, and write nothing")
     parser.set_defaults(run=_report)
 
 

@@ -27,16 +27,16 @@ MODEL_CHOICES = {
             "ctc",
             "denoising",
         ),
-        "auto, by the class that the configuration names",
+        "what the model learns; auto: by the class that the configuration names",
     ),
     "dtype": (("float32", "bfloat16", "float16"), "of the weights"),
     "quantize": (
         ("none", "nf4", "int8", "int8-torchao"),
         "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; with --lora-rank",
     ),
-    "precision": (("no", "bf16", "fp16"), "of accelerate's autocast; a recipe has its own, or tries both with auto"),
-    "attention": (("auto", "sdpa", "eager"), "auto, transformers' choice"),
-    "loss": (("full", "chunked"), "from all logits, or as TRL takes it, tile by tile"),
+    "precision": (("no", "bf16", "fp16"), "accelerate's autocast; a recipe has its own, or tries both with auto"),
+    "attention": (("auto", "sdpa", "eager"), "auto: transformers' choice"),
+    "loss": (("full", "chunked"), "full: from all logits at once; chunked: tile by tile, as in TRL"),
     "optimizer": (
         (
             "adamw",
@@ -54,7 +54,7 @@ MODEL_CHOICES = {
     ),
     "engine": (
         ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
-        "how --num-gpus share the run; zero2 and zero3 need DeepSpeed",
+        "how several GPUs share the run; zero2 and zero3 need DeepSpeed",
     ),
 }
 # The other options of `HuggingFaceModel`, and all their defaults on the command line.
@@ -94,39 +94,39 @@ def add_to(
         "--training-args",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as it says; "
-        "other flags overrule it",
+        help="YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as the file "
+        "says; other flags override it",
     )
     precisions, text = MODEL_CHOICES["precision"]
     _add_choices(group, MODEL_CHOICES | {"precision": ((*precisions, *recipes_precisions), text)})
     group.add_argument(
         "--seq-len",
         type=number(COUNT),
-        help="tokens per sample, those of images too, or frames of sound (default: %(default)s)",
+        help="tokens per sample, image tokens included, or frames of sound (default: %(default)s)",
     )
     group.add_argument(
         "--images-per-sample",
         type=number(COUNT),
-        help="beside the text of a vision-language model (default: %(default)s)",
+        help="images beside the text of a vision-language model (default: %(default)s)",
     )
     group.add_argument(
         "--image-size",
         metavar="H[xW]",
-        help="of these images, as the model's processor leaves them, or of those that a denoiser learns (default: the "
-        "configuration's, where it has one)",
+        help="size of these images after the model's processor, or of those that a denoiser learns (default: the "
+        "configuration's, if it has one)",
     )
     group.add_argument(
-        "--freeze-vision-tower", action="store_true", help="what sees images is not trained, and has no adapters"
+        "--freeze-vision-tower", action="store_true", help="do not train the vision tower, and give it no adapters"
     )
     group.add_argument(
-        "--padding", action="store_true", help="batches have an attention mask, since some samples are shorter"
+        "--padding", action="store_true", help="give batches an attention mask, as if some samples were shorter"
     )
     group.add_argument(
         "--lora-rank", type=number(COUNT), help="train adapters of this rank and freeze the rest (default: none)"
     )
     group.add_argument(
         "--lora-targets",
-        help="layers that have adapters, such as q_proj,v_proj (default: all-linear, and of a denoiser those that "
+        help="layers that get adapters, such as q_proj,v_proj (default: all-linear; for a denoiser, the layers that "
         "diffusers' scripts adapt)",
     )
     group.add_argument("--use-dora", action="store_true", help="adapters with a magnitude for each output (DoRA)")
@@ -138,10 +138,12 @@ def add_to(
     group.add_argument(
         "--max-grad-norm",
         type=or_none(number(POSITIVE)),
-        help="gradients are clipped to this norm; none: they are not (default: %(default)s)",
+        help="clip gradients to this norm; none: do not clip (default: %(default)s)",
     )
     group.add_argument(
-        "--num-gpus", type=number(COUNT), help="processes, one GPU each; figures are of one (default: %(default)s)"
+        "--num-gpus",
+        type=number(COUNT),
+        help="GPUs, with one process each; all figures are for one GPU (default: %(default)s)",
     )
     parser.set_defaults(**_MODEL_DEFAULTS)
     if checkpointing_and_offload:

@@ -47,10 +47,10 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "estimate",
         help="say how much device memory a training step needs, without the device",
         description="Run whole training steps (forward, backward, clipping, optimizer with its state) on tensors "
-        "without memory, by CUDA's rules, and print the peak: in which phase it is, what it consists of, what was "
-        "assumed. No weight is downloaded or allocated; the configuration is enough.",
+        "without memory, by CUDA's rules, and print the peak: its phase, what it consists of, and what was assumed. "
+        "This needs only the configuration, and downloads or allocates no weights.",
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
-        "h100. Not simulated, and added as named allowances: the device context and the workspaces of cuDNN.",
+        "h100. The device context and the workspaces of cuDNN are not simulated; named allowances are added for them.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="hub id, folder or config.json of a transformers model"
@@ -65,7 +65,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--batch-size", type=number(COUNT), default=1, help="samples per forward pass (default: %(default)s)"
     )
     step.add_argument(
-        "--accumulation", type=number(COUNT), help="forward passes per update (default: 1; a recipe's own)"
+        "--accumulation", type=number(COUNT), help="forward passes per update (default: 1, or the recipe's)"
     )
     model_flags.add_to(parser, checkpointing_and_offload=True)
     output = parser.add_argument_group("output")

@@ -46,8 +46,9 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         "precompute",
         help="write a reflow run's couplings to disk, so that it needs no teacher",
         usage="hf-memopt precompute --output FOLDER [options] -- --policy.path=STUDENT --dataset.repo_id=REPO ...",
-        description="Write the pair of noise and actions of every frame. Behind -- come the flags of the training run, "
-        "which then gets --policy.couplings_path=FOLDER as well. Run it again to go on after an interruption, and with "
+        description="Write pairs of noise and actions for every frame. Put the flags of the training run behind --, "
+        "and later pass --policy.couplings_path=FOLDER to that run as well. Run it again to go on after an "
+        "interruption, and with "
         "`accelerate launch -m hf_memopt.cli precompute` to share the work.",
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to create, or to complete")
@@ -90,7 +91,8 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser = commands.add_parser(
         "evaluate",
         help="compare a reflowed student with its teacher, by number of Euler steps",
-        description="Error, spread over noise and latency by number of Euler steps, and straightness, on the training "
+        description="Measure error, spread over noise and latency by number of Euler steps, and straightness, on the "
+        "training "
         "run's held-out episodes (or on the episodes given here). Prints a table; writes evaluation.json and "
         "evaluation.png. With --env, also the success rate in a gymnasium environment.",
     )
@@ -102,7 +104,9 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--device", default="cpu", help="where both run (default: %(default)s)")
     _add_observations(parser)
-    parser.add_argument("--env", metavar="ID", help="gymnasium environment, e.g. package:Name-v0, that speaks lerobot")
+    parser.add_argument(
+        "--env", metavar="ID", help="gymnasium environment with lerobot's conventions, e.g. package:Name-v0"
+    )
     parser.add_argument(
         "--env-episodes", type=number(COUNT), default=10, help="for each number of steps (default: %(default)s)"
     )

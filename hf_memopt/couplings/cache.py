@@ -71,7 +71,7 @@ class CouplingCache:
         missing = [index for index in indices if index not in self._position]
         if missing:
             raise ValueError(
-                f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all that is used"
+                f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all samples that are used"
             )
         num_samples = len(self.plan.indices)
         numbers = [draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]

@@ -114,7 +114,7 @@ def _check_repeatable(load: Load, plan: CouplingPlan) -> None:
     if any(not torch.equal(first, other) for other in others):
         raise ValueError(
             "the same samples looked different when they were loaded again: the data is augmented at random, and a "
-            "cached target belongs to one look. Switch the augmentation off, or store the observations"
+            "cached target belongs to one augmented sample. Switch the augmentation off, or store the observations"
         )
 
 

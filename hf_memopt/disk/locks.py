@@ -101,7 +101,7 @@ class WriterLock:
             # A job that is killed and queued again finds this. But on some network file systems a lock holds within one
             # machine only, and then the owner may be alive.
             logger.warning(
-                "%s: %s left its lock there, which is taken over. If that process still runs, stop it or %s",
+                "%s: %s left its lock there, and this process takes it over. If that process still runs, stop it or %s",
                 self._what,
                 before.text,
                 self._advice,

@@ -33,7 +33,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
     """All lines in the order of their steps. Of a step that a resumed run logged again, the later line counts.
 
     Raises:
-        ValueError: a line is not a JSON object with a step, such as the last one of a run that was killed while writing.
+        ValueError: a line is not a JSON object with a step, such as the last line of a run killed while writing.
     """
     by_step = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

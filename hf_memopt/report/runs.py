@@ -34,7 +34,7 @@ _LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "
 _COUNTERS = ("update", "epoch", "step")
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
-    "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in a loop of your own"
+    "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in your own loop"
 )
 _NO_PHASES = 'peaks by phase: the logged figures name no phase. Use `with memory.phase("forward"):` and so on'
 _COMPARE = "hf-memopt compare RECIPE --modes off,all,auto with the run's own flags"
@@ -261,7 +261,9 @@ def _timeline(folder: Path) -> list[dict[str, float]]:
     timeline = [record for record in _records(folder) if "memory/host_rss_gib" in record]
     for record in timeline:
         if not all(isinstance(record.get(key), int | float) for key in record if key.startswith(("memory/", "step"))):
-            raise ValueError(f"{folder}: a memory figure of step {record.get('step')} is not a number; remove that record")
+            raise ValueError(
+                f"{folder}: a memory figure of step {record.get('step')} is not a number; remove that record"
+            )
     return timeline
 
 

@@ -171,7 +171,8 @@ class GradientCache:
         least = -max_over_ranks(self._accelerator, -number) if self._accelerator.is_fsdp2 else number
         if most != least:
             raise ValueError(
-                f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 give all ranks as many"
+                f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 give all ranks the same "
+                f"number"
             )
 
     def _before_the_last(self) -> AbstractContextManager[None]:

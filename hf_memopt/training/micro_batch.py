@@ -102,7 +102,7 @@ class MicroBatcher:
     def _use(self, size: int) -> None:
         if size < self.micro_batch_size and self._accelerator.is_main_process:
             logger.warning(
-                "out of memory with micro-batches of %d samples; from now on %d, and as many more of them that the "
+                "out of memory with micro-batches of %d samples; from now on %d, with more of them, so that the "
                 "effective batch stays the same",
                 self.micro_batch_size,
                 size,

@@ -111,7 +111,7 @@ def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: fl
     check_distributed_type(accelerator)
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} was not prepared, so that a loss scaler would be ignored; "
+            f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
             "pass it through accelerator.prepare"
         )
     if not accelerator.sync_gradients:

@@ -55,9 +55,9 @@ class TrainingOptions(RunOptions):
     gradient_accumulation_steps: Count = flag(1, "forward passes per update; accelerate launch's own flag is not used")
     learning_rate: NotNegative = flag(2e-3, "peak learning rate of AdamW")
     weight_decay: NotNegative = flag(0.0, "of AdamW, on all weights")
-    optimizer_bits: Literal[32, 8, 4] = flag(32, "of AdamW's states; torchao's 8 and 4 train a little otherwise")
+    optimizer_bits: Literal[32, 8, 4] = flag(32, "of AdamW's states; torchao's 8 and 4 train slightly differently")
     warmup_steps: CountOrZero = flag(10, "updates until the learning rate has reached its peak")
-    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm")
+    max_grad_norm: Positive = flag(1.0, "clip gradients to this norm")
     log_every: Count = flag(10, "updates between log lines")
     eval_every: Count = flag(50, "updates between evaluations; there is one at the end in any case")
 

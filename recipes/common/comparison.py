@@ -91,7 +91,7 @@ def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost,
         try:
             return pool.submit(measure, name, options, num_steps).result()
         except BrokenProcessPool:
-            return RunCost(options.offload.offload, failure="killed, perhaps for want of host memory"), {}
+            return RunCost(options.offload.offload, failure="killed, perhaps because host memory ran out"), {}
 
 
 def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:

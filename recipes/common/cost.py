@@ -29,7 +29,7 @@ SAVED_CAPTION = """\
 saved MiB: saved activations on the device at the peak, by the offloader's own count (storages above the threshold)."""
 CPU_CAPTION = """\
 process MiB: resident memory of the process at its peak. The device is a CPU: it holds the copies in the same memory, so
-that nothing was saved, and step times say nothing about a GPU."""
+no memory was saved, and step times say nothing about a GPU."""
 DEVICE_CAPTION = """\
 peak MiB: all of the device's memory, weights and optimizer included, as torch counts it."""
 

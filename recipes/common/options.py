@@ -23,7 +23,7 @@ class RunOptions:
     checkpointing_steps: CountOrZero = flag(0, "updates between checkpoints; 0: only at SIGTERM and SIGINT")
     checkpoints_total_limit: Count = flag(2, "how many checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in --output_dir")
-    seed: Seed = flag(0, "of weights, of what is drawn in training, and of the order of the data")
+    seed: Seed = flag(0, "seed of weights, of random numbers in training, and of the order of the data")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
@@ -32,7 +32,7 @@ class OffloadOptions(OffloadArguments):
     """Adds what all recipes but reflow have: plans, and micro-batches that are halved."""
 
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
-    auto_micro_batch: bool = flag(False, "where memory runs out, begin again with half the micro-batch, twice as often")
+    auto_micro_batch: bool = flag(False, "if memory runs out, begin again with half the micro-batch and twice as many")
 
 
 def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkpointed: bool, remedy: str) -> None:
@@ -51,7 +51,7 @@ def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkp
     if offload.budget_gib is not None and "auto" not in used:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
     if offload.plan is not None and compared:
-        raise ValueError(f"plan={offload.plan!r} chooses the mode, and modes are to be compared; leave --plan out")
+        raise ValueError(f"plan={offload.plan!r} chooses a mode, but this compares several; leave --plan out")
     if "inputs" in used and not checkpointed:
         raise ValueError(f"offload='inputs' moves {remedy}")
     check_card(offload.plan)

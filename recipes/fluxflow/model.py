@@ -115,7 +115,7 @@ class PerceptualLoss(nn.Module):
             self.lpips = lpips.LPIPS(net="vgg", pnet_rand=random, verbose=False).eval().requires_grad_(False)
         self.name = "lpips_load_only" if random else "lpips"
         self.description = (
-            f"LOAD ONLY: VGG16 with random weights, seed {seed}. It costs what LPIPS costs and perceives nothing"
+            f"LOAD ONLY: VGG16 with random weights, seed {seed}. It costs as much as LPIPS, but measures no perception"
             if random
             else "LPIPS on VGG16 with ImageNet weights"
         )

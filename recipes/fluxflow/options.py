@@ -68,7 +68,7 @@ class TrainingOptions(RunOptions):
     learning_rate: NotNegative = flag(5e-4, "of the VAE's AdamW")
     discriminator_learning_rate: NotNegative = flag(1e-4, "of the discriminator's AdamW")
     warmup_steps: CountOrZero = flag(10, "steps until the learning rates have reached their peaks")
-    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm, the VAE's and the discriminator's")
+    max_grad_norm: Positive = flag(1.0, "clip the VAE's and the discriminator's gradients to this norm")
     ema_decay: Decay = flag(0.999, "of the average of the VAE's weights, per update, at most; 0: no average")
     log_every: Count = flag(10, "steps between log lines")
     checkpointing_steps: CountOrZero = flag(0, "steps between checkpoints; 0: only when interrupted, and by an error")
@@ -154,6 +154,6 @@ def _check_levers(options: Options, compared: Sequence[str]) -> None:
     check_offloading(options.offload, compared, checkpointed=options.levers.checkpoint_vae, remedy=remedy)
     if options.levers.checkpoint_discriminator and options.model.spectral_norm:
         raise ValueError(
-            "checkpoint_discriminator=True with spectral_norm=True: each forward pass moves spectral normalisation's "
-            "power iteration on, and computing again would move it once more; leave one of them out"
+            "checkpoint_discriminator=True with spectral_norm=True: each forward pass advances spectral "
+            "normalisation's power iteration, and computing again would advance it once more; leave one of them out"
         )

@@ -31,7 +31,7 @@ class ModelConfig:
     base_channels: FourOrMore = flag(128, "width at full resolution; twice and four times as wide below")
     style_dim: Count = flag(256, "width of style embeddings")
     time_dim: TwoOrMore = flag(256, "width of time embeddings")
-    num_styles: TwoOrMore = flag(2, "styles that there are embeddings for")
+    num_styles: TwoOrMore = flag(2, "styles that have embeddings")
     num_encoder_blocks: Count = flag(2, "residual blocks per resolution on the way down")
     num_decoder_blocks: Count = flag(3, "style-dependent blocks per resolution on the way up")
     style_noise: NotNegative = flag(0.05, "standard deviation of the noise on style embeddings in training")
@@ -58,12 +58,14 @@ class TrainingConfig:
     learning_rate: NotNegative = flag(1e-4, "of AdamW, at the start; then a cosine over the epochs")
     min_learning_rate: NotNegative = flag(1e-6, "at the end")
     weight_decay: NotNegative = flag(1e-5, "of AdamW, on all weights")
-    max_grad_norm: Positive = flag(1.0, "gradients are clipped to this norm")
-    num_epochs: Count = flag(100, "passes over the data; what does not fill a batch is left out of each")
+    max_grad_norm: Positive = flag(1.0, "clip gradients to this norm")
+    num_epochs: Count = flag(100, "passes over the data; each leaves out samples that do not fill a batch")
     label_drop_prob: Share = flag(0.1, "share of the updates that train without a target style")
     use_avg_style_for_uncond: bool = flag(True, "without a target style: a learned embedding; otherwise zeros")
     target_styles: Literal["one_per_batch", "others", "permuted"] = flag(
-        "one_per_batch", "all of a batch the same; that, on contents of other styles alone; the batch's own, shuffled"
+        "one_per_batch",
+        "one: the same for the whole batch; others: that, with contents of other styles alone; "
+        "permuted: the batch's own, shuffled",
     )
     epsilon: Share = flag(0.01, "earliest time that integration starts at")
     epsilon_warmup_epochs: CountOrZero = flag(10, "epochs in which the earliest time rises from 0 to epsilon")
@@ -81,7 +83,7 @@ class TrainingConfig:
     save_interval: CountOrZero = flag(0, "epochs between checkpoints; 0 saves none, the model at the end excepted")
     eval_interval: Count = flag(5, "epochs between evaluations; there is one at the end in any case")
     log_every: Count = flag(10, "updates between entries of memory.jsonl")
-    seed: Seed = flag(0, "of weights, noise and the order of the data")
+    seed: Seed = flag(0, "seed of weights, noise and the order of the data")
     report_to: str = flag("none", "tracker, such as tensorboard or wandb")
 
 
@@ -96,7 +98,7 @@ class DataConfig:
     num_generated: EightOrMore = flag(256, "latents of each of two styles, generated where neither is given")
     latent_size: Count = flag(32, "side of generated latents, a multiple of 4")
     held_out: HeldOut = flag(0.125, "share of each style's latents that evaluation uses")
-    data_seed: Seed = flag(0, "of generated latents and of the held-out part")
+    data_seed: Seed = flag(0, "seed of generated latents and of the held-out part")
 
 
 @dataclass

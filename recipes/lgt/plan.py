@@ -64,8 +64,9 @@ class LatentTransferWorkload(RecipeWorkload):
             return [size for size in divisors(self.effective_batch) if self.effective_batch // size <= _MOST_PASSES]
         if self.effective_batch % training.batch_size:
             raise ValueError(
-                f"effective_batch={self.effective_batch} is not a multiple of training.batch_size={training.batch_size}, "
-                "and another batch has another loss; use a multiple, or training.gradient_cache"
+                f"effective_batch={self.effective_batch} is not a multiple of "
+                f"training.batch_size={training.batch_size}, and another batch has another loss; use a multiple, or "
+                "training.gradient_cache"
             )
         return [training.batch_size]
 

@@ -24,7 +24,7 @@ class SftOptions:
         None, "hub id or folder, with rows of `messages`, or of `prompt` and `completion` (default: arithmetic)"
     )
     split: str = flag("train", "of the dataset")
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "of the weights, but for adapters; autocast is --bf16")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "of the weights, except adapters; autocast is --bf16")
     lora_rank: Count | None = flag(None, "train adapters of this rank (PEFT) and freeze the rest")
     lora_targets: str = flag("all-linear", "layers that have adapters, such as q_proj,v_proj")
     quantize: Literal["none", "nf4", "int8"] = flag(
@@ -39,7 +39,7 @@ class SftTraining(SFTConfig):
 
     output_dir: str = flag("outputs/sft", "folder for the model, checkpoints and logs")
     assistant_only_loss: bool = flag(True, "of rows of `messages`, learn the assistant's words alone")
-    bf16: bool | None = flag(None, "autocast to bfloat16 (default: on, where there is an accelerator)")
+    bf16: bool | None = flag(None, "autocast to bfloat16 (default: on, if there is an accelerator)")
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():

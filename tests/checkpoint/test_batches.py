@@ -42,7 +42,7 @@ def test_loaders_that_cannot_be_resumed_are_refused() -> None:
     data = torch.arange(4.0)
     loaders = {
         "has no generator of its own": DataLoader(data, shuffle=True),
-        "cannot be had again; make the accelerator with": DataLoader(data, shuffle=True, generator=torch.Generator()),
+        "cannot be restored; make the accelerator with": DataLoader(data, shuffle=True, generator=torch.Generator()),
         "loader is empty": DataLoader(data, 8, drop_last=True, generator=torch.Generator()),
     }
     for message, loader in loaders.items():

@@ -80,7 +80,7 @@ def test_a_cached_gradient_sees_the_samples_of_both(results: Results) -> None:
         assert rank["loss difference"] <= TOLERANCE
         assert rank["exchanges"] == NUM_SHARDED
         assert "ValueError: micro_batches: " in rank["unequal"]
-        assert "2 to 3 on all; under FSDP2 give all ranks as many" in rank["unequal"]
+        assert "2 to 3 on all; under FSDP2 give all ranks the same number" in rank["unequal"]
 
 
 def test_micro_batches_that_go_back_are_refused(results: Results) -> None:

@@ -15,7 +15,7 @@ from hf_memopt.report.runs import LoggedPeak, phase_peaks
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
-        ("{", "results.json is no JSON"),
+        ("{", "results.json is not JSON"),
         ("[]", "its whole is not an object"),
         ('{"memory_bytes": {"a": {}}}', "its memory_bytes is not bytes by design"),
         ('{"memory_bytes": {"a": 3}}', "its memory_bytes is not bytes by design"),

@@ -119,7 +119,7 @@ def _writes_buffer(root: nn.Module, name: str, buffer: str) -> ValueError:
     where = f"{name!r} ({type(root.get_submodule(name)).__name__}) in " if name else ""
     return ValueError(
         f"{where}{type(root).__name__} cannot be checkpointed: its forward writes the buffer {buffer!r}, and "
-        "recomputation would write it once more; leave it out of what is checkpointed, put it in eval mode, or replace "
+        "recomputation would write it once more; do not checkpoint it, put it in eval mode, or replace "
         "it (BatchNorm by GroupNorm)"
     )
 

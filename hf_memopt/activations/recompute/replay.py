@@ -69,7 +69,7 @@ class WeightInput:
         if self.was_freed():
             raise RuntimeError(
                 f"the memory of a weight of shape {tuple(self._weight.shape)} was freed before a saved tensor could be "
-                'computed from it again; use mode="all" where weights are resharded in between'
+                'computed from it again; use mode="all" if weights are resharded in between'
             )
         return self._meta.of(self._weight)
 

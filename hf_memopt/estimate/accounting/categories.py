@@ -133,7 +133,9 @@ class StepLabels:
         self._reach(parameter for _, parameter in self._trainable.values())
         missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
         if self._trainable and len(missing) == len(self._trainable):
-            raise ValueError("step: no trainable parameter got a gradient, so this was not a training step; call backward")
+            raise ValueError(
+                "step: no trainable parameter got a gradient, so this was not a training step; call backward"
+            )
         return missing
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:

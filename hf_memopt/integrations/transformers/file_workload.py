@@ -74,7 +74,7 @@ class FileWorkload:
         self.arguments = file.training_arguments(changes, self._folder)
         length = seq_len or getattr(self.arguments, "max_length", None)
         if length is None:
-            raise ValueError("max_length is none, so that samples may have any length; name one with --seq-len")
+            raise ValueError("max_length is none, so samples may have any length; name one with --seq-len")
         self._seq_len: int = length
         longest = getattr(self._config, "max_position_embeddings", None)
         if longest is not None and length > longest:

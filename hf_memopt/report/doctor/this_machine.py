@@ -52,7 +52,7 @@ def find_problems(
         )
     if host.cgroup_limit_gib is not None and host.cgroup_limit_gib < host.available_gib:
         problems.append(
-            f"the control group allows {host.cgroup_limit_gib:.1f} GiB of host memory, fewer than the "
+            f"the control group allows {host.cgroup_limit_gib:.1f} GiB of host memory, less than the "
             f"{host.available_gib:.1f} GiB that the system calls available and offloading counts on: pass "
             "host_budget_gib to ActivationOffloader"
         )

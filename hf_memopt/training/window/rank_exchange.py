@@ -23,7 +23,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
     """Raises ValueError unless there is one process, or ranks exchange gradients as DDP or FSDP2 does."""
     if accelerator.distributed_type in _REFUSED and not accelerator.is_fsdp2:
         reason = _REFUSED[accelerator.distributed_type]
-        raise ValueError(f"distributed_type={accelerator.distributed_type} is not for exact steps: {reason}")
+        raise ValueError(f"distributed_type={accelerator.distributed_type} does not allow exact steps: {reason}")
 
 
 def check_no_gathers(accelerator: Accelerator, what: str) -> None:

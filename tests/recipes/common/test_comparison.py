@@ -121,7 +121,7 @@ def test_modes_that_differ_are_found(
     [
         ([], ["off", "inputs"], "offload='inputs' moves the inputs of checkpointed blocks; add --gradient_checkpoint"),
         (["--offload=all", "--budget_gib=1"], ["off", "all"], "budget_gib=1.0 needs --offload auto"),
-        (["--plan=8GiB"], ["off", "auto"], "plan='8GiB' chooses the mode, and modes are to be compared; leave --plan"),
+        (["--plan=8GiB"], ["off", "auto"], "plan='8GiB' chooses a mode, but this compares several; leave --plan"),
         (
             ["--output_dir=FILE"],
             ["off", "auto"],

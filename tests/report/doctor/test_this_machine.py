@@ -23,7 +23,7 @@ def test_a_sound_machine_has_no_problems() -> None:
     ("device", "host", "versions", "complaint"),
     [
         (GPU, HOST, {"datasets": None}, "datasets is not installed: pip install datasets"),
-        (GPU, replace(HOST, cgroup_limit_gib=16.0), {}, "allows 16.0 GiB of host memory, fewer than the 60.0 GiB"),
+        (GPU, replace(HOST, cgroup_limit_gib=16.0), {}, "allows 16.0 GiB of host memory, less than the 60.0 GiB"),
         (replace(GPU, can_pin=False), HOST, {}, "cuda:0: host memory cannot be pinned"),
         (replace(GPU, free_gib=30.0), HOST, {}, "cuda:0: only 30.0 of 80.0 GiB are free"),
         (Device("xpu:0", "xpu", "xpu", obstacle="lost"), HOST, {}, "xpu:0 could not be examined: lost"),
