@@ -54,7 +54,7 @@ def test_no_file_runs_code(name: str, saved: ToyRun, folder: Path, tmp_path: Pat
     trace = tmp_path / "trace"
     forge(folder / "step-000003", name, {"value": Payload(trace)})
     assert_refused(
-        saved, "latest", rf"step-000003/{name} holds more than tensors.*: posix.mkdir, which is not run\. Let"
+        saved, "latest", rf"step-000003/{name} holds more than tensors.*: posix.mkdir, whose code is not run\. Let"
     )
     assert not trace.exists()
 
