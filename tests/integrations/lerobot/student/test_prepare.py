@@ -277,7 +277,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "no policy type": (overwrite(b"{}", "config.json"), "holds a policy of type None"),
     "half a config": (overwrite(b'{"type": "smol', "config.json"), "is not valid JSON .*copy the checkpoint again"),
     "binary config": (overwrite(b"\xff\xfe\x00", "config.json"), "is not valid JSON .*copy the checkpoint again"),
-    "bad field": (edit_config(chunk_size="eight"), "(?s)no usable configuration.*correct that field"),
+    "bad field": (edit_config(chunk_size="eight"), "(?s)not a usable configuration.*correct that field"),
     "a config that is a list": (
         overwrite(b"[]", "config.json"),
         "holds list and no JSON object; copy",
