@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hf_memopt.estimate.accounting import allocation_log, caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, tensors_in
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, Operation, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.communication import exchanged
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
@@ -176,15 +176,15 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     kernels = KernelMemory(clock.card.compute_capability)
 
-    def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
-        clock.charge(function, args, kwargs, result, phase)
-        if function.is_view:
+    def observe(operation: Operation, phase: str) -> None:
+        clock.charge(operation, phase)
+        if operation.function.is_view:
             return
-        if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
-            for block in kernels.taken_by(function, args):
+        if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in operation.outputs):
+            for block in kernels.taken_by(operation.function, operation.args):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
-        for kind, tensors in exchanged(function, args, kwargs):
+        for kind, tensors in exchanged(operation):
             labels.add_exchanged(tensors, kind)
 
     log = AllocationLog(device_type, block_bytes, phases, observe)

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -21,6 +22,31 @@ from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
+
+
+class Operation(NamedTuple):
+    """An operation that has run.
+
+    Attributes:
+        function: that was called.
+        args: with what.
+        kwargs: with what else.
+        result: what it returned.
+        inputs: the tensors in `args` and `kwargs`.
+        outputs: the tensors in `result`.
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    @classmethod
+    def of(cls, function: Any, args: Any, kwargs: Any, result: Any) -> "Operation":
+        """Collect the tensors."""
+        return cls(function, args, kwargs, result, tensors_in((args, kwargs)), tensors_in(result))
 
 
 class StepPhases:
@@ -111,7 +137,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
-        observe: called after each operation with the function, its arguments, its result and the running phase.
+        observe: called after each operation with it and the running phase.
 
     Attributes:
         history: what has happened so far.
@@ -123,7 +149,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: str,
         block_bytes: int,
         phases: StepPhases,
-        observe: Callable[[Any, Any, Any, Any, str], None] | None = None,
+        observe: Callable[[Operation, str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.history = AllocationHistory(in_blocks=counted != "cpu")
@@ -150,11 +176,13 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phases.observe():
             self.history.backwards.append(self.history.position)
         self._place = self._running_place()
-        result = function(*args, **(kwargs or {}))
-        for number, leaf in enumerate(tensors_in(result)):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        operation = Operation.of(function, args, kwargs, result)
+        for number, leaf in enumerate(operation.outputs):
             self._note(leaf, function, None if self._place else self._source(args, number))
         if self._observe is not None:
-            self._observe(function, args, kwargs, result, self.phases.name)
+            self._observe(operation, self.phases.name)
         return result
 
     @contextmanager
@@ -223,13 +251,14 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the storage that an operation's result is made from: of a list, the one at the same place."""
         if not args:
             return None
-        tensors = list(tensors_in(args[0]))
+        tensors = tensors_in(args[0])
         tensor = tensors[number] if number < len(tensors) else next(iter(tensors), None)
         found = None if tensor is None else self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
     def _note(self, tensor: Tensor, function: Any, source: int | None) -> StorageRecord | None:
-        if device_type(tensor) not in (self._counted, "cpu"):
+        device = device_type(tensor)
+        if device not in (self._counted, "cpu"):
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -239,14 +268,14 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.history.records[self._live[address][0]]
         if num_bytes == 0:
             return None
-        on_host = device_type(tensor) != self._counted
+        on_host = device != self._counted
         record = StorageRecord(
             num_bytes=num_bytes if on_host else self._rounded(num_bytes),
             requested_bytes=num_bytes,
             on_host=on_host,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
-            operation="" if function is None else str(function),
+            operation="" if function is None else name_of(function),
             owner=self.phases.module,
             phase=self.phases.name,
             kind="",
@@ -298,28 +327,43 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -(-num_bytes // self._block_bytes) * self._block_bytes
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries, as operations take and return them."""
-    if isinstance(value, Tensor):
-        yield from _with_memory(value)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries, as operations take and return them."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    # Asked for everything that operations take and return: the most frequent is asked for first.
+    if type(value) is FakeTensor:
+        found.append(value)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
+    elif isinstance(value, Tensor):
+        _collect_parts(value, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
 
 
-def _with_memory(tensor: Any) -> Iterator[Tensor]:
-    """The tensor, or those that it is made of: quantised optimizer states, say, have no memory of their own."""
-    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
+def _collect_parts(tensor: Any, found: list[Tensor]) -> None:
+    """Add the tensor, or those that it is made of: quantised optimizer states, say, have no memory of their own."""
+    if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _with_memory(getattr(tensor, name))
+            _collect(getattr(tensor, name), found)
     else:
-        yield tensor
+        found.append(tensor)
 
 
 def device_type(tensor: Tensor) -> str:
     """Return the type of a tensor's device; asking a fake tensor for `device` would be an operation of its own."""
-    device = getattr(tensor, "fake_device", None) or tensor.device
+    device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
     return str(device.type)
+
+
+@cache
+def name_of(function: Any) -> str:
+    """Return an operation's name, such as "aten.mm.default"."""
+    return str(function)
