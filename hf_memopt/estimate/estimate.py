@@ -181,7 +181,7 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
         if operation.function.is_view:
             return
         if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in operation.outputs):
-            for block in kernels.taken_by(operation.function, operation.args):
+            for block in kernels.taken_by(operation):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
         for kind, tensors in exchanged(operation):
