@@ -65,5 +65,6 @@ def test_an_engine_is_there_once_a_model_is_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     assert engine_of(accelerator) is None
     accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    accelerator.deepspeed_engine_wrapped = None  # as such an accelerator has it
     with pytest.raises(ValueError, match="has prepared no model; pass it through prepare"):
         engine_of(accelerator)
