@@ -12,7 +12,7 @@ from benchmarks.published.measurements import Measurement
 from benchmarks.published.steps import simulated
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate import estimate
-from hf_memopt.estimate.accounting.allocation_log import Operation, device_type
+from hf_memopt.estimate.accounting.operation import Operation, device_type
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
 from hf_memopt.estimate.simulation.child_process import run_isolated

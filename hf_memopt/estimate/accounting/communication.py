@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from hf_memopt.estimate.accounting.allocation_log import Operation, name_of
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
+from hf_memopt.estimate.accounting.operation import Operation, name_of
 
 
 def exchanged(operation: Operation) -> Iterator[tuple[str, list[Tensor]]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate.accounting.allocation_log import Operation
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import cublas_workspace_bytes
 from hf_memopt.units import MIB
 

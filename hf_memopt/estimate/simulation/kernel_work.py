@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_memopt.estimate.accounting.allocation_log import Operation
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import Card
 
 MATRIX, CONVOLUTION, ATTENTION, MEMORY = "matrix", "convolution", "attention", "memory"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate.accounting.allocation_log import Operation, device_type
+from hf_memopt.estimate.accounting.operation import Operation, device_type
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.simulation.kernel_work import (

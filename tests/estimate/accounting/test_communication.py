@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_memopt.estimate.accounting.allocation_log import Operation
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
 from hf_memopt.estimate.accounting.communication import exchanged
+from hf_memopt.estimate.accounting.operation import Operation
 
 
 @pytest.mark.parametrize(("operation", "position"), [("_allgather_base_", 0), ("_reduce_scatter_base_", 1)])

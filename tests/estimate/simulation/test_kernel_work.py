@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_memopt.estimate.accounting.allocation_log import Operation
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.simulation.kernel_work import flops_per_s, starts_kernel, work_of
 

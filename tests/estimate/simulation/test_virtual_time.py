@@ -11,7 +11,7 @@ from torch import nn
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations import OffloadStats
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.estimate.accounting.allocation_log import Operation
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.estimate import Like
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
