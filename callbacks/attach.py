@@ -68,13 +68,13 @@ def attach(
         >>> trainer.train()
     """
     parts: list[Part] = []
-    offloading = None if offloader is None else OffloadedLoss(trainer, make_offloader(offloader))
-    if offloading is not None:
-        parts.append(offloading)
+    chosen = None if offloader is None else make_offloader(offloader)
+    if chosen is not None:
+        parts.append(OffloadedLoss(trainer, chosen))
     if frozen is not None:
         parts.append(FrozenModels(trainer, frozen))
     if memory:
-        parts.append(MemoryReports(trainer, None if offloading is None else offloading.offloader))
+        parts.append(MemoryReports(trainer, chosen))
     if leak_check:
         parts.append(AddedCallback(trainer, LeakDetectionCallback()))
     if memory_report:

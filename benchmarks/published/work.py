@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +12,7 @@ from benchmarks.published.measurements import Measurement
 from benchmarks.published.steps import simulated
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate import estimate
-from hf_memopt.estimate.accounting.allocation_log import device_type, tensors_in
+from hf_memopt.estimate.accounting.operation import Operation, device_type
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -87,13 +86,13 @@ class _RecordingClock(VirtualClock):
         super().begin_step()
         self.operations = []
 
-    def charge(self, function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
-        super().charge(function, args, kwargs, result, phase)
-        if {device_type(leaf) for leaf in (*tensors_in((args, kwargs or {})), *tensors_in(result))} <= {"cpu"}:
+    def charge(self, operation: Operation, phase: str) -> None:
+        super().charge(operation, phase)
+        if {device_type(leaf) for leaf in (*operation.inputs, *operation.outputs)} <= {"cpu"}:
             return
-        is_kernel, part, compute_s, memory_s = starts_kernel(function), MEMORY, 0.0, 0.0
+        is_kernel, part, compute_s, memory_s = starts_kernel(operation.function), MEMORY, 0.0, 0.0
         if is_kernel:
-            work = work_of(function, args, kwargs or {}, result, self.card)
+            work = work_of(operation, self.card)
             if work.flops:
                 part = work.kind if work.kind in (CONVOLUTION, ATTENTION) else work.precision
             compute_s = work.flops / flops_per_s(work, self.card)

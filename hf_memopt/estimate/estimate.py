@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_memopt.estimate.accounting import allocation_log, caching_allocator, categories
+from hf_memopt.estimate.accounting import caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases, tensors_in
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.communication import exchanged
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
+from hf_memopt.estimate.accounting.operation import Operation, device_type
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
@@ -170,24 +171,24 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
         COUNT.check(name, getattr(simulated, name))
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
-    device_type, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
+    counted, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
     # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     kernels = KernelMemory(clock.card.compute_capability)
 
-    def observe(function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
-        clock.charge(function, args, kwargs, result, phase)
-        if function.is_view:
+    def observe(operation: Operation, phase: str) -> None:
+        clock.charge(operation, phase)
+        if operation.function.is_view:
             return
-        if like == "cuda" and any(allocation_log.device_type(leaf) == DEVICE_TYPE for leaf in tensors_in(result)):
-            for block in kernels.taken_by(function, args):
+        if like == "cuda" and any(device_type(leaf) == DEVICE_TYPE for leaf in operation.outputs):
+            for block in kernels.taken_by(operation):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
-        for kind, tensors in exchanged(function, args, kwargs):
+        for kind, tensors in exchanged(operation):
             labels.add_exchanged(tensors, kind)
 
-    log = AllocationLog(device_type, block_bytes, phases, observe)
+    log = AllocationLog(counted, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
     with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
         ranks = first_of(simulated.num_gpus, device, labels) if simulated.num_gpus > 1 else nullcontext()

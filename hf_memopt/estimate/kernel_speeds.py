@@ -1,7 +1,7 @@
 """Which part of its data sheet a card reaches in training, and how far from the truth predicted times were.
 
 All figures are fitted to training steps that others have published: `python -m benchmarks.published.fit` prints them.
-docs/estimating.md, "Time", says how, and what came out for steps that the fit had not seen.
+docs/published_measurements.md says how, and what came out for steps that the fit had not seen.
 """
 
 from typing import NamedTuple

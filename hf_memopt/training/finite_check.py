@@ -92,7 +92,9 @@ class GradientWatch:
 
     def _watch(self, prefix: str, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in self._watched:
+            # Between its uses ZeRO-3 leaves nothing of a weight but its size.
+            numel = getattr(parameter, "ds_numel", parameter.numel())
+            if parameter.requires_grad and numel and id(parameter) not in self._watched:
                 self._watched[id(parameter)] = parameter
                 hook = partial(self._note, prefix + name)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -16,12 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
-from hf_memopt.training.finite_check import GradientWatch, NonFiniteGradientError, scaler_takes_care
+from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
+from hf_memopt.training.window import engine as deepspeed_engine
+from hf_memopt.training.window.engine import engine_of
 from hf_memopt.training.window.rank_exchange import (
+    backward,
     check_distributed_type,
     drop_gradients,
     exchange_if,
     exchanges_each_batch,
+    max_over_ranks,
     sum_over_ranks,
     whole,
 )
@@ -65,12 +69,16 @@ def train_step(
 
     The gradient is sum(w_i * grad(loss_i)) / sum(w_i), over all micro-batches of all ranks, however many each rank has:
     the last window of an epoch divides by its own weights. `Accelerator.backward` divides by
-    `gradient_accumulation_steps` whatever the window holds, so the loss is multiplied by it first.
+    `gradient_accumulation_steps` whatever the window holds, which is undone.
 
     Ranks exchange gradients once, in the backward of the last micro-batch; under FSDP2 each holds the gradients of the
     whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients
     are dropped before the step and after it, also when it raises. In mixed precision the prepared model runs under
     autocast as always, and the accelerator's scaler is used where there is one.
+
+    Under DeepSpeed (ZeRO-2 and ZeRO-3) its engine exchanges gradients in each backward, clips by its own
+    `gradient_clipping`, and scales in fp16. It cannot drop gradients: after an error in the middle of a window, or a
+    `NonFiniteGradientError`, further steps are refused.
 
     Args:
         accelerator: steps are counted in `accelerator.step`, which `save_state` saves and `load_state` restores.
@@ -82,15 +90,17 @@ def train_step(
         weight_fn: what a micro-batch counts; a number, or a tensor `()`, best on the CPU. None: the labels that are not
             -100 where it is a mapping with `labels`, and else its samples (`default_weight`). What weighs 0 is left
             out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the other ranks, and
-            its gradient must be finite. Under FSDP2 a rank with fewer than the others runs its last one again, with 0.
-        max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip.
+            its gradient must be finite. Under FSDP2 and DeepSpeed a rank with fewer than the others runs its last one
+            again, with 0.
+        max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip. DeepSpeed's
+            `gradient_clipping` has to be the same.
         scheduler: stepped after the update, and not after a skipped one.
 
     Raises:
         ValueError: on all ranks: a rank has no micro-batch, a weight is negative or not finite, or all are 0; without a
             `weight_fn`, a micro-batch whose samples cannot be counted. On the rank itself: called within
-            `accelerator.accumulate`, `optimizer` was not prepared, `max_grad_norm` is not positive, or the accelerator
-            uses DeepSpeed, FSDP1, Megatron-LM or XLA.
+            `accelerator.accumulate`, `optimizer` was not prepared, `max_grad_norm` is not positive or not DeepSpeed's,
+            or the accelerator uses ZeRO-1 or no ZeRO in DeepSpeed, FSDP1, Megatron-LM or XLA.
         NonFiniteGradientError: on all ranks, before the update, with step, rank, micro-batch and parameters. With a
             loss scaler only once its scale is down to 1; above that the scaler skips the step.
 
@@ -108,7 +118,11 @@ def train_step(
 
 def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
     """Raises ValueError where a step would not be what it says."""
-    check_distributed_type(accelerator)
+    engine = engine_of(accelerator)
+    if engine is None:
+        check_distributed_type(accelerator)
+    else:
+        deepspeed_engine.check_engine(engine, max_grad_norm)
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
@@ -128,6 +142,7 @@ class OpenStep:
 
     Attributes:
         watch: sees each gradient as backward computes it.
+        engine: DeepSpeed's; None without it.
     """
 
     accelerator: Accelerator
@@ -136,6 +151,7 @@ class OpenStep:
     max_grad_norm: float | None
     scheduler: Any
     watch: GradientWatch
+    engine: Any
 
     def drop_gradients(self) -> None:
         """Drop those of the model and those of anything else that the optimizer updates, and what is known of them."""
@@ -149,15 +165,17 @@ class OpenStep:
         With `sync`, ranks exchange gradients in the last backward. Without, this rank's part of the gradient is left.
         """
         accelerator = self.accelerator
-        # accelerator.backward divides by the first, and exchanging gradients takes their mean over the second. Both
-        # are undone here, because the weights already divide by the weight of all micro-batches of all ranks.
-        factor = accelerator.gradient_accumulation_steps * (accelerator.num_processes if sync else 1)
+        # Exchanging gradients takes their mean over ranks, which is undone here, because the weights already divide by
+        # the weight of all micro-batches of all ranks.
+        factor = accelerator.num_processes if sync else 1
+        if self.engine is not None:
+            deepspeed_engine.begin_window(self.engine)
         total = torch.zeros((), device=accelerator.device)
         for number, (micro_batch, weight) in enumerate(weighted, start=1):
             is_due = sync and (number == len(weighted) or exchanges_each_batch(accelerator))
             with exchange_if(accelerator, [self.model], is_due):
                 loss = loss_fn(self.model, micro_batch)
-                accelerator.backward(loss * (weight * factor))
+                backward(accelerator, loss * (weight * factor))
             self.watch.end_micro_batch()
             # A weight of 0 stands for a loss that may be NaN, and NaN times 0 would be NaN.
             if weight:
@@ -172,14 +190,7 @@ class OpenStep:
             num_micro_batches: how many ran on this rank.
         """
         accelerator, optimizer = self.accelerator, self.optimizer
-        max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        # All ranks hold the same gradient, so they all see the same norm and decide alike.
-        # Under a loss scaler this unscales the gradient first, and float() waits for the device.
-        grad_norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
-        if not math.isfinite(grad_norm) and not scaler_takes_care(optimizer):
-            raise NonFiniteGradientError(accelerator.step + 1, gather_from_ranks(self.watch.findings()))
-        # With a scaler, an overflow leaves the parameters as they are, and the step counts all the same.
-        optimizer.step()
+        grad_norm = self._clip_and_apply() if self.engine is None else self._apply_by_engine()
         accelerator.step += 1
         if self.scheduler is not None and not optimizer.step_was_skipped:
             self.scheduler.step()
@@ -187,6 +198,27 @@ class OpenStep:
         counters = _counters(accelerator.device)
         peak_bytes = counters.read().peak_allocated_bytes if counters else None
         return StepResult(loss_of_all, grad_norm, num_micro_batches, peak_bytes, optimizer.step_was_skipped)
+
+    def _clip_and_apply(self) -> float:
+        max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        # All ranks hold the same gradient, so they all see the same norm and decide alike.
+        # Under a loss scaler this unscales the gradient first, and float() waits for the device.
+        grad_norm = whole(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        if not math.isfinite(grad_norm) and not scaler_takes_care(self.optimizer):
+            self._stop(self.watch.findings())
+        # With a scaler, an overflow leaves the parameters as they are, and the step counts all the same.
+        self.optimizer.step()
+        return grad_norm
+
+    def _apply_by_engine(self) -> float:
+        # The norm is known when the update is done, so the micro-batches' own gradients decide; ranks decide alike.
+        findings = self.watch.findings()
+        if max_over_ranks(self.accelerator, bool(findings)) and not self.engine.fp16_enabled():
+            self._stop(findings)
+        return deepspeed_engine.apply(self.engine)
+
+    def _stop(self, findings: Findings) -> NoReturn:
+        raise NonFiniteGradientError(self.accelerator.step + 1, gather_from_ranks(findings))
 
 
 @contextmanager
@@ -203,8 +235,10 @@ def open_step(
         ValueError: a step would not be what it says; see `train_step`.
     """
     _check_supported(accelerator, optimizer, max_grad_norm)
-    watch = GradientWatch(model.module if isinstance(model, DistributedDataParallel) else model)
-    step = OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler, watch)
+    engine = engine_of(accelerator)
+    wrapped = isinstance(model, DistributedDataParallel) or engine is not None
+    watch = GradientWatch(model.module if wrapped else model)
+    step = OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler, watch, engine)
     step.drop_gradients()
     try:
         yield step

@@ -2,7 +2,8 @@
 
 import copy
 import shlex
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -12,6 +13,8 @@ from accelerate import Accelerator
 from lerobot.configs import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.optimizers import OptimizerConfig
+from lerobot.policies.common.flow_matching import euler_integrate
+from lerobot.policies.smolvla import modeling_smolvla
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
@@ -20,16 +23,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoModelForImageTextToText
 
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.integrations.lerobot.flow import flow_policy
 from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
+from hf_memopt.transfer import clock_for
 from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3
+# Euler steps after which each of the teacher's does what the one before it did.
+_NUM_EULER_STEPS = 2
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Options(NamedTuple):
@@ -51,6 +61,7 @@ class Run(NamedTuple):
     batch: dict[str, Tensor]
     settings: OptimizerConfig
     num_micro_batches: int
+    repeats_euler_steps: bool
 
 
 def workload(
@@ -133,14 +144,20 @@ class SmolVLAReflow(RecipeWorkload):
         settings = config.get_optimizer_preset()
         policy, optimizer = accelerator.prepare(policy, settings.build(policy.get_optim_params()))
         batch = _batch(config, options.batch_size, accelerator.device)
-        return Run(accelerator, policy, teacher, optimizer, batch, settings, num_micro_batches)
+        # A streamed teacher's copies go on from one Euler step to the next.
+        repeats = config.teacher_offload != "stream"
+        return Run(accelerator, policy, teacher, optimizer, batch, settings, num_micro_batches, repeats)
 
     def step(self, state: Run) -> MetricsTracker:
         names = ("loss", "grad_norm", "lr", "update_s", "dataloading_s")
         metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
-        for _ in range(state.num_micro_batches):
-            clip = state.settings.grad_clip_norm
-            update_policy(metrics, state.policy, state.batch, state.optimizer, clip, state.accelerator)
+        clock = clock_for(state.accelerator.device)
+        with ExitStack() as stack:
+            if state.repeats_euler_steps and isinstance(clock, VirtualClock):
+                stack.enter_context(_repeated_euler_steps(clock))
+            for _ in range(state.num_micro_batches):
+                clip = state.settings.grad_clip_norm
+                update_policy(metrics, state.policy, state.batch, state.optimizer, clip, state.accelerator)
         return metrics
 
     def write_options(self, options: Options, folder: Path) -> Path:
@@ -177,6 +194,24 @@ def _check(config: PreTrainedConfig) -> None:
     for field, (refused, reason) in reasons.items():
         if refused:
             raise ValueError(f"{field}={getattr(config, field)!r}: such a training is not simulated, since {reason}")
+
+
+@contextmanager
+def _repeated_euler_steps(clock: VirtualClock) -> Iterator[None]:
+    """Simulate three of the teacher's Euler steps; the others do the same in the same memory, and take their time."""
+
+    def integrate(velocity: Velocity, noise: Tensor, num_steps: int, **options: Any) -> Tensor:
+        num_more = num_steps - _NUM_EULER_STEPS - 1
+        if num_more < 1:
+            return euler_integrate(velocity, noise, num_steps, **options)
+        between = euler_integrate(velocity, noise, _NUM_EULER_STEPS, **options)
+        with clock.repeating(num_more):
+            return euler_integrate(velocity, between, 1, **options)
+
+    with ExitStack() as stack:
+        for module in (modeling_smolvla, flow_policy):
+            stack.enter_context(patch.object(module, "euler_integrate", integrate))
+        yield
 
 
 def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict[str, Tensor]:

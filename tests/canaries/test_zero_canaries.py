@@ -87,3 +87,20 @@ def test_an_optimizer_with_compiled_kernels_is_imported_late() -> None:
 def test_a_weight_that_is_gathered_for_each_use_says_so() -> None:
     with relied_on_by(AUTOGRAD_STATE):
         assert "            param.ds_persist = False" in source("runtime/zero/partition_parameters.py")
+
+
+def test_exact_steps_tell_the_engine_where_a_window_ends() -> None:
+    with relied_on_by("hf_memopt/training/window/engine.py"):
+        engine = source("runtime/engine.py")
+        for signature in (
+            "backward(self, loss, retain_graph=False, scale_wrt_gas=True)",
+            "set_gradient_accumulation_boundary(self, is_boundary)",
+            "step(self, ",
+            "get_global_grad_norm(self)",
+            "zero_optimization_stage(self)",
+            "gradient_clipping(self)",
+            "fp16_enabled(self)",
+        ):
+            assert f"    def {signature}" in engine
+        assert "loss = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss" in engine
+        assert "param.ds_numel = " in source("runtime/zero/partition_parameters.py")

@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -142,8 +143,8 @@ def outcomes(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+@contextmanager
+def deepspeed_on_the_cpu() -> Iterator[None]:
     with (
         # As on GPUs: for processes on the CPU Accelerate ignores DeepSpeed.
         patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}),
@@ -151,6 +152,12 @@ def main() -> None:
         # DeepSpeed would compile collectives of its own. The package has torch itself under this name.
         patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
     ):
+        yield
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with deepspeed_on_the_cpu():
         found = outcomes(folder)
     (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(found))
 

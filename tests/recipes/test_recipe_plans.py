@@ -207,6 +207,22 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
     assert words[6:] == [workload.MODULE, "--dataset.repo_id=DATASET", "--output_dir=FOLDER", "<", str(written[0])]
 
 
+@pytest.mark.parametrize(("home", "share_prefix"), [("resident", "on"), ("swap", "off")])
+def test_euler_steps_that_are_not_run_change_no_byte(
+    home: str, share_prefix: str, toy_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = smolvla(tmp_path, toy_vlm, share_prefix=share_prefix)
+    step = workload.simulated({"teacher_offload": home, "mixed_precision": "no"}, 2)
+    few = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu="rtx4090")
+    monkeypatch.setattr("hf_memopt.recipes.reflow.plan._NUM_EULER_STEPS", 10)
+    every = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu="rtx4090")
+    for name in ("peak_bytes", "reserved_bytes", "host_bytes", "phases", "breakdown", "top", "assumptions"):
+        assert getattr(few, name) == getattr(every, name), name
+    assert len(few.trace.positions) < len(every.trace.positions)
+    assert few.step_ms == pytest.approx(every.step_ms)
+    assert few.phases_ms == pytest.approx(every.phases_ms)
+
+
 # ------------------------------------------------------------------------------------------------------ planning
 
 

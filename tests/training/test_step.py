@@ -304,5 +304,6 @@ def test_what_would_go_wrong_is_refused() -> None:
     run.accelerator.sync_gradients = True  # as the message says
     run.step([samples()])
     run.accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    with pytest.raises(ValueError, match="DEEPSPEED"):
+    run.accelerator.deepspeed_engine_wrapped = None  # as such an accelerator has it
+    with pytest.raises(ValueError, match="the accelerator uses DeepSpeed and has prepared no model"):
         run.step([samples()])

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
+from hf_memopt.estimate.accounting.operation import Operation, device_type, name_of, tensors_in
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
 
@@ -111,7 +112,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
-        observe: called after each operation with the function, its arguments, its result and the running phase.
+        observe: called after each operation with it and the running phase.
 
     Attributes:
         history: what has happened so far.
@@ -123,7 +124,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted: str,
         block_bytes: int,
         phases: StepPhases,
-        observe: Callable[[Any, Any, Any, Any, str], None] | None = None,
+        observe: Callable[[Operation, str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.history = AllocationHistory(in_blocks=counted != "cpu")
@@ -150,11 +151,13 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phases.observe():
             self.history.backwards.append(self.history.position)
         self._place = self._running_place()
-        result = function(*args, **(kwargs or {}))
-        for number, leaf in enumerate(tensors_in(result)):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        operation = Operation.of(function, args, kwargs, result)
+        for number, leaf in enumerate(operation.outputs):
             self._note(leaf, function, None if self._place else self._source(args, number))
         if self._observe is not None:
-            self._observe(function, args, kwargs, result, self.phases.name)
+            self._observe(operation, self.phases.name)
         return result
 
     @contextmanager
@@ -223,13 +226,14 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the storage that an operation's result is made from: of a list, the one at the same place."""
         if not args:
             return None
-        tensors = list(tensors_in(args[0]))
+        tensors = tensors_in(args[0])
         tensor = tensors[number] if number < len(tensors) else next(iter(tensors), None)
         found = None if tensor is None else self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
     def _note(self, tensor: Tensor, function: Any, source: int | None) -> StorageRecord | None:
-        if device_type(tensor) not in (self._counted, "cpu"):
+        device = device_type(tensor)
+        if device not in (self._counted, "cpu"):
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -239,14 +243,14 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.history.records[self._live[address][0]]
         if num_bytes == 0:
             return None
-        on_host = device_type(tensor) != self._counted
+        on_host = device != self._counted
         record = StorageRecord(
             num_bytes=num_bytes if on_host else self._rounded(num_bytes),
             requested_bytes=num_bytes,
             on_host=on_host,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
-            operation="" if function is None else str(function),
+            operation="" if function is None else name_of(function),
             owner=self.phases.module,
             phase=self.phases.name,
             kind="",
@@ -296,30 +300,3 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._block_bytes) * self._block_bytes
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries, as operations take and return them."""
-    if isinstance(value, Tensor):
-        yield from _with_memory(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def _with_memory(tensor: Any) -> Iterator[Tensor]:
-    """The tensor, or those that it is made of: quantised optimizer states, say, have no memory of their own."""
-    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _with_memory(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def device_type(tensor: Tensor) -> str:
-    """Return the type of a tensor's device; asking a fake tensor for `device` would be an operation of its own."""
-    device = getattr(tensor, "fake_device", None) or tensor.device
-    return str(device.type)

@@ -21,8 +21,8 @@ from hf_memopt.estimate.accounting.allocation_log import (
     SETUP,
     AllocationLog,
     StepPhases,
-    tensors_in,
 )
+from hf_memopt.estimate.accounting.operation import tensors_in
 
 # In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, what
 # comes and goes, and what no tensor holds.

@@ -1,23 +1,23 @@
 """What a rank holds for the sake of the others: memory that collectives read and write, and gathered weights."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
+from hf_memopt.estimate.accounting.operation import Operation, name_of
 
 
-def exchanged(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, list[Tensor]]]:
+def exchanged(operation: Operation) -> Iterator[tuple[str, list[Tensor]]]:
     """Yield the tensors of an operation of FSDP2 with what they are for; nothing for other operations.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.11. Shards are gathered into one buffer,
     from which the weights are copied; gradients are copied into another one, which is reduced to the shards' gradients.
     """
-    match str(function):
+    match name_of(operation.function):
         case "c10d._allgather_base_.default":
-            yield COMMUNICATION, [args[0]]
+            yield COMMUNICATION, [operation.args[0]]
         case "c10d._reduce_scatter_base_.default":
-            yield COMMUNICATION, [args[1]]
+            yield COMMUNICATION, [operation.args[1]]
         case "fsdp.split_with_sizes_copy.default":
-            yield GATHERED, kwargs["out"]
+            yield GATHERED, operation.kwargs["out"]

@@ -8,15 +8,19 @@ that adds a bias does.
 Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
 SoftMax.cu. The backward of CTC's loss makes a second table like forward's. Source: `ctc_loss_backward_gpu_template` of
 LossCTC.cu.
+
+`masked_scatter` counts its mask's elements in front of each one, in 8 bytes each, and makes an expanded mask whole, in
+one byte each. Source: `masked_scatter__cuda` of IndexKernel.cpp and `launch_masked_scatter_kernel` of IndexKernel.cu.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import cublas_workspace_bytes
 from hf_memopt.units import MIB
 
@@ -33,6 +37,7 @@ _PRODUCTS = {
     _aten._scaled_mm,
     _aten._int_mm,
 }
+_SCATTERS = {_aten.masked_scatter, _aten.masked_scatter_}
 _WITH_BIAS = {_aten.addmm, _aten._addmm_activation}
 # `parseCUDABlasLtWorkspaceSize` without the environment's say.
 _LT_WORKSPACE_BYTES = MIB
@@ -63,22 +68,30 @@ class KernelMemory:
         self._cublas_bytes = cublas_workspace_bytes(compute_capability)
         self._taken: set[tuple[str, bool]] = set()
 
-    def taken_by(self, function: Any, args: Any) -> Iterator[KernelBlock]:
+    def taken_by(self, operation: Operation) -> Iterator[KernelBlock]:
         """Yield what an operation on the device takes, after its results are allocated."""
-        if function.overloadpacket is _aten._softmax_backward_data:
+        packet, args = operation.function.overloadpacket, operation.args
+        if packet is _aten._softmax_backward_data:
             yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)
-        if function.overloadpacket is _aten._ctc_loss_backward:
+        if packet is _aten._ctc_loss_backward:
             yield KernelBlock("CTC's backward", args[6].nbytes, stays=False)
-        if function.overloadpacket not in _PRODUCTS:
+        if packet in _SCATTERS:
+            yield KernelBlock("masked_scatter's prefix sum", _scatter_bytes(args[1], operation.outputs[0]), stays=False)
+        if packet not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}
-        if function.overloadpacket in _WITH_BIAS and _adds_a_bias(*args[:3]):
+        if packet in _WITH_BIAS and _adds_a_bias(*args[:3]):
             libraries["cuBLASLt"] = _LT_WORKSPACE_BYTES
         for library, num_bytes in libraries.items():
             handle = library, in_backward()
             if handle not in self._taken:
                 self._taken.add(handle)
                 yield KernelBlock(library, num_bytes, stays=True)
+
+
+def _scatter_bytes(mask: Tensor, result: Tensor) -> int:
+    is_whole = mask.shape == result.shape and mask.is_contiguous()
+    return (8 if is_whole else 9) * result.numel()
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:

@@ -1,12 +1,13 @@
 """What an operation asks of a card: arithmetic of a kind, and bytes of its memory."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_memopt.estimate.accounting.allocation_log import tensors_in
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import Card
 
 MATRIX, CONVOLUTION, ATTENTION, MEMORY = "matrix", "convolution", "attention", "memory"
@@ -32,18 +33,18 @@ class KernelWork(NamedTuple):
     num_bytes: int
 
 
+@cache
 def starts_kernel(function: Any) -> bool:
     """Return whether an operation does anything on the device; views and empty memory do not."""
     return not function.is_view and function.overloadpacket.__name__ not in _NO_KERNEL
 
 
-def work_of(function: Any, args: Any, kwargs: Any, result: Any, card: Card) -> KernelWork:
+def work_of(operation: Operation, card: Card) -> KernelWork:
     """Return what an operation asks of a card."""
-    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
-    num_bytes = sum(leaf.nbytes for leaf in (*inputs, *outputs))
-    flops = _flops(function, args, kwargs, result)
-    kind = _kind(function.overloadpacket.__name__) if flops else MEMORY
-    return KernelWork(kind, _precision(kind, {leaf.dtype for leaf in inputs}, card), flops, num_bytes)
+    num_bytes = sum(leaf.nbytes for leaf in operation.inputs) + sum(leaf.nbytes for leaf in operation.outputs)
+    flops = _flops(*operation[:4])
+    kind = _kind(operation.function.overloadpacket.__name__) if flops else MEMORY
+    return KernelWork(kind, _precision(kind, {leaf.dtype for leaf in operation.inputs}, card), flops, num_bytes)
 
 
 def flops_per_s(work: KernelWork, card: Card) -> float:

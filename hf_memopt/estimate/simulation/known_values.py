@@ -7,6 +7,7 @@ Each operation on nothing but known values is also done with these, so that the 
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
     """
     if function.overloadpacket is _aten.set_:
         setattr(args[0], _VALUE, None)  # those of another storage
-    elif function._schema.is_mutable and not _follows(function, args, kwargs):
+    elif _is_mutable(function) and not _follows(function, args, kwargs):
         for tensor in _written(function, args):
             _forget(tensor)
     elif _fits(function, result):
@@ -83,6 +84,16 @@ def _follows(function: Any, args: Any, kwargs: Any) -> bool:
     return all(_is_real(each) or value_of(each) is not None for each in tensors) and _is_determined(function)
 
 
+@cache
+def _is_mutable(function: Any) -> bool:
+    return bool(function._schema.is_mutable)
+
+
+@cache
+def _is_view(function: Any) -> bool:
+    return any(argument.alias_info is not None for argument in function._schema.returns)
+
+
 def _is_determined(function: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in function.tags
 
@@ -109,9 +120,9 @@ def _as_known(each: Any) -> Any:
 def _fits(function: Any, result: Any) -> bool:
     """Return whether results are whole numbers, and no more than are worth knowing."""
     tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))
-    is_view = any(argument.alias_info is not None for argument in function._schema.returns)
-    small = is_view or sum(each.numel() * each.element_size() for each in tensors) <= _MAX_BYTES
-    return small and any(map(_is_whole, tensors))
+    if not any(map(_is_whole, tensors)):
+        return False
+    return _is_view(function) or sum(each.numel() * each.element_size() for each in tensors) <= _MAX_BYTES
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -4,14 +4,15 @@ Streams take no time.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate.accounting.allocation_log import device_type, tensors_in
+from hf_memopt.estimate.accounting.operation import Operation, device_type
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.simulation.kernel_work import (
@@ -73,26 +74,38 @@ class VirtualClock:
         self._started_s = self.now_s
         self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
 
-    def charge(self, function: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
+    @contextmanager
+    def repeating(self, num_more: int) -> Iterator[None]:
+        """Let what happens inside take its time so many times more, as if it were done again.
+
+        That is exact where host and card are as far apart afterwards as before. Copies are not repeated.
+        """
+        now_s, started_s = self.now_s, self._started_s
+        yield
+        self.now_s += num_more * (self.now_s - now_s)
+        self._started_s += num_more * (self._started_s - started_s)
+
+    def charge(self, operation: Operation, phase: str) -> None:
         """Let an operation take its time, and book all time since the last one to a phase."""
-        devices = {device_type(leaf) for leaf in (*tensors_in((args, kwargs or {})), *tensors_in(result))}
+        devices = set(map(device_type, operation.inputs))
+        devices.update(map(device_type, operation.outputs))
         if not devices <= self._unbooked:
-            is_kernel = starts_kernel(function)
+            is_kernel = starts_kernel(operation.function)
             share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)
             self._started_s += share * self._operation_s
             if is_kernel:
                 self.now_s = max(self.now_s, self._started_s)
-                self.now_s += self._duration_s(function, args, kwargs or {}, result, devices)
+                self.now_s += self._duration_s(operation, devices)
         self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
         self._booked_s = self.now_s
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
-    def _duration_s(self, function: Any, args: Any, kwargs: Any, result: Any, devices: set[str]) -> float:
+    def _duration_s(self, operation: Operation, devices: set[str]) -> float:
         """Return what an operation takes: its arithmetic or its bytes, whichever takes longer, and a little more."""
-        outputs = list(tensors_in(result))
-        if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in tensors_in((args, kwargs))):
+        outputs = operation.outputs
+        if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in operation.inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
-        work = work_of(function, args, kwargs, result, self.card)
+        work = work_of(operation, self.card)
         compute_s = work.flops / flops_per_s(work, self.card) / self._share(work)
         memory_s = work.num_bytes / self.card.memory_bytes_per_s / self._speeds.memory
         return KERNEL_S + max(compute_s, memory_s)

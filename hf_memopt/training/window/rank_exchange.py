@@ -1,4 +1,4 @@
-"""How the ranks of an Accelerator exchange gradients and figures: in DDP, in FSDP2, or not at all."""
+"""How the ranks of an Accelerator exchange gradients and figures: in DDP, FSDP2, DeepSpeed, or not at all."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,9 +10,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_memopt.training.window.engine import engine_of
+
 _REFUSED = {
-    DistributedType.DEEPSPEED: "its engine scales, exchanges and applies gradients itself, within its backward; use "
-    "accelerator.accumulate",
+    DistributedType.DEEPSPEED: "its engine scales, exchanges and applies gradients itself; use train_step, which knows "
+    "it, or accelerator.accumulate",
     DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
     DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
     DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
@@ -38,11 +40,33 @@ def check_no_gathers(accelerator: Accelerator, what: str) -> None:
 
 @contextmanager
 def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: bool) -> Iterator[None]:
-    """Within, backward exchanges gradients over ranks if that is due, and leaves each rank its own if it is not."""
+    """Within, backward exchanges gradients over ranks if that is due, and leaves each rank its own if it is not.
+
+    DeepSpeed's ZeRO exchanges them in each backward, and needs to know which one is the last.
+    """
+    engine = engine_of(accelerator)
+    if engine is not None:
+        engine.set_gradient_accumulation_boundary(is_due)
+        yield
+        return
     with ExitStack() as stack:
         for model in () if is_due else models:
             stack.enter_context(accelerator.no_sync(model))
         yield
+
+
+def backward(accelerator: Accelerator, loss: Tensor) -> None:
+    """Compute the gradient of the loss as it is, which `Accelerator.backward` divides, and under DeepSpeed applies."""
+    engine = engine_of(accelerator)
+    if engine is None:
+        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+    else:
+        engine.backward(loss, scale_wrt_gas=False)
+
+
+def gathers_weights(accelerator: Accelerator) -> bool:
+    """Whether a forward or backward pass of one rank waits for the others, which then have to run as many."""
+    return accelerator.is_fsdp2 or engine_of(accelerator) is not None
 
 
 def exchanges_each_batch(accelerator: Accelerator) -> bool:
@@ -52,7 +76,7 @@ def exchanges_each_batch(accelerator: Accelerator) -> bool:
 
 def drop_gradients(model: nn.Module) -> None:
     """Drop all gradients, those of gathered weights included, which FSDP2 keeps where `zero_grad` does not look."""
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for sharded in group.fsdp_params if group is not None else ():

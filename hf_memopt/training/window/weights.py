@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_memopt.training.window.rank_exchange import max_over_ranks, sum_over_ranks
+from hf_memopt.training.window.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
 from hf_memopt.training.window.splitting import num_samples
 
 WeightFn = Callable[[Any], float | Tensor]
@@ -31,8 +31,8 @@ def normalized_weights(
     # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0, so such micro-batches do not run. A
     # rank that has no others runs one of them all the same, because the other ranks wait for it to exchange gradients.
     weighted = [each for each in weighted if each[1] > 0] or weighted[-1:]
-    if accelerator.is_fsdp2:
-        # Each forward pass gathers weights, which takes all ranks. Those with fewer repeat their last one for nothing.
+    if gathers_weights(accelerator):
+        # Each pass takes all ranks, whose shards it needs. Those with fewer repeat their last one for nothing.
         num_missing = max_over_ranks(accelerator, len(weighted)) - len(weighted)
         weighted += [(weighted[-1][0], 0.0)] * num_missing
     return weighted

@@ -40,7 +40,7 @@ def test_phases_follow_modules_and_backward() -> None:
     phases.add_root(module, "student")
     phases.begin_step()
     names = []
-    log = AllocationLog("cpu", 1, phases, lambda function, args, kwargs, result, phase: names.append(phase))
+    log = AllocationLog("cpu", 1, phases, lambda operation, phase: names.append(phase))
     with log:
         phases.enter(module)
         assert phases.module == "student"

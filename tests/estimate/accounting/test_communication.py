@@ -5,13 +5,16 @@ import torch
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
 from hf_memopt.estimate.accounting.communication import exchanged
+from hf_memopt.estimate.accounting.operation import Operation
 
 
 @pytest.mark.parametrize(("operation", "position"), [("_allgather_base_", 0), ("_reduce_scatter_base_", 1)])
 def test_the_buffer_of_a_collective(operation: str, position: int) -> None:
     output, read = torch.zeros(4), torch.zeros(2)
     function = getattr(torch.ops.c10d, operation).default
-    assert list(exchanged(function, (output, read), {})) == [(COMMUNICATION, [(output, read)[position]])]
+    assert list(exchanged(Operation.of(function, (output, read), {}, None))) == [
+        (COMMUNICATION, [(output, read)[position]])
+    ]
 
 
 def test_weights_copied_from_it() -> None:
@@ -19,8 +22,10 @@ def test_weights_copied_from_it() -> None:
 
     weights = [torch.zeros(2), torch.zeros(2)]
     function = torch.ops.fsdp.split_with_sizes_copy.default
-    assert list(exchanged(function, (torch.zeros(4), [2, 2]), {"out": weights})) == [(GATHERED, weights)]
+    operation = Operation.of(function, (torch.zeros(4), [2, 2]), {"out": weights}, None)
+    assert list(exchanged(operation)) == [(GATHERED, weights)]
 
 
 def test_other_operations_have_none() -> None:
-    assert list(exchanged(torch.ops.aten.add.Tensor, (torch.zeros(1), torch.zeros(1)), {})) == []
+    operation = Operation.of(torch.ops.aten.add.Tensor, (torch.zeros(1), torch.zeros(1)), {}, None)
+    assert list(exchanged(operation)) == []

@@ -122,3 +122,22 @@ def test_the_backward_of_ctc_makes_a_table_like_forwards() -> None:
     assert at_peak.phase == "backward"
     table = samples * frames * (2 * labels + 1) * 4
     assert ("CTC's backward", table) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
+
+
+@pytest.mark.parametrize(("expanded", "each"), [(False, 8), (True, 9)])
+def test_masked_scatter_counts_the_elements_of_its_mask(expanded: bool, each: int) -> None:
+    rows, columns = 2048, 1024
+
+    def setup(device: torch.device) -> State:
+        with device:
+            model, inputs = nn.Linear(1, 1), torch.zeros(rows, columns)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), scatter)
+
+    def scatter(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(rows, 1 if expanded else columns, dtype=torch.bool, device=x.device)
+        x.masked_scatter(mask.expand(rows, columns), x)
+        return model(torch.zeros(1, 1, device=x.device)).sum()
+
+    at_peak = estimate_peak_memory(setup, step)
+    found = {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
+    assert ("masked_scatter's prefix sum", each * rows * columns) in found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.simulation.kernel_work import flops_per_s, starts_kernel, work_of
 
@@ -26,7 +27,7 @@ def square(dtype: torch.dtype) -> torch.Tensor:
 
 
 def product(dtype: torch.dtype, card: Any) -> Any:
-    return work_of(_aten.mm.default, (square(dtype), square(dtype)), {}, square(dtype), card)
+    return work_of(Operation.of(_aten.mm.default, (square(dtype), square(dtype)), {}, square(dtype)), card)
 
 
 def test_a_product_has_its_arithmetic_and_its_bytes() -> None:
@@ -58,14 +59,16 @@ def test_tensor_cores_take_what_the_card_and_torch_allow(
 def test_convolutions_use_tf32_without_being_told() -> None:
     image, kernel = torch.empty(1, 8, 16, 16, device="meta"), torch.empty(8, 8, 3, 3, device="meta")
     args = (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    work = work_of(_aten.convolution.default, args, {}, image, AMPERE)
+    operation = Operation.of(_aten.convolution.default, args, {}, image)
+    work = work_of(operation, AMPERE)
     assert (work.kind, work.precision, work.flops) == ("convolution", "tf32", 2 * 8 * 16 * 16 * 8 * 9)
-    older = work_of(_aten.convolution.default, args, {}, image, replace(AMPERE, compute_capability=(7, 5)))
+    older = work_of(operation, replace(AMPERE, compute_capability=(7, 5)))
     assert older.precision == "float32"
 
 
 def test_what_does_no_arithmetic_moves_memory() -> None:
-    work = work_of(_aten.add.Tensor, (square(torch.float32), square(torch.float32)), {}, square(torch.float32), AMPERE)
+    matrix = square(torch.float32)
+    work = work_of(Operation.of(_aten.add.Tensor, (matrix, matrix), {}, matrix), AMPERE)
     assert (work.kind, work.flops, work.num_bytes) == ("memory", 0.0, 3 * 64 * 64 * 4)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations import OffloadStats
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.estimate import Like
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
@@ -69,13 +70,13 @@ def test_bfloat16_is_fast_from_ampere_on(capability: tuple[int, int], precision:
     clock = VirtualClock(card)
     speed = getattr(card, f"{precision}_flops") * getattr(speeds_of(card), precision)
     matrix = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    clock.charge(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix, "forward")
+    clock.charge(Operation.of(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix), "forward")
     assert clock.now_s == pytest.approx(HOST_S + KERNEL_S + 2 * 4096**3 / speed)
 
 
 def charge(clock: VirtualClock, function: Any, rows: int) -> None:
     matrix = torch.empty(rows, 4096, dtype=torch.float32, device="meta")
-    clock.charge(function, (matrix,), {}, matrix, "forward")
+    clock.charge(Operation.of(function, (matrix,), {}, matrix), "forward")
 
 
 def test_the_card_waits_for_a_host_that_is_slower(clock: VirtualClock) -> None:
@@ -108,7 +109,7 @@ def test_a_step_begins_with_host_and_card_at_one_moment(clock: VirtualClock) -> 
 @pytest.mark.parametrize("like", ["cuda", "cpu"])
 def test_operations_of_the_cpu_take_time_where_it_is_what_is_simulated(like: str) -> None:
     clock = VirtualClock(CARD, like)
-    clock.charge(torch.ops.aten.copy_.default, (block(MIB), block(MIB)), {}, block(MIB), "forward")
+    clock.charge(Operation.of(torch.ops.aten.copy_.default, (block(MIB), block(MIB)), {}, block(MIB)), "forward")
     expected_s = KERNEL_S + 3 * MIB / CARD.memory_bytes_per_s / speeds_of(CARD).memory
     assert clock.now_s == pytest.approx(expected_s if like == "cpu" else 0.0)
 

@@ -1,0 +1,63 @@
+"""Two processes on the CPU under DeepSpeed's ZeRO-2 and ZeRO-3: exact steps, and stops that both take together."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from two_processes import torchrun
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+training_rank = LateModule("training_rank")
+
+STAGES = ("2", "3")
+FLOAT32 = 1e-6  # of numbers around 1; sums over samples are taken in another order
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found, by stage."""
+    folder = tmp_path_factory.mktemp("zero_training")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        torchrun(Path(__file__).parent / "zero_training_rank.py", str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_loss_and_norm_are_those_of_all_samples(ranks: list[dict[str, Any]], stage: str) -> None:
+    for found in (rank[stage]["splits"] for rank in ranks):
+        assert found.keys() == training_rank.SPLITS.keys()
+        assert all(len(differences) == 6 and max(differences) <= FLOAT32 for differences in found.values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_deepspeed_clips_by_the_norm_of_all(ranks: list[dict[str, Any]], stage: str) -> None:
+    for found in (rank[stage]["clipped"] for rank in ranks):
+        assert max(found["differences"]) <= FLOAT32
+        assert (
+            "ValueError: max_grad_norm=None: DeepSpeed clips by itself, with gradient_clipping=0.1" in found["refused"]
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: list[dict[str, Any]], stage: str) -> None:
+    for first, second in zip(*(rank[stage]["non-finite"] for rank in ranks), strict=True):
+        assert first == second
+        assert first["unchanged"]
+        assert first["step"] == 1
+        header, finding = first["message"].splitlines()
+        assert "NonFiniteGradientError: Non-finite gradient at step 2." in header
+        assert finding.startswith("  rank 1, micro-batch 3: 4.")
+        assert "ValueError: the window before this one ended in an error" in first["again"]
+    assert len(ranks[0][stage]["non-finite"]) == 2
+
+
+def test_what_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for refused in (rank["refused"] for rank in ranks):
+        assert "ValueError: zero_optimization.stage=1 is not for exact steps; use 2 or 3, or DDP" in refused["stage"]
+        for what in ("gradient cache", "micro-batcher"):
+            assert "is not for exact steps: its engine scales, exchanges and applies gradients itself" in refused[what]

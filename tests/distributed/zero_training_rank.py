@@ -1,0 +1,142 @@
+"""What each process of test_zero_training.py runs: `zero_training_rank.py <folder>`.
+
+Takes exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside one on all samples in one process. What came of it on
+this rank goes to `<folder>/rank<number>.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
+from alone import leave
+from torch import Tensor, distributed, nn
+from training_rank import SPLITS, error_of, mean_loss, samples
+from zero_rank import deepspeed_on_the_cpu, zero
+
+from hf_memopt.training import GradientCache, MicroBatcher, train_step
+
+LEARNING_RATE = 0.1
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class ZeroRun:
+    """A model in DeepSpeed's engine, and a plain twin.
+
+    Args:
+        stage: of ZeRO.
+        max_grad_norm: what DeepSpeed is told to clip to; 0, it does not.
+        precision: of accelerate's mixed precision.
+    """
+
+    def __init__(self, stage: int, max_grad_norm: float = 0.0, precision: str = "no") -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options = {**zero(stage), "gradient_clipping": max_grad_norm, "gradient_accumulation_steps": 3}
+        plugin = DeepSpeedPlugin(hf_ds_config=options)
+        self.accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin)
+        self.rank = self.accelerator.process_index
+        self.plain, model = network(), network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, micro_batches: Any, **options: Any) -> Any:
+        return train_step(self.accelerator, self.model, mean_loss, micro_batches, self.optimizer, **options)
+
+    def weights(self) -> Tensor:
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return torch.cat([parameter.detach().float().flatten() for parameter in self.model.parameters()])
+
+    def plain_step(self, batch: Tensor, max_grad_norm: float = float("inf")) -> tuple[float, float]:
+        """Loss and norm of a step of the plain twin."""
+        self.plain.zero_grad()
+        loss = mean_loss(self.plain, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.plain.parameters(), max_grad_norm)
+        with torch.no_grad():
+            for parameter in self.plain.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+        return loss.item(), norm.item()
+
+    def difference(self) -> float:
+        plain = torch.cat([parameter.detach().flatten() for parameter in self.plain.parameters()])
+        return (self.weights() - plain).abs().max().item()
+
+
+def batches(num_samples: int, rank: int) -> Tensor:
+    return samples(num_samples, rank).float()
+
+
+def splits(stage: int) -> dict[str, list[float]]:
+    """Two steps of each, the second of which must not see what the first one has collected."""
+    found = {}
+    for name, sizes in SPLITS.items():
+        run, differences = ZeroRun(stage), []
+        for number in (0, 1):
+            parts = [batches(sum(of_rank), 2 * number + rank) for rank, of_rank in enumerate(sizes)]
+            result = run.step(parts[run.rank].split(sizes[run.rank]))
+            loss, norm = run.plain_step(torch.cat(parts))
+            differences += [run.difference(), abs(result.loss - loss), abs(result.grad_norm - norm)]
+        found[name] = differences
+    return found
+
+
+def clipped(stage: int) -> dict[str, Any]:
+    run, parts = ZeroRun(stage, max_grad_norm=0.1), [batches(4, rank) for rank in (0, 1)]
+    refused = error_of(lambda: run.step([parts[run.rank]]))
+    result = run.step([parts[run.rank]], max_grad_norm=0.1)
+    _, norm = run.plain_step(torch.cat(parts), 0.1)
+    return {"refused": refused, "differences": [run.difference(), abs(result.grad_norm - norm)]}
+
+
+def non_finite(stage: int, precision: str) -> dict[str, Any]:
+    run = ZeroRun(stage, precision=precision)
+    # DeepSpeed casts weights, and not what goes in.
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    parts = list(batches(8, run.rank).to(dtype).split(2))
+    run.step(parts)
+    before = run.weights()
+    bad = [part * float("nan") if run.rank == 1 and number == 2 else part for number, part in enumerate(parts)]
+    message = error_of(lambda: run.step(bad))
+    return {
+        "message": message,
+        "unchanged": torch.equal(before, run.weights()),
+        "step": run.accelerator.step,
+        "again": error_of(lambda: run.step(parts)),
+    }
+
+
+def refused() -> dict[str, str]:
+    first, second = ZeroRun(1), ZeroRun(2)
+    return {
+        "stage": error_of(lambda: first.step([batches(2, 0)])),
+        "gradient cache": error_of(lambda: GradientCache(second.accelerator, second.model, torch.sum)),
+        "micro-batcher": error_of(lambda: MicroBatcher(second.accelerator, 2)),
+    }
+
+
+def main() -> None:
+    with deepspeed_on_the_cpu():
+        results: dict[str, Any] = {
+            str(stage): {
+                "splits": splits(stage),
+                "clipped": clipped(stage),
+                "non-finite": [non_finite(stage, precision) for precision in ("no", "bf16")],
+            }
+            for stage in (2, 3)
+        }
+        results["refused"] = refused()
+    Path(sys.argv[1], f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
+    leave()
