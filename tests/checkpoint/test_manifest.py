@@ -100,7 +100,10 @@ def turn_into_pipe(checkpoint: Path) -> None:
         (changed(lambda manifest: manifest.update(step="7")), r"manifest\.json is damaged: "),
         (changed(lambda manifest: manifest.update(run=None)), r"manifest\.json is damaged: run is not of type str"),
         (changed(lambda manifest: manifest.pop("position")), r"manifest\.json is damaged: 'position'"),
-        (changed(lambda manifest: manifest.update(launch=[])), r"manifest\.json is damaged: launch is not of type dict"),
+        (
+            changed(lambda manifest: manifest.update(launch=[])),
+            r"manifest\.json is damaged: launch is not of type dict",
+        ),
         (changed(lambda manifest: manifest.update(files=[])), r"manifest\.json is damaged: files is not of type dict"),
         (changed(lambda manifest: manifest["files"].update(weights=7)), "damaged: files: weights lacks its bytes or"),
         (changed(lambda manifest: manifest["files"]["weights"].pop("sha256")), "damaged: files: weights lacks its"),

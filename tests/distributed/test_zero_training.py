@@ -58,6 +58,10 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: list[dic
 
 def test_what_is_refused(ranks: list[dict[str, Any]]) -> None:
     for refused in (rank["refused"] for rank in ranks):
-        assert "ValueError: zero_optimization.stage=1 is not for exact steps; use 2 or 3, or DDP" in refused["stage"]
+        assert (
+            "ValueError: zero_optimization.stage=1 does not allow exact steps; use 2 or 3, or DDP" in refused["stage"]
+        )
         for what in ("gradient cache", "micro-batcher"):
-            assert "is not for exact steps: its engine scales, exchanges and applies gradients itself" in refused[what]
+            assert (
+                "does not allow exact steps: its engine scales, exchanges and applies gradients itself" in refused[what]
+            )

@@ -34,7 +34,7 @@ def check_engine(engine: Any, max_grad_norm: float | None) -> None:
         )
     if engine.zero_optimization_stage() not in _STAGES:
         raise ValueError(
-            f"zero_optimization.stage={engine.zero_optimization_stage()} is not for exact steps; use 2 or 3, or DDP"
+            f"zero_optimization.stage={engine.zero_optimization_stage()} does not allow exact steps; use 2 or 3, or DDP"
         )
     clipped_to = engine.gradient_clipping() or None
     if max_grad_norm != clipped_to:

@@ -33,7 +33,7 @@ class Engine:
 @pytest.mark.parametrize(
     ("engine", "max_grad_norm", "message"),
     [
-        (Engine(stage=0), None, r"zero_optimization.stage=0 is not for exact steps; use 2 or 3, or DDP"),
+        (Engine(stage=0), None, r"zero_optimization.stage=0 does not allow exact steps; use 2 or 3, or DDP"),
         (Engine(stage=1), None, r"zero_optimization.stage=1"),
         (Engine(clipping=1.0), None, r"max_grad_norm=None: .* gradient_clipping=1.0; give both the same value"),
         (Engine(), 0.5, r"max_grad_norm=0.5: .* gradient_clipping=None"),
