@@ -259,10 +259,11 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
     log = runs.run(recipe.main, *runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2))
     last = next(line for line in log.splitlines() if " step:2 " in line)
     for phase in ("prefix", "teacher", "forward", "backward", "optimizer"):
-        assert re.search(rf"\b{phase}_rss_gib:(?!0\.000)\d+\.\d+", last), last
+        assert re.search(rf" memory/{phase}_host_rss_gib:(?!0\.000)\d+\.\d+", last), last
     timeline = read_run(tmp_path / "run").timeline
     assert [entry["step"] for entry in timeline] == [1, 2]
     assert timeline[-1]["memory/teacher_host_rss_gib"] > 0
+    assert timeline[-1]["memory/teacher_own_gib"] > 0
 
 
 def test_an_out_of_memory_error_names_the_flags_that_help(
