@@ -96,6 +96,12 @@ def check_is_student(arguments: Sequence[str]) -> None:
         )
 
 
+def put_teacher(cfg: TrainPipelineConfig, home: str) -> None:
+    """Have the run's teacher live there, also when lerobot's loop reads the policy's flags once more."""
+    cfg.policy.teacher_offload = home
+    sys.argv[1:] = [*parser.filter_arg("policy.teacher_offload", sys.argv[1:]), f"--policy.teacher_offload={home}"]
+
+
 def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, str]:
     """Return the flags for as many updates of as many samples in half the micro-batch, if a batch has two halves.
 
@@ -142,9 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO)
     if card is None:
-        cfg.policy.teacher_offload = decided_home(cfg, num_accumulation_steps)
+        put_teacher(cfg, decided_home(cfg, num_accumulation_steps))
     else:
-        cfg.policy.teacher_offload = planned_home(cfg, num_accumulation_steps, card)
+        put_teacher(cfg, planned_home(cfg, num_accumulation_steps, card))
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
