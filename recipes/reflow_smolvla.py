@@ -16,8 +16,11 @@ What this adds to lerobot's own training loop:
   ignores the setting except for dividing the loss by N. All of lerobot's step counts, the learning-rate schedule
   included, go on counting batches, so `--steps` and `--save_freq` must be multiples of N.
 - `--policy.dtype=bfloat16`: autocast in bfloat16.
-- `--plan=auto`, or `--plan=8GiB` for another card: where the teacher lives (`--policy.teacher_offload`) is chosen by
-  simulation before the run, for the batch that the flags say. `hf-memopt plan` also varies batch and accumulation.
+- `--policy.teacher_offload=auto`, the default: on a CUDA device, where the teacher lives is chosen by simulation before
+  the run, for the batch that the flags say and the memory that is free. Where that cannot be simulated, one line says
+  why, and the first two optimizer steps decide, as in `lerobot-train`.
+- `--plan=auto`, or `--plan=8GiB` for another card: the same, with a table of reasons, and a batch that cannot fit is
+  refused. `hf-memopt plan` also varies batch and accumulation.
 - `--policy.couplings_path=<folder of hf-memopt precompute>`: the teacher's targets from disk, and no teacher.
 - memory by phase in each log line, and in the output folder for `hf-memopt report`: `prefix`, `teacher`, `forward`,
   `backward`, `optimizer`, as peak GiB on an accelerator and resident GiB on the CPU, and the GiB that the teacher owns.
@@ -29,9 +32,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from operator import attrgetter
-from pathlib import Path
 
-from accelerate import PartialState
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 
@@ -43,7 +44,6 @@ from hf_memopt.integrations.lerobot.training_flags import read_training_flags
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory.oom import HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
-from hf_memopt.recipes.common.auto_plan import card_of
 from hf_memopt.recipes.common.flags import check_card
 from hf_memopt.recipes.reflow.accumulation import MemoryLog, check_windows
 from hf_memopt.recipes.reflow.lerobot_loop import (
@@ -52,9 +52,7 @@ from hf_memopt.recipes.reflow.lerobot_loop import (
     settle_accumulation,
     train,
 )
-from hf_memopt.recipes.reflow.plan import SmolVLAReflow
-from hf_memopt.tuning import plan
-from hf_memopt.tuning.settings_table import explain, headline
+from hf_memopt.recipes.reflow.teacher_home import decided_home, planned_home
 
 RANGES = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),
@@ -63,8 +61,6 @@ RANGES = {
     **dict.fromkeys(("policy.optimizer_lr", "policy.optimizer_weight_decay"), NOT_NEGATIVE),
     "policy.optimizer_grad_clip_norm": NOT_NEGATIVE,
 }
-
-logger = logging.getLogger(__name__)
 
 
 def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
@@ -100,21 +96,10 @@ def check_is_student(arguments: Sequence[str]) -> None:
         )
 
 
-def planned_offload(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
-    """Return the `teacher_offload` with which the run is fastest of those that fit a card; each process finds the same.
-
-    Raises:
-        ValueError: nothing fits with this batch, `card` is unknown, or the training cannot be simulated.
-    """
-    workload = SmolVLAReflow(
-        cfg.policy,
-        Path(cfg.policy.pretrained_path),
-        effective_batch=cfg.batch_size * num_accumulation_steps,
-        micro_batch=cfg.batch_size,
-    )
-    found = plan(workload, gpu=card_of(PartialState().device) if card == "auto" else card)
-    logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
-    return found.best.settings["teacher_offload"]
+def put_teacher(cfg: TrainPipelineConfig, home: str) -> None:
+    """Have the run's teacher live there, also when lerobot's loop reads the policy's flags once more."""
+    cfg.policy.teacher_offload = home
+    sys.argv[1:] = [*parser.filter_arg("policy.teacher_offload", sys.argv[1:]), f"--policy.teacher_offload={home}"]
 
 
 def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, str]:
@@ -159,8 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_windows(cfg, num_accumulation_steps)
     if card is not None and cfg.policy.pretrained_path is None:
         raise ValueError(f"plan={card} simulates the student that --policy.path names; pass one, or leave --plan out")
-    if card is not None:
-        cfg.policy.teacher_offload = planned_offload(cfg, num_accumulation_steps, card)
+    # lerobot sets logging up later.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_memopt").setLevel(logging.INFO)
+    if card is None:
+        put_teacher(cfg, decided_home(cfg, num_accumulation_steps))
+    else:
+        put_teacher(cfg, planned_home(cfg, num_accumulation_steps, card))
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -47,7 +47,7 @@ def plan(
 
     For every combination of levers the largest micro-batch that fits is sought, and it and the next one are simulated:
     the peak is convex in the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits
-    with the whole batch at once are left out: they could only be slower.
+    with the largest micro-batch of all are left out: they could only be slower.
 
     Args:
         workload: what to train.
@@ -106,7 +106,7 @@ class _Search:
                         yield partial(self.explore, settings)
 
             # The first combination is the plain run. It is simulated alone, before the others: if it fits with the
-            # whole batch at once, every other combination is skipped.
+            # largest micro-batch, every other combination is skipped.
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
@@ -142,11 +142,11 @@ class _Search:
         return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
-        """Return whether a combination that spends no more in any respect fits with the whole batch at once."""
+        """Return whether a combination that spends no more in any respect fits with the largest micro-batch of all."""
         ranks = self._ranks(settings)
         return any(
             row.fits
-            and row.accumulation == 1
+            and row.micro_batch == self._micro_batches[-1]
             and all(spent <= other for spent, other in zip(self._ranks(row.settings), ranks, strict=True))
             for row in self._rows
         )

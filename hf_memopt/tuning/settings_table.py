@@ -145,6 +145,8 @@ def explain(plan: TrainingPlan) -> list[str]:
 def _explain_micro_batch(plan: TrainingPlan) -> str:
     best = plan.best
     larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
+    if not larger and best.accumulation > 1:
+        return f"micro-batch {best.micro_batch}: as given."
     if not larger:
         return f"micro-batch {best.micro_batch}: the whole batch fits at once."
     following = min(larger, key=lambda row: row.micro_batch)
@@ -173,7 +175,8 @@ def _explain(plan: TrainingPlan, lever: SearchDimension) -> Iterator[str]:
             needed = min(row.needed_bytes for row in rows) / GIB
             yield f"{lever.name} {chosen}, not {value}: with {value} nothing fits; {needed:.2f} GiB at least."
         else:
-            yield f"{lever.name} {chosen}, not {value}: not needed, since the whole batch fits without it."
+            batch = "whole batch" if any(row.fits and row.accumulation == 1 for row in plan.rows) else "micro-batch"
+            yield f"{lever.name} {chosen}, not {value}: not needed, since the {batch} fits without it."
 
 
 def _assumptions(plan: TrainingPlan) -> list[str]:

@@ -22,23 +22,20 @@ class MemoryLog:
         self._num_batches = resumed_step(cfg)
 
     def after_backward(self, accelerator: Accelerator) -> None:
-        """Mark the end of a backward pass, and write the batch's figures; the optimizer's is that of the batch before.
+        """Write a batch's figures at the end of its backward pass; the optimizer's is that of the batch before.
 
         Args:
             accelerator: has prepared the policy.
         """
         for model in accelerator._models:
             policy = accelerator.unwrap_model(model)
-            if isinstance(policy, ReflowPolicy) and policy.memory is not None:
-                policy.memory.mark("backward")
-                if accelerator.is_main_process:
-                    self._end_batch(policy.memory.figures())
+            if isinstance(policy, ReflowPolicy) and accelerator.is_main_process:
+                self._end_batch(policy.memory_figures())
 
     def _end_batch(self, figures: dict[str, float]) -> None:
         self._num_batches += 1
         if self._log_freq > 0 and self._num_batches % self._log_freq == 0:
-            metrics = {f"memory/{name.replace('_rss_gib', '_host_rss_gib')}": gib for name, gib in figures.items()}
-            metrics["memory/host_rss_gib"] = self._host.rss_bytes() / GIB
+            metrics = {**figures, "memory/host_rss_gib": self._host.rss_bytes() / GIB}
             device_peaks = [gib for name, gib in figures.items() if name.endswith("_peak_gib")]
             if device_peaks:
                 metrics["memory/peak_allocated_gib"] = max(device_peaks)

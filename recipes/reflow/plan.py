@@ -110,7 +110,9 @@ class SmolVLAReflow(RecipeWorkload):
         effective_batch: int | None = None,
         micro_batch: int | None = None,
     ) -> None:
-        _check(config)
+        why_not = why_not_simulated(config)
+        if why_not is not None:
+            raise ValueError(f"{why_not}; train without a plan")
         given = "bf16" if config.dtype == "bfloat16" else "no"
         options = Options(config, folder, TrainPipelineConfig.batch_size, 1)
         super().__init__(
@@ -180,9 +182,10 @@ class SmolVLAReflow(RecipeWorkload):
         return f"xargs {launch} --dataset.repo_id=DATASET --output_dir=FOLDER < {flags}"
 
 
-def _check(config: PreTrainedConfig) -> None:
+def why_not_simulated(config: PreTrainedConfig) -> str | None:
+    """Say which setting keeps a policy's training from being simulated; None, none does."""
     if not isinstance(config, SmolVLAReflowConfig):
-        raise ValueError(f"policy type {config.type!r}: only smolvla_reflow is simulated; train without a plan")
+        return f"policy type {config.type!r}: only smolvla_reflow is simulated"
     reasons = {
         "use_reflow": (not config.use_reflow, "it is plain SmolVLA"),
         "couplings_path": (config.couplings_path is not None, "its pairs are read by the dataset's frames"),
@@ -193,7 +196,8 @@ def _check(config: PreTrainedConfig) -> None:
     }
     for field, (refused, reason) in reasons.items():
         if refused:
-            raise ValueError(f"{field}={getattr(config, field)!r}: such a training is not simulated, since {reason}")
+            return f"{field}={getattr(config, field)!r}: such a training is not simulated, since {reason}"
+    return None
 
 
 @contextmanager

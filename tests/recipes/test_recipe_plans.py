@@ -32,6 +32,7 @@ fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
 neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.plan")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.plan")
+teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
@@ -248,7 +249,7 @@ def test_the_reflow_recipe_takes_its_own_plan_flag(student: Path) -> None:
     assert reflow_smolvla.take_flag("plan", ["--plan=4GiB", "--steps=4"]) == ("4GiB", ["--steps=4"])
     assert reflow_smolvla.take_flag("plan", ["--steps=4"]) == (None, ["--steps=4"])
     with pytest.raises(ValueError, match="plan='auto' needs an accelerator"):
-        reflow_smolvla.planned_offload(reflow_run(student), 3, "auto")
+        teacher_home.planned_home(reflow_run(student), 3, "auto")
 
 
 @pytest.mark.slow
@@ -256,10 +257,10 @@ def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
     student: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="hf_memopt"):
-        assert reflow_smolvla.planned_offload(reflow_run(student), 3, "4GiB") in ("resident", "swap", "stream")
+        assert teacher_home.planned_home(reflow_run(student), 3, "4GiB") in ("resident", "swap", "stream")
     assert "micro-batch 2 x 3" in caplog.text
     with pytest.raises(NothingFitsError, match="no settings of SmolVLA reflow of student fit"):
-        reflow_smolvla.planned_offload(reflow_run(student), 3, "642MiB")
+        teacher_home.planned_home(reflow_run(student), 3, "642MiB")
 
 
 def reflow_run(student: Path) -> Any:

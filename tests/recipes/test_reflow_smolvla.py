@@ -1,5 +1,6 @@
 """The recipe: lerobot's flags, plus gradient accumulation that is exact and figures that say where memory goes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -259,10 +260,26 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
     log = runs.run(recipe.main, *runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2))
     last = next(line for line in log.splitlines() if " step:2 " in line)
     for phase in ("prefix", "teacher", "forward", "backward", "optimizer"):
-        assert re.search(rf"\b{phase}_rss_gib:(?!0\.000)\d+\.\d+", last), last
+        assert re.search(rf" memory/{phase}_host_rss_gib:(?!0\.000)\d+\.\d+", last), last
     timeline = read_run(tmp_path / "run").timeline
     assert [entry["step"] for entry in timeline] == [1, 2]
     assert timeline[-1]["memory/teacher_host_rss_gib"] > 0
+    assert timeline[-1]["memory/teacher_own_gib"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--plan=8GiB", "--policy.teacher_offload=auto"])
+def test_the_home_that_was_chosen_is_the_teachers(
+    flag: str, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run, in its checkpoint, and in a run that goes on from there."""
+    for choice in ("planned_home", "decided_home"):
+        monkeypatch.setattr(f"hf_memopt.recipes.reflow_smolvla.{choice}", lambda cfg, *others: "swap")
+    flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
+    assert "teacher: swap; swap was asked for" in runs.run(recipe.main, *flags, "--save_freq=1", flag)
+    first = tmp_path / "run" / "checkpoints" / "000001" / "pretrained_model"
+    assert json.loads((first / "config.json").read_text())["teacher_offload"] == "swap"
+    resumed = runs.run(recipe.main, f"--config_path={first / 'train_config.json'}", "--resume=true", flag)
+    assert "teacher: swap; swap was asked for" in resumed
 
 
 def test_an_out_of_memory_error_names_the_flags_that_help(

@@ -101,6 +101,27 @@ def test_plain_training_is_chosen_where_it_fits_and_nothing_else_is_simulated() 
     assert "not needed, since the whole batch fits without it" in "\n".join(explain(roomy))
 
 
+def test_nothing_else_is_simulated_where_the_one_micro_batch_that_may_be_chosen_fits() -> None:
+    toy = Toy()
+    toy.micro_batches = (4,)
+    roomy = plan(toy, gpu=card_with(2 * GIB), num_workers=1, progress=False)
+    assert [(row.settings["activations"], row.accumulation) for row in roomy.rows] == [("kept", 4)]
+    reasons = explain(roomy)
+    assert reasons[0] == "micro-batch 4: as given."
+    assert "activations kept, not offloaded: not needed, since the micro-batch fits without it." in reasons
+
+
+def test_one_worker_ends_with_the_first_combination_that_fits(tight: TrainingPlan) -> None:
+    toy = Toy()
+    toy.micro_batches = (max(row.micro_batch for row in tight.rows if row.fits and _is_checkpointed(row)),)
+    found = plan(toy, gpu=tight.card, num_workers=1, progress=False)
+    assert [(row.settings["activations"], row.fits) for row in found.rows] == [("checkpointed", True), ("kept", False)]
+
+
+def _is_checkpointed(row: Row) -> bool:
+    return bool(row.settings["activations"] == "checkpointed")
+
+
 def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tight: TrainingPlan) -> None:
     best = tight.best
     assert best.estimate.trace.fits(100 * MIB)

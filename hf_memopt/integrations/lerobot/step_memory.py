@@ -1,8 +1,10 @@
 """Memory at the ends of a training step's phases."""
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_memopt.memory.device_counters import Host, counters_for
 from hf_memopt.units import GIB
@@ -30,13 +32,31 @@ class PhaseMemory:
         # Copies and pickles of a policy measure for themselves: a handle of the process is no use to another one.
         return PhaseMemory, (self._device,)
 
+    @property
+    def has_counters(self) -> bool:
+        """Whether the figures are those of device memory; otherwise they are those of host memory."""
+        return self._counters is not None
+
     def mark(self, phase: str) -> None:
         """Record the memory at the end of `phase`."""
         if self._counters is None:
-            self._figures[f"{phase}_rss_gib"] = self._host.rss_bytes() / GIB
+            self._figures[f"memory/{phase}_host_rss_gib"] = self._host.rss_bytes() / GIB
         else:
-            self._figures[f"{phase}_peak_gib"] = self._counters.read().peak_allocated_bytes / GIB
+            self._figures[f"memory/{phase}_peak_gib"] = self._counters.read().peak_allocated_bytes / GIB
+
+    def mark_after_backward(self, loss: Tensor) -> None:
+        """Record the memory at the end of the backward pass from `loss` as the phase `backward`; no loop has to help.
+
+        Without a graph nothing will be recorded.
+        """
+        if loss.requires_grad:
+            loss.register_hook(self._at_start_of_backward)
 
     def figures(self) -> dict[str, float]:
-        """Return the newest figure of every phase in GiB: `<phase>_peak_gib`, or `<phase>_rss_gib` on the CPU."""
+        """Return the newest figure of every phase in GiB, under the names that Trainer's logs have for them:
+        `memory/<phase>_peak_gib`, or `memory/<phase>_host_rss_gib` on the CPU.
+        """
         return dict(self._figures)
+
+    def _at_start_of_backward(self, grad: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self.mark, "backward"))

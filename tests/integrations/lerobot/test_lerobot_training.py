@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,30 @@ def test_trains_the_expert_and_leaves_the_frozen_model(toy_student: Path, toy_da
     assert {name.split(".")[1] for name in moved} >= {"vlm_with_expert", "state_proj", "action_out_proj"}
     assert len(lerobot_runs.logged(log, "loss")) == 2
     assert log.count("eval_loss=") == 2
-    for figure in ("prefix_rss_gib", "teacher_rss_gib", "forward_rss_gib", "teacher_own_gib"):
-        assert all(value > 0 for value in lerobot_runs.logged(log, figure)), log
-        assert lerobot_runs.logged(log, figure)
+
+
+@pytest.mark.parametrize("use_reflow", [True, False])
+def test_memory_by_phase_reaches_the_log_and_wandb(
+    use_reflow: bool, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of backward and optimizer from the second batch on: in a batch's forward, they are those of the one before."""
+    sent: dict[int, dict[str, float]] = {}
+    service = SimpleNamespace(id="run", get_url=lambda: "")
+    wandb = SimpleNamespace(init=lambda **settings: None, run=service, log=lambda data, step: sent.update({step: data}))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = ("--wandb.enable=true", "--wandb.disable_artifact=true", f"--policy.use_reflow={str(use_reflow).lower()}")
+    log = train(toy_student, toy_dataset, tmp_path / "run", *flags)
+    of_teacher = {"memory/prefix_host_rss_gib", "memory/teacher_host_rss_gib", "memory/teacher_own_gib"}
+    first = {"memory/forward_host_rss_gib", *(of_teacher if use_reflow else ())}
+    later = {*first, "memory/backward_host_rss_gib", "memory/optimizer_host_rss_gib"}
+    for step, names in ((1, first), (2, later)):
+        figures = {name: gib for name, gib in sent[step].items() if name.startswith("train/memory/")}
+        assert figures.keys() == {f"train/{name}" for name in names}
+        assert all(0 < gib < 1000 for gib in figures.values())
+    for name in later:
+        logged = lerobot_runs.logged(log, name)
+        assert logged[-1] == pytest.approx(sent[2][f"train/{name}"], abs=5e-4)
+        assert len(logged) == (2 if name in first else 1)
 
 
 def test_checkpoint_holds_the_teachers_keys_and_stock_tools_load_it(
@@ -105,7 +127,7 @@ def test_new_process_finds_the_policy_and_resumes(toy_student: Path, toy_dataset
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert lerobot_runs.logged(result.stderr, "step") == [2]
-    assert lerobot_runs.logged(result.stderr, "teacher_own_gib")
+    assert lerobot_runs.logged(result.stderr, "memory/teacher_own_gib")
     assert lerobot_runs.weights(tmp_path / "run").keys() == lerobot_runs.weights(toy_student).keys()
 
 

@@ -25,7 +25,8 @@ class ReflowOptions:
             teacher, and neither does training with `couplings_path`.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
-            `"auto"`, what the first two optimizer steps leave room for, and resident on the CPU.
+            `"auto"`, what the first two optimizer steps leave room for, and resident on the CPU; the recipe replaces it
+            by what a simulation finds before the first step, where there can be one.
         teacher_budget_gib: device memory that the teacher's own weights may take, for `"auto"` and `"stream"`; None, no
             limit.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.

@@ -71,17 +71,19 @@ class ReflowPolicy(nn.Module):
             reduction: `"mean"`, or `"none"` for one loss per sample, `(batch,)`.
 
         Returns:
-            The loss, and figures to log: `loss`, memory by phase (see `PhaseMemory`) and the teacher's traffic.
+            The loss, and figures to log: `loss` or those of the policy's own, and `memory_figures`.
 
         Raises:
             ValueError: see `CachedPairs.draw`.
         """
         with self._autocast(), self.offloader.offload_context(self):
-            if not self.config.use_reflow:
+            if self.config.use_reflow:
+                loss, figures = self._reflow(batch, noise, time, reduction)
+            else:
                 given = {name: value for name, value in (("noise", noise), ("time", time)) if value is not None}
-                stock: tuple[Tensor, dict[str, float]] = super().forward(batch, reduction=reduction, **given)
-                return stock
-            return self._reflow(batch, noise, time, reduction)
+                loss, figures = super().forward(batch, reduction=reduction, **given)
+        self._mark("forward").mark_after_backward(loss)
+        return loss, {**figures, **self.memory_figures()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Whatever `dtype` says; the training loop of lerobot 0.6.1 does the same, around this."""
@@ -106,9 +108,8 @@ class ReflowPolicy(nn.Module):
         pairs = self.pair_source.complete(Asked(self, observation, prefix), pairs)
         self._mark("teacher")
         losses = self._losses(observation, prefix, pairs, time)
-        self._mark("forward")
         loss = losses.mean()
-        return (losses if reduction == "none" else loss), {"loss": loss.item(), **self._figures()}
+        return (losses if reduction == "none" else loss), {"loss": loss.item()}
 
     def load_teacher_model(self) -> PreTrainedPolicy:
         """Return the teacher: frozen, in evaluation mode, on the host unless `teacher_offload=resident`.
@@ -148,6 +149,26 @@ class ReflowPolicy(nn.Module):
         """Return what the teacher costs; None before it was used and where there is none."""
         return self.pair_source.teacher.report()
 
+    def memory_figures(self) -> dict[str, float]:
+        """Return where memory is, in GiB, each under its name in a log; empty before the first `forward`.
+
+        - each phase's as `PhaseMemory` has them: `prefix` and `teacher` with `use_reflow`; `forward`; `backward` and
+          `optimizer`, which inside `forward` are those of the batch before.
+        - `memory/teacher_own_gib`: the teacher's own weights, wherever they live; on an accelerator
+          `memory/teacher_device_gib`, the most of them that was on it at once.
+        - `memory/offload_host_gib`: host memory that holds activations, with `activation_offload`.
+        """
+        if self.memory is None:
+            return {}
+        figures, report = self.memory.figures(), self.teacher_report()
+        if report is not None:
+            figures["memory/teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+        if report is not None and self.memory.has_counters:
+            figures["memory/teacher_device_gib"] = report.peak_device_bytes / GIB
+        if self.offloader.enabled:
+            figures["memory/offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
+        return figures
+
     @property
     def why_prefix_not_shared(self) -> str | None:
         """Return why the teacher computes its own prefix; None if the student's serves both."""
@@ -155,8 +176,8 @@ class ReflowPolicy(nn.Module):
 
     def update(self) -> None:
         """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""
+        self._mark("optimizer")
         if self.config.use_reflow:
-            self._mark("optimizer")
             self.pair_source.teacher.prefetch()
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
@@ -170,17 +191,8 @@ class ReflowPolicy(nn.Module):
         velocity = flow_of(self.config).expert(self.model, prefix).velocity(x_t, time)
         return reflow_loss(velocity, pairs.noise, pairs.target, num_action_dims, kind, pairs.valid)
 
-    def _mark(self, phase: str) -> None:
+    def _mark(self, phase: str) -> PhaseMemory:
         if self.memory is None:
             self.memory = PhaseMemory(next(self.parameters()).device)
         self.memory.mark(phase)
-
-    def _figures(self) -> dict[str, float]:
-        report = self.teacher_report()
-        assert self.memory is not None
-        figures = self.memory.figures()
-        if report is not None:
-            figures["teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
-        if self.offloader.enabled:
-            figures["offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
-        return figures
+        return self.memory

@@ -64,7 +64,8 @@ def test_lerobots_loop_trains_the_expert_with_one_prefix_for_both(trained: Any, 
     assert not any(".paligemma." in name for name in moved)
     assert {name.split(".")[1] for name in moved} >= {"paligemma_with_expert", "state_proj", "action_out_proj"}
     assert "shared prefix: on; the VLM is held and run once" in log
-    for figure in ("loss", "prefix_rss_gib", "teacher_rss_gib", "forward_rss_gib", "teacher_own_gib"):
+    phases = [f"memory/{phase}_host_rss_gib" for phase in ("prefix", "teacher", "forward")]
+    for figure in ("loss", *phases, "memory/teacher_own_gib"):
         assert len(lerobot_runs.logged(log, figure)) == 2
 
 
@@ -77,7 +78,7 @@ def test_the_recipe_accumulates_and_says_why_nothing_is_shared(
     before, after = lerobot_runs.weights(pi0_student), lerobot_runs.weights(tmp_path / "run")
     assert any(".paligemma." in name for name in before if not torch.equal(before[name], after[name]))
     # lerobot logs a batch before its backward pass ends, so the first line has none.
-    assert len(lerobot_runs.logged(log, "backward_rss_gib")) == 1
+    assert len(lerobot_runs.logged(log, "memory/backward_host_rss_gib")) == 1
 
 
 def test_the_recipe_says_how_a_stock_policy_becomes_a_student(pi0_teacher: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_student_teaches_itself(
             assert not model.training
         loss, figures = policy(batch, noise=noise, time=time)
         loss.backward()
-        assert "teacher_own_gib" not in figures
+        assert "memory/teacher_own_gib" not in figures
         torch.optim.SGD([p for p in policy.parameters() if p.grad is not None], lr=0.1).step()
         policy.zero_grad()
     assert policy.training

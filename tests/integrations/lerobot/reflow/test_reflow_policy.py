@@ -57,7 +57,13 @@ def test_without_use_reflow_it_is_smolvla(make: Make, batch: Any, noise: Tensor,
     policy.config.use_reflow = False
     stock = modeling_smolvla.SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
     stock.load_state_dict(policy.state_dict())
-    assert torch.equal(policy(batch, noise=noise, time=time)[0], stock(batch, noise=noise, time=time)[0])
+    (loss, figures), (want, stock_figures) = (each(batch, noise=noise, time=time) for each in (policy, stock))
+    assert torch.equal(loss, want)
+    assert figures == {**stock_figures, **policy.memory_figures()}
+    loss.backward()
+    policy.update()
+    phases = ("forward", "backward", "optimizer")
+    assert list(policy.memory_figures()) == [f"memory/{phase}_host_rss_gib" for phase in phases]
     assert policy.teacher_report() is None
 
 
@@ -95,8 +101,7 @@ def test_offloaded_activations_give_the_same_gradients(
     assert stats.bytes_moved > 0
     if "budget_gib" in options:
         assert stats.measured_peak_gib <= options["budget_gib"]
-    if policy.config.use_reflow:
-        assert figures["offload_host_gib"] == stats.host_bytes_pinned / 2**30 > 0
+    assert figures["memory/offload_host_gib"] == stats.host_bytes_pinned / 2**30 > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Where a run's teacher lives, found by simulating the run's own batch before its first step."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from lerobot.configs.train import TrainPipelineConfig
+
+from hf_memopt.estimate.gpus import Card
+from hf_memopt.estimate.simulation.child_process import IsolatedError
+from hf_memopt.recipes.common.auto_plan import card_of
+from hf_memopt.recipes.reflow.plan import SmolVLAReflow, why_not_simulated
+from hf_memopt.teacher.strategies.mode_choice import usable_bytes
+from hf_memopt.tuning import TrainingPlan, plan
+from hf_memopt.tuning.settings_table import explain, headline
+from hf_memopt.units import format_gib
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def planned_home(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
+    """Return the `teacher_offload` with which the run is fastest of those that fit a card; each process finds the same.
+
+    Args:
+        cfg: the run's, of a student that is on the disk.
+        num_accumulation_steps: batches in an update.
+        card: a name or a size; "auto", the card that this process computes on.
+
+    Raises:
+        ValueError: nothing fits with this batch, `card` is unknown, or the training cannot be simulated.
+    """
+    gpu = card_of(PartialState().device) if card == AUTO else card
+    found = plan(_workload(cfg, num_accumulation_steps), gpu=gpu)
+    logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
+    return _home(found)
+
+
+def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
+    """Return the `teacher_offload` of a run: what its flags say, and for "auto" the fastest that fits by simulation.
+
+    Homes are simulated from the fastest on, one after another, until one fits into what the card has free. Where that
+    cannot be said, the answer is "auto", with which a teacher begins on the host and is placed by what two optimizer
+    steps leave. Logs one line that says which, and why. No line, and no simulation, where nothing is open: the flags
+    name a home or a budget, there is no teacher of its own, or the run is on a CPU.
+
+    Args:
+        cfg: the run's.
+        num_accumulation_steps: batches in an update.
+
+    Cost: a simulation of one step for each home that is tried, some 20 s of one core each at full size. Before the
+    first backward on a device, since the simulation's process is forked.
+    """
+    policy = cfg.policy
+    has_teacher = policy.use_reflow and policy.couplings_path is None and not policy.teaches_itself
+    is_open = policy.teacher_offload == AUTO and policy.teacher_budget_gib is None
+    if not (has_teacher and is_open) or policy.device == "cpu":
+        return str(policy.teacher_offload)
+    why_not = _why_not_simulated(cfg)
+    if why_not is not None:
+        return _measured(logging.INFO, why_not)
+    card = _room()
+    try:
+        found = plan(_workload(cfg, num_accumulation_steps), gpu=card, num_workers=1)
+    except (ValueError, IsolatedError) as error:
+        # The run may go on all the same: what is wrong with more than the simulation, it will find itself.
+        return _measured(logging.WARNING, str(error).splitlines()[0])
+    logger.info("teacher_offload=auto: %s", _reason(found, cfg.batch_size))
+    return _home(found)
+
+
+def _why_not_simulated(cfg: TrainPipelineConfig) -> str | None:
+    """Say what keeps this run, as it is started, from being simulated; None, nothing does."""
+    if not torch.cuda.is_available():
+        return f"device={cfg.policy.device!r} is no CUDA device, whose rules a simulation follows"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "of several processes only one would be simulated, without the buckets of their gradients"
+    if cfg.policy.pretrained_path is None:
+        return "no --policy.path names the student"
+    if cfg.peft is not None:
+        return "a student with adapters is not simulated"
+    if not cfg.use_policy_training_preset:
+        return "use_policy_training_preset=False: only the policy's own optimizer is simulated"
+    return why_not_simulated(cfg.policy)
+
+
+def _measured(level: int, why: str) -> str:
+    logger.log(level, "teacher_offload=auto: to be decided by what the first two optimizer steps leave; %s", why)
+    return AUTO
+
+
+def _room() -> Card:
+    """Return this process's card with as much memory as others leave of it, but for what fragmentation may take."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    card = card_of(device)
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    # The context of this process has been taken from what is free, and is counted once more in each plan.
+    return replace(card, memory_bytes=usable_bytes(min(total_bytes, free_bytes + card.context_bytes)))
+
+
+def _workload(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> SmolVLAReflow:
+    return SmolVLAReflow(
+        cfg.policy,
+        Path(cfg.policy.pretrained_path),
+        effective_batch=cfg.batch_size * num_accumulation_steps,
+        micro_batch=cfg.batch_size,
+    )
+
+
+def _home(found: TrainingPlan) -> str:
+    return str(found.best.settings["teacher_offload"])
+
+
+def _reason(found: TrainingPlan, batch_size: int) -> str:
+    best, card = found.best, found.card
+    too_large = [row for row in found.rows if not row.fits]
+    others = [f"; {row.settings['teacher_offload']} needs {format_gib(row.needed_bytes)}" for row in too_large]
+    return (
+        f"{_home(found)}, by simulation of a batch of {batch_size}: predicted peak "
+        f"{format_gib(best.estimate.peak_bytes)}, needs {format_gib(best.needed_bytes)} of the "
+        f"{format_gib(card.memory_bytes)} that {card.name} can give{''.join(others)}"
+    )
