@@ -18,6 +18,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         # What fake tensors carry, by their device: the same for all that are made from the cache.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """`torch.tensor` makes tensors on the host and moves them: from torch 2.15 on it would ask the simulated
+        device for memory."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
