@@ -314,7 +314,7 @@ def _with_memory(tensor: Any) -> Iterator[Tensor]:
     """The tensor, or those that it is made of: quantised optimizer states, say, have no memory of their own."""
     if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _with_memory(getattr(tensor, name))
+            yield from tensors_in(getattr(tensor, name))  # a sharded one also names its mesh, from torch 2.15 on
     else:
         yield tensor
 
