@@ -102,12 +102,24 @@ quality: $(READY) installed-tree ## what continuous integration checks before th
 	cd build/types && ../../.venv/bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p hf_memopt
 
 # Without lerobot, whose pins decide everybody's versions. Warnings of new versions are shown, not errors.
-NEWEST_TOOLS := pytest pytest-xdist hypothesis expecttest peft trl tensorboard torchao
-canaries: | $(UV) ## what we rely on in torch, transformers and others, tried with their newest versions in .newest/canaries
-	"$(UV)" venv --clear --python $(PYTHON_VERSION) .newest/canaries
-	"$(UV)" pip install --python .newest/canaries/bin/python --editable ".[neuralop,fluxflow,lightning,sentence-transformers,report,completion]" $(NEWEST_TOOLS)
-	.newest/canaries/bin/python -m pytest -m canary -W default tests/canaries --ignore-glob="*lerobot*" \
-	  --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling*" --ignore-glob="*reflow_plan*"
+LATEST := .newest/latest
+LATEST_EXTRAS := neuralop,fluxflow,deepspeed,lightning,sentence-transformers,peft,trl,report,completion
+LATEST_TOOLS := pytest pytest-xdist hypothesis expecttest tensorboard torchao
+LATEST_PYTEST := $(LATEST)/bin/python -m pytest -W default -k "not smolvla and not for_a_policy" --ignore-glob="*lerobot*" \
+  --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling_canaries*" --ignore-glob="*reflow_plan*"
+# What needs neither lerobot nor more than these tools.
+CORE := activations callbacks canaries checkpoint couplings disk estimate integrations memory peers teacher training \
+  transfer tuning
+
+latest: | $(UV)
+	"$(UV)" venv --clear --python $(PYTHON_VERSION) $(LATEST)
+	"$(UV)" pip install --python $(LATEST)/bin/python --editable ".[$(LATEST_EXTRAS)]" $(LATEST_TOOLS)
+
+canaries: latest ## what we rely on in torch, transformers and others, tried with their newest versions in .newest/latest
+	$(LATEST_PYTEST) -m canary tests/canaries
+
+test-latest: latest ## the suite's core with the newest versions of everything but lerobot, in .newest/latest
+	$(LATEST_PYTEST) -n 2 --dist worksteal $(CORE:%=tests/%)
 
 wheel: $(READY) ## source archives and wheels in dist: the library, and its plug-in for lerobot
 	rm -rf dist
@@ -137,4 +149,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries test-latest wheel docs docs-serve bench rehearse clean

@@ -98,7 +98,7 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
     if offloader.mode == "inputs" and not _checkpoints(args, model):
         raise ValueError(
             "mode='inputs' offloads the inputs of checkpointed layers, and there are none; set "
-            "gradient_checkpointing=True, or use mode='auto' or 'all'"
+            f"{_checkpointing_field(args)}=True, or use mode='auto' or 'all'"
         )
 
 
@@ -148,12 +148,13 @@ def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
     fsdp = getattr(state, "fsdp_plugin", None)
     deepspeed = getattr(state, "deepspeed_plugin", None)
     config = {} if deepspeed is None else deepspeed.deepspeed_config
+    field = _checkpointing_field(args)
     return {
         # TRL's trainers
         "activation_offloading=True": getattr(args, "activation_offloading", False),
         # transformers from 5.17 on
-        "gradient_checkpointing_kwargs={'offload': True}": bool(
-            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("offload")
+        f"{field}_kwargs={{'offload': True}}": bool(
+            getattr(args, field) and (getattr(args, f"{field}_kwargs") or {}).get("offload")
         ),
         # accelerate's FSDP plugin
         "fsdp_activation_checkpointing_offload": getattr(fsdp, "activation_checkpointing_offload", False),
@@ -166,7 +167,14 @@ def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
 def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
     """Whether layers run checkpointed. A model that does not tell may do so by itself, and counts as one that does."""
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None)
-    if args.gradient_checkpointing or getattr(fsdp, "activation_checkpointing", False):
+    if getattr(args, _checkpointing_field(args)) or getattr(fsdp, "activation_checkpointing", False):
         return True
     selectively = any(isinstance(vars(module).get("forward"), CheckpointedForward) for module in model.modules())
-    return selectively or getattr(model, "is_gradient_checkpointing", True)
+    told = getattr(model, "is_activation_checkpointing", None)  # in older transformers by the other name
+    return selectively or (getattr(model, "is_gradient_checkpointing", True) if told is None else told)
+
+
+def _checkpointing_field(args: TrainingArguments) -> str:
+    """The newer name where transformers has both: it is the one that Trainer reads."""
+    names = "activation_checkpointing", "gradient_checkpointing"
+    return next(name for name in names if hasattr(args, name))

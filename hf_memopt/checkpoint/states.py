@@ -18,6 +18,7 @@ _SHARDS = "torch.distributed.checkpoint"
 # What the index of a sharded state consists of, beside torch's dtypes.
 _OF_AN_INDEX = {
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 names it
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{_SHARDS}.filesystem", "_StorageInfo"),

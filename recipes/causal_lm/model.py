@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from hf_memopt.recipes.causal_lm.options import ModelOptions
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.tuning.transformers_models.model_config import building, check_sizes
+from hf_memopt.tuning.transformers_models.tasks import checkpoint_layers
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
@@ -30,7 +31,7 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
         raise ValueError(f"block_size={block_size} is longer than the model's max_position_embeddings={longest}")
     model.config.use_cache = False
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     return model
 
 

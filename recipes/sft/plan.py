@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 
+from hf_memopt.integrations.transformers.argument_names import current_names, set_fields
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
@@ -91,8 +92,7 @@ def apply_plan(options: Options) -> Row | None:
     best = best_row(model, options.sft.plan, PartialState())
     chosen = model.flags(best.settings, best.micro_batch)
     options.memopt.offload = chosen.pop("offload")
-    for name, value in chosen.items():
-        setattr(options.training, name, value)
+    set_fields(options.training, chosen)
     return best
 
 
@@ -119,11 +119,12 @@ class SupervisedFineTuning(HuggingFaceModel):
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
         """Write an accelerate config, and the configuration file with what the plan chooses."""
+        chosen = self.flags(settings, micro_batch)
         precisions = {name: self.precision == name for name in ("bf16", "fp16")}
         # The plan takes their place.
         kept = {name: value for name, value in self.given.items() if name not in ("plan", "budget_gib")}
         (folder / "sft.yaml").write_text(
-            yaml.safe_dump({**kept, **precisions, **self.flags(settings, micro_batch)}, sort_keys=False),
+            yaml.safe_dump(current_names(kept) | precisions | current_names(chosen), sort_keys=False),
             encoding="utf-8",
         )
         return [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "sft.yaml"]

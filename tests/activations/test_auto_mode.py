@@ -189,6 +189,28 @@ def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPa
         assert equal(step(offloader, layer, penalty), want)
 
 
+def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
+    """transformers makes one around each kernel that has an implementation in torch."""
+    monkeypatch.setattr(auto_mode, "make_plan", recompute_all)
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    def loss() -> Tensor:
+        return Sine()(layer(torch.ones(4, 8))).exp().sum()
+
+    loss().backward()
+    want = take_gradients(layer)
+    offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
+    for _ in range(4):
+        assert equal(step(offloader, layer, loss), want)
+    (mode,) = offloader._plans[layer].values()
+    assert Action.RECOMPUTE in set(mode.plan.actions)
+
+
 # ------------------------------------------------------------------------------------------------ real plans
 
 

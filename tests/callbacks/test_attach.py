@@ -84,7 +84,7 @@ def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) 
 def test_a_trainer_that_offloads_already_is_refused(make: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = {"use_reentrant": False, "offload": True}
     trainer = make(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    refuses(how, trainer, everything(), r"gradient_checkpointing_kwargs=\{'offload': True\}.*switch it off")
+    refuses(how, trainer, everything(), r"checkpointing_kwargs=\{'offload': True\}.*switch it off")
 
     trainer = make()
     trainer.args.activation_offloading = True  # what TRL's arguments have
@@ -107,7 +107,7 @@ def test_a_trainer_that_offloads_already_is_refused(make: Any, how: str, monkeyp
 
 @pytest.mark.parametrize("how", HOWS)
 def test_what_offloading_would_not_reach_is_refused(make: Any, how: str) -> None:
-    refuses(how, make(), everything(mode="inputs"), "mode='inputs'.*gradient_checkpointing=True")
+    refuses(how, make(), everything(mode="inputs"), "mode='inputs'.*(gradient|activation)_checkpointing=True")
     selective = decoder()
     apply_selective_checkpointing(selective, policy="heavy_ops")
     switch_on(how, make(selective), everything(mode="inputs"))

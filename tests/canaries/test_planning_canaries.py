@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_the_autocast_lists_are_those_of_cuda() -> None:
     )
     listed = [name for names in lists for name in names]
     assert len(listed) == len(set(listed))
-    assert registered - set(listed) == NOT_LISTED
+    assert registered - set(listed) <= NOT_LISTED
     assert set(listed) - registered == LISTED_BESIDES
 
 
@@ -130,13 +131,14 @@ def test_foreach_is_chosen_by_class_in_lists_that_lack_fakes() -> None:
         assert FakeTensor not in {*torch_optimizer._foreach_supported_types, *_foreach_utils._foreach_supported_types}
 
 
-def test_fake_grouped_products_refuse_float32() -> None:
-    """If they no longer do, a workaround can go."""
+def test_fake_grouped_products_refuse_float32_before_torch_2_15() -> None:
+    """When older versions are no longer supported, a workaround can go."""
     with relied_on_by(UNKNOWNS), FakeTensorMode():
         rows, weights = torch.zeros(8, 16), torch.zeros(2, 16, 16)
         ends = torch.zeros(2, dtype=torch.int32)
-        with pytest.raises(RuntimeError, match=r"(?i)bfloat16|bf16"):
-            torch._grouped_mm(rows, weights, ends)
+        refused = pytest.raises(RuntimeError, match=r"(?i)bfloat16|bf16")
+        with refused if torch.__version__ < (2, 15) else nullcontext():
+            assert torch._grouped_mm(rows, weights, ends).shape == (8, 16)
 
 
 def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
@@ -240,7 +242,8 @@ def test_the_cache_of_fake_operations_knows_arguments_by_one_method() -> None:
 def test_results_of_fake_operations_are_made_from_the_cache_by_one_method() -> None:
     with relied_on_by(FAKE_MODE):
         parameters = list(inspect.signature(FakeTensorMode._get_output_tensor_from_cache_entry).parameters)
-        assert parameters == ["self", "state", "entry", "key", "func", "args"]
+        assert parameters[:4] == ["self", "state", "entry", "key"]
+        assert parameters[4:] in (["func", "args"], ["args"])
         source = inspect.getsource(FakeTensor.__new__)
         assert "Tensor._make_subclass(" in source
         assert "torch._C._set_warn_deprecated_on_mutable_data_ptr(self)" in source

@@ -12,6 +12,7 @@ from late_imports import LateModule
 from hf_memopt.cli import _parser, main
 from hf_memopt.commands import training_file
 
+argument_names = LateModule("hf_memopt.integrations.transformers.argument_names")
 transformers = LateModule("transformers")
 
 FILE: dict[str, Any] = {
@@ -103,7 +104,7 @@ def test_plan_writes_the_file_with_what_it_chooses(file: Path, capsys: pytest.Ca
     assert main(["plan", "--training-args", str(file), "--gpu", "rtx4090", "--output", str(folder)]) == 0
     written = yaml.safe_load((folder / "sft.yaml").read_text())
     chosen = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
-    assert written == yaml.safe_load(file.read_text()) | chosen
+    assert written == yaml.safe_load(file.read_text()) | argument_names.current_names(chosen)
     command = f"accelerate launch --config_file {folder}/accelerate.yaml -m trl.scripts.sft --config {folder}/sft.yaml"
     assert command in capsys.readouterr().out
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["mixed_precision"] == "bf16"

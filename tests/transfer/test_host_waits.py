@@ -32,6 +32,7 @@ def test_the_mode_is_put_back_after_an_error(modes: list[str]) -> None:
     assert modes[-1] == "default"
 
 
+@pytest.mark.filterwarnings("error")  # as everywhere in the suite, but where it runs with newer versions
 def test_other_warnings_are_errors_inside(modes: list[str]) -> None:
     with pytest.raises(UserWarning, match="something else"), host_never_waits():
         warnings.warn("something else", stacklevel=1)

@@ -192,12 +192,14 @@ class OpRecorder(TorchDispatchMode):
         kwargs = {name: map_tensors(self.operand, value) for name, value in kwargs.items()}
         read = {tensor.untyped_storage()._cdata for tensor in tensors}
         module = calling_module() if marks is not None else None
+        maker = None if module is None else weakref.ref(module)
+        hash(maker)  # a reference knows its hash once it was asked, and a module made for one call is soon gone
         for position, output in enumerate(outputs):
             # An output that is a view of an operand (_unsafe_view) was not made here.
             if not isinstance(output, Tensor) or not is_plain(output) or output.untyped_storage()._cdata in read:
                 continue
             record = OpRecord(func, args, kwargs, marks)
-            record.module = None if module is None else weakref.ref(module)
+            record.module = maker
             record.output = None if outputs is not result else position
             record.version = output._version
             record.num_writes = self.num_writes(output.untyped_storage()._cdata)

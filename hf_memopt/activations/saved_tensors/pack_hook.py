@@ -203,8 +203,10 @@ def _inner_tensors(tensor: Any) -> Iterator[Tensor]:
     if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _inner_tensors(getattr(tensor, name))
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, Tensor):  # from torch 2.15 on, a sharded one also names its mesh
+            yield from _inner_tensors(part)
 
 
 def _unmodified(kept: Kept) -> Tensor:

@@ -18,6 +18,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         # What fake tensors carry, by their device: the same for all that are made from the cache.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """`torch.tensor` makes tensors on the host and moves them: from torch 2.15 on it would ask the simulated
+        device for memory."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
@@ -29,16 +35,19 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         # For other views of the same memory torch's cache is open.
         return self.dispatch(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        """Make what torch's cache knows a result by; torch's own way took a fifth of a simulation."""
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
+        """Make what torch's cache knows a result by; torch's own way took a fifth of a simulation.
+
+        A call is an operation and its arguments, from torch 2.15 on its arguments alone.
+        """
         known = entry.metadata
         if known is None or known.is_conj or known.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, *call)
         empty = torch.empty_strided(
             known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
         )
-        if func.is_view:
-            empty.set_(args[entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
+        if entry.view_idx is not None:
+            empty.set_(call[-1][entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
         if known.device not in self._attributes:
             made = FakeTensor(self, empty, known.device)
             self._attributes[known.device] = dict(vars(made))

@@ -194,8 +194,11 @@ class VirtualStream:
         number: 0, the first one.
     """
 
+    # FSDP2 of torch 2.15 names streams to an operation that does nothing; 20 is torch's number for PrivateUse1.
+    device_index, device_type = 0, 20
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = next(_stream_numbers)
+        self.stream_id = self.number = next(_stream_numbers)
 
     def wait_stream(self, other: "VirtualStream") -> None: ...
 

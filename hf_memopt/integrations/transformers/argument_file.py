@@ -11,6 +11,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_memopt.command_line import argparse_raising
+from hf_memopt.integrations.transformers.argument_names import current_names
 
 # The fields of TRL's ModelConfig and their defaults; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
@@ -88,7 +89,7 @@ class ArgumentFile:
 
     Attributes:
         path: of the file.
-        given: its fields.
+        given: its fields, by the names that the installed transformers prefers.
         is_sft: whether it is for TRL's SFTTrainer: it has fields that TrainingArguments lacks.
     """
 
@@ -113,7 +114,7 @@ class ArgumentFile:
         """
         kind = _sft_config() if self.is_sft else TrainingArguments
         names = _names(kind)
-        given = dict(self.given) | dict(changes)
+        given = dict(self.given) | current_names(changes)
         _refuse(given)
         values = {name: value for name, value in (given | _LEFT_OUT).items() if name in names}
         parser = HfArgumentParser(kind)
@@ -156,7 +157,7 @@ def read_argument_file(path: Path) -> ArgumentFile:
                 f"{source}: {name!r} is a field of neither TrainingArguments nor TRL's SFTConfig, ModelConfig and "
                 f"ScriptArguments; the nearest is {nearest}. For another trainer call estimate_trainer(trainer)"
             )
-    return ArgumentFile(path, given, is_sft=bool(others))
+    return ArgumentFile(path, current_names(given), is_sft=bool(others))
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

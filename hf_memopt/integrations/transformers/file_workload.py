@@ -16,6 +16,7 @@ from hf_memopt.callbacks import attach
 from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.integrations.transformers.argument_file import MODEL_FIELDS, ArgumentFile
+from hf_memopt.integrations.transformers.argument_names import current_names
 from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
@@ -112,7 +113,7 @@ class FileWorkload:
         precision = "bf16" if self.arguments.bf16 else "fp16" if self.arguments.fp16 else "no"
         # TrainingArguments have no fields for the model.
         changes = {k: v for k, v in self._changes.items() if self.file.is_sft or k not in MODEL_FIELDS}
-        fields = dict(self.file.given) | changes | self._chosen(checkpointing, micro_batch)
+        fields = dict(self.file.given) | current_names(changes | self._chosen(checkpointing, micro_batch))
         written = folder / self.file.path.name
         is_json = written.suffix == ".json"
         text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)

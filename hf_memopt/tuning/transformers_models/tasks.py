@@ -75,7 +75,7 @@ class Task:
 
     def checkpoint(self, model: Any) -> None:
         """Switch transformers' own activation checkpointing on."""
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return what the model computes from its inputs."""
@@ -152,3 +152,9 @@ def task_of(config: Any, wanted: str, source: str) -> str:
         f"{source}: its configuration is of {named[0]}, whose task is not simulated; name another one if that is "
         f"meant: {known}"
     )
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Switch transformers' own activation checkpointing on, by the method that its version prefers."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
+_REGISTERED = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -38,6 +39,8 @@ upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsa
 FLOAT32_BY_ARGUMENT = _names("""
 cumprod cumsum linalg_vector_norm log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
 """)
+# torch 2.15 lists these; before, they ran in the dtype of their input.
+FLOAT32 += tuple(name for name in ("linalg_matrix_sqrth", "rms_norm") if f"aten::{name}" in _REGISTERED)
 WIDEST = _names("""
 addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
 """)
