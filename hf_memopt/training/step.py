@@ -236,8 +236,9 @@ def open_step(
     """
     _check_supported(accelerator, optimizer, max_grad_norm)
     engine = engine_of(accelerator)
-    wrapped = isinstance(model, DistributedDataParallel) or engine is not None
-    watch = GradientWatch(model.module if wrapped else model)
+    is_wrapped = isinstance(model, DistributedDataParallel) or engine is not None
+    inner: Any = model.module if is_wrapped else model
+    watch = GradientWatch(inner)
     step = OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler, watch, engine)
     step.drop_gradients()
     try:

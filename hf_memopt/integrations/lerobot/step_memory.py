@@ -50,7 +50,7 @@ class PhaseMemory:
         Without a graph nothing will be recorded.
         """
         if loss.requires_grad:
-            loss.register_hook(self._at_start_of_backward)
+            loss.register_hook(self._at_start_of_backward)  # type: ignore[no-untyped-call]
 
     def figures(self) -> dict[str, float]:
         """Return the newest figure of every phase in GiB, under the names that Trainer's logs have for them:
