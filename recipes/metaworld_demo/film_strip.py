@@ -22,7 +22,9 @@ def draw_film_strip(videos: Mapping[str, Path], file: Path) -> None:
                 axes.imshow(frames[index])
                 axes.set(xticks=[], yticks=[])
                 axes.set_xlabel(f"{index * seconds / len(frames):.2f} s", fontsize=7)
-            row[0].set_title(title, fontsize=8, loc="left")
+            # A title wider than its picture would push the next one away; so an empty one keeps the height for it.
+            row[0].text(0, 1.08, title, transform=row[0].transAxes, fontsize=8).set_in_layout(False)
+            row[1].set_title(" ", fontsize=8)
 
 
 def evenly(num_frames: int) -> Sequence[int]:

@@ -19,8 +19,9 @@ from typing import Any
 logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
 
 from hf_memopt.command_line import Parser, check_output_folder, number  # noqa: E402
-from hf_memopt.ranges import SEED  # noqa: E402
+from hf_memopt.ranges import Range  # noqa: E402
 
+_SEED = Range(at_least=0, at_most=2**31 - 1, whole=True)  # others are counted from it
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 
@@ -30,7 +31,7 @@ def demo_parser(description: str | None, output: str) -> Parser:
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default=Path(output), help="folder for everything (default: %(default)s)")
-    add("--seed", type=number(SEED), default=0, help="of data and training (default: %(default)s)")
+    add("--seed", type=number(_SEED), default=0, help="of data and training (default: %(default)s)")
     add("--overwrite", action="store_true", help="first remove what an earlier demo wrote to the folder")
     return parser
 
