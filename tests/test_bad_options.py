@@ -237,6 +237,29 @@ def test_options_of_recipes(name: str, tmp_path: Path, capsys: Capture) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+SEEDS = ("-1", "1.5", "nan", "inf", str(2**31), "many")
+DEMOS = {
+    "reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
+    "metaworld_demo.demo": {
+        "--tasks": ("", "reach-v3,", "reach-v3,reach-v3"),
+        **dict.fromkeys(("--seed", "--demonstrations", "--teacher-steps", "--student-steps", "--episodes"), NUMBERS),
+    },
+}
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_options_of_demos(name: str, tmp_path: Path, capsys: Capture) -> None:
+    demo = importlib.import_module(f"hf_memopt.recipes.{name}")
+    capsys.readouterr()  # what libraries say when they are imported
+    (tmp_path / "file").write_text("precious")
+    for flag, values in DEMOS[name].items():
+        for value in values:
+            arguments = [f"{flag}={value.replace('FILE', str(tmp_path / 'file'))}"]
+            line = line_of(one_line_errors(name, demo.main, arguments), capsys)
+            assert re.search(rf"\b{flag.strip('-')}\b", line), (arguments, line)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def training_step(max_grad_norm: float) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import current_device, environment, print_table, results_path, write_results
-from hf_memopt.recipes.reflow import demo
+from hf_memopt.recipes.reflow import demo, demo_commands
 
 TARGET_RATIO = 0.5  # the student's one-step error over the teacher's, at most
 
@@ -48,14 +48,14 @@ def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name == "round2":
         start = output / "round2_init"
         prepare = ["hf-memopt", "prepare-student", "--teacher", output / "student", "--output", start]
-        demo.run(output, "prepare-round2", prepare)
+        demo_commands.run(output, "prepare-round2", prepare)
     changed = {"--policy.path": f"--policy.path={start}", "--output_dir": f"--output_dir={output / name}"}
     given = [str(word) for word in demo.student_command(options)]
     command = [changed.get(word.partition("=")[0], word) for word in given]
-    demo.run(output, name, [*command, *VARIANTS[name]])
+    demo_commands.run(output, name, [*command, *VARIANTS[name]])
     compared = output / f"{name}_evaluation"
     evaluate = ["hf-memopt", "evaluate", "--policy", output / name, "--teacher", output / "teacher"]
-    demo.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
+    demo_commands.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
     student: dict[str, Any] = json.loads((compared / "evaluation.json").read_text())["student"]
     return student
 

@@ -5,102 +5,81 @@
 records Meta-World's scripted experts, trains a small SmolVLA on them with stock `lerobot-train`, reflows it once from
 cached couplings and once more with that student as the teacher, and lets all of them act with stock `lerobot-eval`.
 Nothing is downloaded; a camera that numpy draws from the state takes the place of OpenGL. Every command that it runs is
-printed. Results: `results.json` in the output folder.
+printed. Results: `results.json` and `film_strip.png` in the output folder. Needs the extra `metaworld`.
 """
 
 import argparse
+import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.command_line import Parser, number, one_line_errors
-from hf_memopt.ranges import COUNT, SEED
-from hf_memopt.recipes.metaworld_demo.demonstrations import REPO_ID, record
-from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes
+from hf_memopt.command_line import number, one_line_errors
+from hf_memopt.ranges import COUNT
+from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, REPO_ID, STUDENTS, TestedPolicy, measured, table
+from hf_memopt.recipes.reflow import demo_commands as commands
 from hf_memopt.recipes.reflow import smolvla_toy as toy
-from hf_memopt.recipes.reflow.demo import make_room, run, stage
-from hf_memopt.text_table import Cell, Table
 
-# Not door-close-v3: there the mean of all actions, repeated, succeeds in most scenes.
+# The mean action, repeated, solves the first two in most scenes: `results.json` says in how many.
 TASKS = ("drawer-close-v3", "handle-press-v3", "button-press-topdown-v3")
 DEMONSTRATIONS_PER_TASK = 40
 TEACHER_STEPS = 1500
 STUDENT_STEPS = 600
-BATCH_SIZE = 16
-LEARNING_RATE = 3e-3
 FIRST_TEST_SEED = 100_000  # far from the demonstrations' scenes
 PARALLEL_EPISODES = 10
 
 OUTPUTS = (
     *("vlm", "dataset", "teacher", "couplings", "student_init", "student", "student_1step"),
-    *("second_init", "second", "second_1step", "evaluation", "logs", "results.json"),
-)
-STUDENTS = {"student": "student", "second": "second round"}
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What acts: a checkpoint and how many Euler steps it takes."""
-
-    title: str
-    folder: str
-    num_steps: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.folder.removesuffix('_1step')}_{self.num_steps}"
-
-
-POLICIES = (
-    *(Policy("teacher", "teacher", steps) for steps in (10, 4, 2, 1)),
-    *(Policy(title, f"{name}_1step", 1) for name, title in STUDENTS.items()),
+    *("second_init", "second", "second_1step", "evaluation", "logs", "results.json", "film_strip.png"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    check(options.tasks)
+    from hf_memopt.recipes.metaworld_demo.demonstrations import record
+    from hf_memopt.recipes.metaworld_demo.film_strip import draw_film_strip
+
     begun = time.perf_counter()
     output = options.output
-    make_room(output, OUTPUTS, options.overwrite)
-    with stage(f"{options.demonstrations} demonstrations of each of {', '.join(TASKS)}"):
+    commands.make_room(output, OUTPUTS, options.overwrite)
+    with commands.stage(f"{options.demonstrations} demonstrations of each of {', '.join(options.tasks)}"):
         toy.write_vlm(output / "vlm")
-        record(output / "dataset", TASKS, options.demonstrations, options.seed)
-    with stage("The teacher: stock lerobot-train"):
-        run(output, "teacher", teacher_command(options))
-    with stage("A student, from couplings that the teacher makes in advance"):
+        record(output / "dataset", options.tasks, options.demonstrations, options.seed)
+    with commands.stage("The teacher: stock lerobot-train"):
+        commands.run(output, "teacher", teacher_command(options))
+    with commands.stage("A student, from couplings that the teacher makes in advance"):
         prepare(output, "teacher", "student_init")
-        run(output, "precompute", precompute_command(options))
+        commands.run(output, "precompute", precompute_command(options))
         cached = f"--policy.couplings_path={output / 'couplings'}"
-        run(output, "student", student_command(options, "student", "student_init", cached))
-    with stage("A second round, with the student as the teacher at work"):
+        commands.run(output, "student", student_command(options, "student", "student_init", cached))
+    with commands.stage("A second round, with the student as the teacher at work"):
         prepare(output, "student", "second_init")
-        run(output, "second", student_command(options, "second", "second_init"))
-    with stage("Export: plain smolvla policies that take one step"):
+        commands.run(output, "second", student_command(options, "second", "second_init"))
+    with commands.stage("Export: plain smolvla policies that take one step"):
         for name in STUDENTS:
             export = ["hf-memopt", "export", "--policy", output / name, "--output", output / f"{name}_1step"]
-            run(output, f"export_{name}", [*export, "--no-evaluation"])
-    with stage(f"{options.episodes} episodes of each task and policy: stock lerobot-eval"):
+            commands.run(output, f"export_{name}", [*export, "--no-evaluation"])
+    with commands.stage(f"{options.episodes} episodes of each task and policy: stock lerobot-eval"):
         for policy in POLICIES:
-            run(output, f"eval_{policy.name}", evaluation_command(options, policy))
-    with stage("Differences to the teacher, and times"):
-        results = {"seed": options.seed, "policies": measured(options)}
+            commands.run(output, f"eval_{policy.name}", evaluation_command(options, policy))
+    with commands.stage("Differences to the teacher, times, and the mean action as a baseline"):
+        results = measured(output, options.tasks, options.episodes, options.test_seed)
+        results = {"settings": settings(options), **results}
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(table(results["policies"]))
-    print(f"\nDone in {(time.perf_counter() - begun) / 60:.0f} min. Results: {output / 'results.json'}")
+    draw_film_strip(videos(output, options.tasks), output / "film_strip.png")
+    print(table(results))
+    print(f"\nDone in {(time.perf_counter() - begun) / 60:.0f} min. results.json and film_strip.png are in {output}.")
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.demo_parser(__doc__, "outputs/demo_metaworld")
     add = parser.add_argument
-    add("--output", type=Path, default=Path("outputs/demo_metaworld"), help="folder (default: %(default)s)")
-    add("--seed", type=number(SEED), default=0, help="of data and training (default: %(default)s)")
-    add("--overwrite", action="store_true", help="first remove what an earlier demo wrote to the folder")
+    add("--tasks", type=tasks, default=TASKS, help=f"of Meta-World, with commas between (default: {','.join(TASKS)})")
     amounts = (
         ("--demonstrations", DEMONSTRATIONS_PER_TASK, "recorded episodes of each task"),
         ("--teacher-steps", TEACHER_STEPS, "batches that the teacher trains on"),
@@ -109,7 +88,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for flag, default, text in amounts:
         add(flag, type=number(COUNT), default=default, help=f"{text} (default: %(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.test_seed = FIRST_TEST_SEED + options.seed
+    return options
+
+
+def tasks(text: str) -> tuple[str, ...]:
+    """Read names with commas between."""
+    names = tuple(text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} must name tasks, each once, with commas between")
+    return names
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises:
+    ValueError: the simulator is not installed, or does not know a task.
+    """
+    if importlib.util.find_spec("metaworld") is None:
+        raise ValueError("metaworld is not installed; run pip install '.[metaworld]' in hf_memopt's repository")
+    from hf_memopt.recipes.metaworld_demo.environment import check_task
+
+    for name in names:
+        check_task(name)
 
 
 def teacher_command(options: argparse.Namespace) -> list[Any]:
@@ -118,28 +119,24 @@ def teacher_command(options: argparse.Namespace) -> list[Any]:
         *toy.policy_flags(options.output / "vlm"),
         "--policy.self_attn_every_n_layers=1",  # learns in fewer batches than with lerobot's 2
         "--policy.device=cpu",
-        *training_flags(options, "teacher", options.teacher_steps),
+        *flags(options, "teacher", options.teacher_steps),
     ]
 
 
 def prepare(output: Path, teacher: str, name: str) -> None:
     command = ["hf-memopt", "prepare-student", "--teacher", output / teacher, "--output", output / name]
-    run(output, f"prepare_{name}", command)
+    commands.run(output, f"prepare_{name}", command)
 
 
 def student_command(options: argparse.Namespace, name: str, start: str, *more: str) -> list[Any]:
-    return [
-        *("accelerate", "launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no"),
-        *("--dynamo_backend=no", "-m", "hf_memopt.recipes.reflow_smolvla"),
-        f"--policy.path={options.output / start}",
-        *more,
-        *training_flags(options, name, options.student_steps),
-    ]
+    launch = commands.reflow_launch(options.output / start)
+    return [*launch, *more, *flags(options, name, options.student_steps)]
 
 
 def precompute_command(options: argparse.Namespace) -> list[Any]:
+    couplings = options.output / "couplings"
     return [
-        *("hf-memopt", "precompute", "--output", options.output / "couplings", f"--batch-size={BATCH_SIZE}", "--"),
+        *("hf-memopt", "precompute", "--output", couplings, f"--batch-size={commands.BATCH_SIZE}", "--"),
         f"--policy.path={options.output / 'student_init'}",
         *dataset_flags(options.output),
         "--policy.couplings_seed=0",
@@ -148,27 +145,15 @@ def precompute_command(options: argparse.Namespace) -> list[Any]:
 
 
 def dataset_flags(output: Path) -> list[str]:
-    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={(output / 'dataset').resolve()}", "--env_eval_freq=0"]
+    return toy.dataset_flags(output / "dataset", REPO_ID)
 
 
-def training_flags(options: argparse.Namespace, name: str, steps: int) -> list[Any]:
-    return [
-        *dataset_flags(options.output),
-        "--num_workers=1",
-        f"--dataloader_multiprocessing_context={'fork' if sys.platform == 'linux' else 'spawn'}",
-        f"--output_dir={options.output / name}",
-        f"--batch_size={BATCH_SIZE}",
-        f"--steps={steps}",
-        f"--save_freq={steps}",
-        f"--log_freq={max(1, steps // 30)}",
-        f"--seed={1000 + options.seed}",
-        f"--policy.optimizer_lr={LEARNING_RATE}",
-        f"--policy.scheduler_warmup_steps={steps // 15}",
-        f"--policy.scheduler_decay_steps={steps}",
-    ]
+def flags(options: argparse.Namespace, name: str, steps: int) -> list[str]:
+    training = commands.training_flags(options.output / name, steps, steps // 15, options.seed)
+    return [*dataset_flags(options.output), *training]
 
 
-def evaluation_command(options: argparse.Namespace, policy: Policy) -> list[Any]:
+def evaluation_command(options: argparse.Namespace, policy: TestedPolicy) -> list[Any]:
     folder = options.output / policy.folder
     return [
         "lerobot-eval",
@@ -177,55 +162,28 @@ def evaluation_command(options: argparse.Namespace, policy: Policy) -> list[Any]
         "--policy.device=cpu",
         "--env.discover_packages_path=hf_memopt.recipes.metaworld_demo",
         "--env.type=metaworld_drawn",
-        f"--env.task={','.join(TASKS)}",
+        f"--env.task={','.join(options.tasks)}",
         f"--eval.n_episodes={options.episodes}",
         f"--eval.batch_size={min(options.episodes, PARALLEL_EPISODES)}",
-        f"--seed={FIRST_TEST_SEED + options.seed}",
+        f"--seed={options.test_seed}",
         f"--output_dir={options.output / 'evaluation' / policy.name}",
     ]
 
 
-def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return success rates by task, ms for one chunk and difference to the teacher's chunks, by policy."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what decides the results, for `results.json`."""
+    names = ("seed", "demonstrations", "teacher_steps", "student_steps", "episodes")
+    return {"tasks": list(options.tasks), **{name: getattr(options, name) for name in names}}
 
-    from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
-    from hf_memopt.integrations.lerobot.policy_files import load_policy, resolve_checkpoint
 
-    torch.set_num_threads(1)
-    output = options.output
-    teacher = load_policy(resolve_checkpoint(output / "teacher"))
-    batches = held_out_batches(output / "student", REPO_ID, output / "dataset", max_observations=128)
-    compared = {
-        f"{name}_1step": evaluate_reflow(load_policy(output / f"{name}_1step"), teacher, batches) for name in STUDENTS
+def videos(output: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return the recordings of the first test episode, by title: each task by the teacher and by the student."""
+    shown = (POLICIES[0], next(policy for policy in POLICIES if policy.num_steps == 1 and policy.folder != "teacher"))
+    return {
+        f"{task}: {policy.title_with_steps}": output / f"evaluation/{policy.name}/videos/{task}_0/eval_episode_0.mp4"
+        for task in names
+        for policy in shown
     }
-    sides = {"teacher": compared["student_1step"].teacher, **{name: found.student for name, found in compared.items()}}
-    results = {}
-    for policy in POLICIES:
-        rates = read_successes(output / "evaluation" / policy.name)
-        side = sides[policy.folder]
-        results[policy.name] = {
-            "title": policy.title,
-            "num_steps": policy.num_steps,
-            "success": {task: {**rate._asdict(), "interval": rate.interval()} for task, rate in rates.items()},
-            "latency_ms": side.latency_ms[policy.num_steps],
-            "error": side.error[policy.num_steps],
-            "straightness": side.normalized_straightness,
-        }
-    return results
-
-
-def table(policies: dict[str, dict[str, Any]]) -> str:
-    """Return the results as a table, success rates with their confidence intervals."""
-    tasks = list(next(iter(policies.values()))["success"])
-    rows: list[list[Cell]] = []
-    for found in policies.values():
-        rates = (found["success"][task] for task in tasks)
-        words = (SuccessRate(rate["successes"], rate["episodes"]).in_words() for rate in rates)
-        title = f"{found['title']}, {found['num_steps']} step{'s' * (found['num_steps'] > 1)}"
-        rows.append([title, *words, f"{found['latency_ms']:.1f}", f"{found['error']:.3f}"])
-    return str(Table(["", *tasks, "ms per chunk", "error"], rows, digits=3))
 
 
 if __name__ == "__main__":

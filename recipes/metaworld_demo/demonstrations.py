@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hf_memopt.recipes.metaworld_demo.environment import IMAGE_SIZE, DrawnMetaworldEnv
+from hf_memopt.recipes.metaworld_demo.measurements import REPO_ID
 
-REPO_ID = "local/metaworld_experts"
 FPS = 80
 # The hand is pushed about while the expert shows the way back, so that a policy has seen how to mend its own errors
 # (DART, arXiv 1703.09327).

@@ -8,13 +8,14 @@ Only the picture is made here: hand, object and goal as soft discs, seen from ab
 """
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
-from lerobot.envs.metaworld import MetaworldEnv
+from lerobot.envs.metaworld import TASK_DESCRIPTIONS, MetaworldEnv
 from lerobot.envs.utils import freeze_after_episode_end
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
 from numpy.typing import ArrayLike, NDArray
@@ -63,6 +64,15 @@ def draw_image(*, hand: ArrayLike, goal: ArrayLike, thing: ArrayLike) -> NDArray
             squared = (columns - x * (IMAGE_SIZE - 1)) ** 2 + (rows - (1 - height) * (half - 1)) ** 2
             view[..., channel] = np.exp(-squared / (2 * _RADIUS**2))
     return (255 * image).round().astype(np.uint8)
+
+
+def check_task(name: str) -> None:
+    """Raises:
+    ValueError: Meta-World has no such task.
+    """
+    if name not in TASK_DESCRIPTIONS:
+        similar = get_close_matches(name, TASK_DESCRIPTIONS, n=3, cutoff=0)
+        raise ValueError(f"tasks={name!r} is none of Meta-World's; similar names: {', '.join(similar)}")
 
 
 @EnvConfig.register_subclass("metaworld_drawn")

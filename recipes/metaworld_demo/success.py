@@ -36,4 +36,9 @@ def read_successes(folder: Path) -> dict[str, SuccessRate]:
     for task in json.loads((folder / "eval_info.json").read_text())["per_task"]:
         successes = task["metrics"]["successes"]
         found[task["task_group"]] = SuccessRate(sum(successes), len(successes))
-    return {**found, "all": SuccessRate(*(sum(column) for column in zip(*found.values(), strict=True)))}
+    return with_all(found)
+
+
+def with_all(rates: dict[str, SuccessRate]) -> dict[str, SuccessRate]:
+    """Return the rates of tasks, and that of `all` together."""
+    return {**rates, "all": SuccessRate(*(sum(column) for column in zip(*rates.values(), strict=True)))}

@@ -4,6 +4,7 @@
 - `accumulation`: windows of several batches, and the log of memory.
 - `plan`: lerobot's update on fake tensors.
 - `smolvla_toy`: a small SmolVLA and a task with two right answers.
+- `demo_commands`: what this demo and Meta-World's share, in flags and commands.
 - `demo`: teacher, student, export and evaluation in one command.
 - `demo_measurements`, `demo_figures`: what it measures and draws.
 """

@@ -9,61 +9,52 @@ printed, so that it can be repeated on real data. Results: `results.json` and fo
 
 import argparse
 import json
-import logging
 import os
-import re
-import shlex
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
-# Where FFmpeg is missing, importing lerobot prints five tracebacks; the demo's data holds no videos.
-logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
-
-from hf_memopt.command_line import Parser, check_output_folder, number, one_line_errors  # noqa: E402
-from hf_memopt.ranges import SEED  # noqa: E402
-from hf_memopt.recipes.reflow import smolvla_toy as toy  # noqa: E402
-from hf_memopt.text_table import Cell, Table  # noqa: E402
-from hf_memopt.units import KIB  # noqa: E402
+from hf_memopt.command_line import one_line_errors
+from hf_memopt.recipes.reflow import demo_commands as commands
+from hf_memopt.recipes.reflow import smolvla_toy as toy
+from hf_memopt.text_table import Cell, Table
+from hf_memopt.units import KIB
 
 NUM_EPISODES = 100
 HELD_OUT = 0.2
 TEACHER_STEPS = 510
 STUDENT_STEPS = 600
-BATCH_SIZE = 16
-LEARNING_RATE = 3e-3
 
 # What a run leaves behind, and so what --overwrite removes.
 OUTPUTS = ("toy", "teacher", "student_init", "student", "student_1step", "logs", "results.json", "figures")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = commands.demo_parser(__doc__, "outputs/demo").parse_args(arguments)
     begun = time.perf_counter()
-    make_room(options.output, OUTPUTS, options.overwrite)
+    commands.make_room(options.output, OUTPUTS, options.overwrite)
     toy_folder = options.output / "toy"
-    with stage(f"A small SmolVLM and {NUM_EPISODES} demonstrations of a task with two right answers"):
+    with commands.stage(f"A small SmolVLM and {NUM_EPISODES} demonstrations of a task with two right answers"):
         toy.write_vlm(toy_folder / "vlm")
         toy.write_dataset(toy_folder / "dataset", NUM_EPISODES, seed=options.seed)
-    with stage("The teacher: stock lerobot-train"):
-        run(options.output, "teacher", teacher_command(options))
-    with stage("A student that starts from the teacher"):
+    with commands.stage("The teacher: stock lerobot-train"):
+        commands.run(options.output, "teacher", teacher_command(options))
+    with commands.stage("A student that starts from the teacher"):
         teacher, student = options.output / "teacher", options.output / "student_init"
-        run(options.output, "prepare", ["hf-memopt", "prepare-student", "--teacher", teacher, "--output", student])
-    with stage("Reflow, with the teacher's weights in host memory"):
-        run(options.output, "student", student_command(options))
-    with stage("Export: a plain smolvla policy that takes one step"):
+        commands.run(
+            options.output, "prepare", ["hf-memopt", "prepare-student", "--teacher", teacher, "--output", student]
+        )
+    with commands.stage("Reflow, with the teacher's weights in host memory"):
+        commands.run(options.output, "student", student_command(options))
+    with commands.stage("Export: a plain smolvla policy that takes one step"):
         student, exported = options.output / "student", options.output / "student_1step"
-        run(options.output, "export", ["hf-memopt", "export", "--policy", student, "--output", exported])
-    with stage("Where is the teacher?"):
-        report = run(options.output, "doctor", ["hf-memopt", "doctor", "--policy", student])
+        commands.run(options.output, "export", ["hf-memopt", "export", "--policy", student, "--output", exported])
+    with commands.stage("Where is the teacher?"):
+        report = commands.run(options.output, "doctor", ["hf-memopt", "doctor", "--policy", student])
         print(report[report.index("Policy ") :].rstrip())
-    with stage("Evaluation on held-out episodes, and figures"):
+    with commands.stage("Evaluation on held-out episodes, and figures"):
         # lerobot prints as it loads.
         with (options.output / "logs" / "evaluation.log").open("w") as log, redirect_stdout(log):
             results = evaluate(options)
@@ -72,103 +63,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("outputs/demo"), help="folder for everything (default: %(default)s)")
-    add("--seed", type=number(SEED), default=0, help="of data and training (default: %(default)s)")
-    add("--overwrite", action="store_true", help="first remove what an earlier demo wrote to the folder")
-    return parser.parse_args(arguments)
-
-
-def make_room(output: Path, names: Sequence[str], overwrite: bool) -> None:
-    """Refuse a folder that is in use; with `overwrite`, remove what a demo writes, `names`, and nothing else."""
-    check_output_folder("output", output)
-    present = [name for name in names if (output / name).exists()]
-    if present and not overwrite:
-        raise ValueError(
-            f"output={str(output)!r} already holds {', '.join(present)}; replace them with --overwrite or name another"
-        )
-    for name in present:
-        path = output / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (output / "logs").mkdir(parents=True)
-
-
 def teacher_command(options: argparse.Namespace) -> list[Any]:
     return [
         "lerobot-train",
         *toy.policy_flags(options.output / "toy" / "vlm"),
         "--policy.device=cpu",
-        *training_flags(options, "teacher", TEACHER_STEPS),
+        *flags(options, "teacher", TEACHER_STEPS),
     ]
 
 
 def student_command(options: argparse.Namespace) -> list[Any]:
     return [
-        *("accelerate", "launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no"),
-        *("--dynamo_backend=no", "-m", "hf_memopt.recipes.reflow_smolvla"),
-        f"--policy.path={options.output / 'student_init'}",
+        *commands.reflow_launch(options.output / "student_init"),
         "--policy.teacher_offload=swap",  # on a CPU "auto" would not offload
-        *training_flags(options, "student", STUDENT_STEPS),
+        *flags(options, "student", STUDENT_STEPS),
     ]
 
 
-def training_flags(options: argparse.Namespace, name: str, steps: int) -> list[Any]:
+def flags(options: argparse.Namespace, name: str, steps: int) -> list[str]:
     return [
         *toy.dataset_flags(options.output / "toy" / "dataset"),
-        # One process reads data while another trains; forking it spares a second import of everything.
-        "--num_workers=1",
-        f"--dataloader_multiprocessing_context={'fork' if sys.platform == 'linux' else 'spawn'}",
         f"--dataset.eval_split={HELD_OUT}",
-        f"--output_dir={options.output / name}",
-        f"--batch_size={BATCH_SIZE}",
-        f"--steps={steps}",
-        f"--log_freq={steps // 30}",
-        f"--seed={1000 + options.seed}",
-        f"--policy.optimizer_lr={LEARNING_RATE}",
-        f"--policy.scheduler_warmup_steps={steps // 10}",
-        f"--policy.scheduler_decay_steps={steps}",
+        *commands.training_flags(options.output / name, steps, steps // 10, options.seed),
     ]
-
-
-def run(output: Path, name: str, command: list[Any]) -> str:
-    """Run a command of this environment; shows its progress bars, keeps its whole output in logs/ and returns it."""
-    words = [str(word) for word in command]
-    print("$", shlex.join(words), flush=True)
-    words[0] = str(Path(sys.executable).parent / words[0])
-    # Models of this size get slower with more threads.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    log = output / "logs" / f"{name}.log"
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        assert process.stdout is not None
-        text = b""
-        while chunk := os.read(process.stdout.fileno(), 2**16):
-            text += chunk
-            show_progress(chunk)
-    log.write_bytes(text)
-    decoded = text.decode(errors="replace")
-    if process.returncode:
-        print(decoded[-3000:])
-        sys.exit(f"demo: the command failed with status {process.returncode}; its whole output is in {log}")
-    return decoded
-
-
-def show_progress(chunk: bytes) -> None:
-    """Pass on the newest progress bar of a piece of output."""
-    bars = re.findall(rb"(?:Training|evaluate \w+): [^\r\n]*\]", chunk)
-    if bars:
-        print("\r" + bars[-1].decode(errors="replace")[:110], end="", flush=True)
-        if b"100%" in bars[-1]:
-            print(flush=True)
-
-
-@contextmanager
-def stage(title: str) -> Iterator[None]:
-    print(f"\n=== {title}", flush=True)
-    begun = time.perf_counter()
-    yield
-    print(f"    {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:

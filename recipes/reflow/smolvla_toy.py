@@ -242,6 +242,6 @@ def policy_flags(vlm: Path) -> list[str]:
     ]
 
 
-def dataset_flags(dataset: Path) -> list[str]:
-    """Return the toy's `lerobot-train` flags for the data."""
-    return [f"--dataset.repo_id={REPO_ID}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]
+def dataset_flags(dataset: Path, repo_id: str = REPO_ID) -> list[str]:
+    """Return the `lerobot-train` flags for local data, which then work in any working directory."""
+    return [f"--dataset.repo_id={repo_id}", f"--dataset.root={dataset.resolve()}", "--env_eval_freq=0"]

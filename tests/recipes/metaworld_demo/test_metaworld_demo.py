@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from late_imports import LateModule
+
+from hf_memopt.command_line import one_line_errors
+
+demo = LateModule("hf_memopt.recipes.metaworld_demo.demo")
 
 
 @pytest.mark.slow
@@ -15,12 +20,26 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     few = ("--demonstrations=1", "--teacher-steps=2", "--student-steps=2", "--episodes=2")
     done = subprocess.run([*command, *few], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    policies = json.loads((tmp_path / "results.json").read_text())["policies"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["settings"]["episodes"] == 2
+    policies = results["policies"]
     assert list(policies) == ["teacher_10", "teacher_4", "teacher_2", "teacher_1", "student_1", "second_1"]
     for found in policies.values():
         assert list(found["success"]) == ["drawer-close-v3", "handle-press-v3", "button-press-topdown-v3", "all"]
         assert found["success"]["all"]["episodes"] == 6
+    assert results["mean_action"]["all"]["episodes"] == 6
+    assert (tmp_path / "film_strip.png").is_file()
     assert policies["teacher_10"]["error"] == 0
     assert policies["teacher_1"]["error"] > 0
     with pytest.raises(subprocess.CalledProcessError):  # the folder is in use
         subprocess.run([*command, *few], capture_output=True, check=True)
+
+
+def test_without_the_extra_one_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert one_line_errors("demo_metaworld", demo.main, [f"--output={tmp_path}"]) == 2
+    error = "metaworld is not installed; run pip install '.[metaworld]' in hf_memopt's repository"
+    assert capsys.readouterr().err == f"demo_metaworld: error: {error}\n"
+    assert list(tmp_path.iterdir()) == []

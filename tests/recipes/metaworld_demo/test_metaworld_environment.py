@@ -10,6 +10,7 @@ from late_imports import LateModule
 
 environment = LateModule("hf_memopt.recipes.metaworld_demo.environment")
 demonstrations = LateModule("hf_memopt.recipes.metaworld_demo.demonstrations")
+measurements = LateModule("hf_memopt.recipes.metaworld_demo.measurements")
 env_utils = LateModule("lerobot.envs.utils")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 
@@ -38,6 +39,12 @@ def test_the_image_shows_where_things_are() -> None:
         assert hand_column < environment.IMAGE_SIZE // 4 < goal_column
         assert hand_row > goal_row  # nearer, and lower
     assert np.array_equal(image[..., 0], image[..., 2])
+
+
+def test_a_task_that_meta_world_does_not_have_is_refused() -> None:
+    environment.check_task(TASK)
+    with pytest.raises(ValueError, match=r"^tasks='reach' is none of Meta-World's; similar names: .*reach-v3"):
+        environment.check_task("reach")
 
 
 def test_observations_are_lerobots_and_seeds_decide(reach: Any) -> None:
@@ -75,7 +82,7 @@ def test_an_episode_of_the_expert_ends_at_the_goal(reach: Any) -> None:
 
 def test_recorded_frames_are_what_the_environment_showed(tmp_path: Path) -> None:
     root = demonstrations.record(tmp_path / "dataset", [TASK, "drawer-close-v3"], 1, seed=7)
-    dataset = lerobot_dataset.LeRobotDataset(demonstrations.REPO_ID, root=root)
+    dataset = lerobot_dataset.LeRobotDataset(measurements.REPO_ID, root=root)
     assert dataset.num_episodes == 2
     reach = environment.DrawnMetaworldEnv(TASK)
     frames = demonstrations.expert_episode(reach, 7, np.random.default_rng(7))

@@ -1,0 +1,35 @@
+"""Success rates in Meta-World of a teacher and its one-step students, kept with hardware, versions and commit.
+
+    make demo-metaworld
+    python -m benchmarks.metaworld
+
+keeps the results of a finished demo, on the machine that it ran on.
+"""
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.common import current_device, environment, results_path, write_results
+from hf_memopt.recipes.metaworld_demo.measurements import table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, default=Path("outputs/demo_metaworld"), help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    found = json.loads((options.demo / "results.json").read_text())
+    device = current_device()
+    facts = environment(device)
+    facts["versions"] |= {name: version(name) for name in ("metaworld", "mujoco")}
+    results = {**facts, "benchmark": "metaworld", **found}
+    print(table(results))
+    print("wrote", write_results(results, options.output or results_path("metaworld", device)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

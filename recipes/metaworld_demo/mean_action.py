@@ -1,0 +1,40 @@
+"""The baseline that sees nothing: the mean action of a task's demonstrations, repeated until the episode ends."""
+
+import numpy as np
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.utils.constants import ACTION
+from numpy.typing import NDArray
+
+from hf_memopt.recipes.metaworld_demo.environment import DrawnMetaworldEnv
+from hf_memopt.recipes.metaworld_demo.success import SuccessRate
+
+
+def success_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, first_seed: int) -> SuccessRate:
+    """Return how often a task succeeds with the mean of its demonstrations' actions in every step.
+
+    A task that this solves proves nothing about a policy: it need not look. Costs about a millisecond a step.
+
+    Args:
+        dataset: demonstrations that hold the task.
+        task: as Meta-World names it.
+        episodes: how many.
+        first_seed: of the first episode's scene, the next has the next.
+    """
+    environment = DrawnMetaworldEnv(task)
+    action = mean_action(dataset, environment.task_description)
+    successes = (_succeeds(environment, action, first_seed + index) for index in range(episodes))
+    return SuccessRate(sum(successes), episodes)
+
+
+def mean_action(dataset: LeRobotDataset, description: str) -> NDArray[np.float32]:
+    """Return the mean over all frames of a task, `(4,)`."""
+    columns = dataset.hf_dataset.with_format("numpy")
+    chosen = np.asarray(columns["task_index"]) == dataset.meta.get_task_index(description)
+    mean: NDArray[np.float32] = np.asarray(columns[ACTION])[chosen].mean(axis=0)
+    return mean
+
+
+def _succeeds(environment: DrawnMetaworldEnv, action: NDArray[np.float32], seed: int) -> bool:
+    environment.reset(seed=seed)
+    # In steps that follow a success lerobot's environment has begun another episode: stop there.
+    return any(environment.step(action)[2] for _ in range(environment._max_episode_steps))

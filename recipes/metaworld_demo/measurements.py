@@ -1,0 +1,99 @@
+"""What the demo in Meta-World measures on its policies, and the table of it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes, with_all
+from hf_memopt.text_table import Cell, Table
+
+NUM_OBSERVATIONS = 128  # of the demonstrations, for differences between policies and for times
+REPO_ID = "local/metaworld_experts"
+STUDENTS = {"student": "student", "second": "second round"}
+
+
+@dataclass(frozen=True)
+class TestedPolicy:
+    """What acts: a checkpoint and how many Euler steps it takes."""
+
+    title: str
+    folder: str
+    num_steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.removesuffix('_1step')}_{self.num_steps}"
+
+    @property
+    def title_with_steps(self) -> str:
+        return f"{self.title}, {self.num_steps} step{'s' * (self.num_steps > 1)}"
+
+
+POLICIES = (
+    *(TestedPolicy("teacher", "teacher", steps) for steps in (10, 4, 2, 1)),
+    *(TestedPolicy(title, f"{name}_1step", 1) for name, title in STUDENTS.items()),
+)
+
+
+def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int) -> dict[str, Any]:
+    """Return success rates, ms for one chunk and difference to the teacher's chunks, and the mean action's success.
+
+    Args:
+        output: the demo's folder, with everything trained and evaluated.
+        tasks: those that were evaluated.
+        episodes: of each task, for the mean action.
+        first_seed: of the evaluation, so that the mean action meets the same scenes.
+
+    Returns:
+        `policies`, by name, and `mean_action`, success by task.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
+    from hf_memopt.integrations.lerobot.policy_files import load_policy, resolve_checkpoint
+    from hf_memopt.recipes.metaworld_demo.mean_action import success_of_mean_action
+
+    torch.set_num_threads(1)
+    teacher = load_policy(resolve_checkpoint(output / "teacher"))
+    batches = held_out_batches(output / "student", REPO_ID, output / "dataset", max_observations=NUM_OBSERVATIONS)
+    compared = {
+        f"{name}_1step": evaluate_reflow(load_policy(output / f"{name}_1step"), teacher, batches) for name in STUDENTS
+    }
+    sides = {"teacher": compared["student_1step"].teacher, **{name: found.student for name, found in compared.items()}}
+    policies = {}
+    for policy in POLICIES:
+        side = sides[policy.folder]
+        policies[policy.name] = {
+            "title": policy.title_with_steps,
+            "num_steps": policy.num_steps,
+            "success": _with_intervals(read_successes(output / "evaluation" / policy.name)),
+            "latency_ms": side.latency_ms[policy.num_steps],
+            "error": side.error[policy.num_steps],
+            "straightness": side.normalized_straightness,
+        }
+    dataset = LeRobotDataset(REPO_ID, root=output / "dataset")
+    blind = {task: success_of_mean_action(dataset, task, episodes, first_seed) for task in tasks}
+    return {"policies": policies, "mean_action": _with_intervals(with_all(blind))}
+
+
+def _with_intervals(rates: dict[str, SuccessRate]) -> dict[str, dict[str, Any]]:
+    return {task: {**rate._asdict(), "interval": rate.interval()} for task, rate in rates.items()}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as a table, success rates with their confidence intervals."""
+    tasks = list(results["mean_action"])
+    rows: list[list[Cell]] = [
+        [found["title"], *_in_words(found["success"], tasks), f"{found['latency_ms']:.1f}", f"{found['error']:.3f}"]
+        for found in results["policies"].values()
+    ]
+    rows.append(["mean action, repeated", *_in_words(results["mean_action"], tasks), "", ""])
+    return str(Table(["", *tasks, "ms per chunk", "error"], rows, digits=3))
+
+
+def _in_words(success: dict[str, dict[str, Any]], tasks: Sequence[str]) -> list[str]:
+    return [SuccessRate(success[task]["successes"], success[task]["episodes"]).in_words() for task in tasks]
