@@ -242,7 +242,8 @@ DEMOS = {
     "reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
     "metaworld_demo.demo": {
         "--tasks": ("", "reach-v3,", "reach-v3,reach-v3"),
-        **dict.fromkeys(("--seed", "--demonstrations", "--teacher-steps", "--student-steps", "--episodes"), NUMBERS),
+        "--seed": SEEDS,
+        **dict.fromkeys(("--demonstrations", "--teacher-steps", "--student-steps", "--episodes"), NUMBERS),
     },
 }
 
@@ -254,7 +255,8 @@ def test_options_of_demos(name: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("precious")
     for flag, values in DEMOS[name].items():
         for value in values:
-            arguments = [f"{flag}={value.replace('FILE', str(tmp_path / 'file'))}"]
+            # Its folder is a file, so that a demo which takes the value does not begin.
+            arguments = [f"--output={tmp_path / 'file'}", f"{flag}={value.replace('FILE', str(tmp_path / 'file'))}"]
             line = line_of(one_line_errors(name, demo.main, arguments), capsys)
             assert re.search(rf"\b{flag.strip('-')}\b", line), (arguments, line)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
