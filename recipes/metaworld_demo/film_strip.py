@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -35,7 +36,7 @@ def evenly(num_frames: int) -> Sequence[int]:
 def read_video(file: Path) -> tuple[list[NDArray[np.uint8]], float]:
     """Return all frames `(height, width, 3)`, and how many seconds they last."""
     with av.open(str(file)) as container:
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        frames: list[Any] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         rate = container.streams.video[0].average_rate
     if not frames or rate is None:
         raise ValueError(f"{file} holds no pictures; evaluate again")
