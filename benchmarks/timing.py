@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MHz, W, degrees Celsius
 
@@ -119,6 +120,8 @@ class PhasePeaks:
     Stands in for a policy's `PhaseMemory`, which never resets the counters and so cannot tell phases apart.
     """
 
+    has_counters = False  # nothing for the policy to log
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.peak_bytes: dict[str, int] = {}
@@ -134,6 +137,9 @@ class PhasePeaks:
             peak = torch.accelerator.max_memory_allocated(self._device)
             self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
             self.start()
+
+    def mark_after_backward(self, loss: Tensor) -> None:
+        """Nothing: the benchmark marks the end of backward itself."""
 
     def figures(self) -> dict[str, float]:
         """Nothing for the policy to log."""

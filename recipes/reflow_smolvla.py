@@ -45,10 +45,11 @@ from hf_memopt.memory import explain_oom
 from hf_memopt.memory.oom import HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
 from hf_memopt.recipes.common.flags import check_card
-from hf_memopt.recipes.reflow.accumulation import MemoryLog, check_windows
 from hf_memopt.recipes.reflow.lerobot_loop import (
     ACCUMULATION_FLAG,
     ACCUMULATION_VARIABLE,
+    MemoryLog,
+    check_windows,
     settle_accumulation,
     train,
 )
