@@ -252,7 +252,7 @@ def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(
             f"frozen: this {type(trainer).__name__} has no ref_model, teacher_model or reward model of its own (with "
-            f"adapters TRL uses the policy without them as its reference, which costs no memory); leave frozen out"
+            "adapters TRL uses the policy without them as its reference, which costs no memory); leave frozen out"
         )
     return found
 

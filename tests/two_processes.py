@@ -1,9 +1,12 @@
 """Runs a script in two or more processes that talk to each other on the CPU."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from patience import HANG_S
 
@@ -28,3 +31,10 @@ def torchrun(script: Path, *arguments: str, is_to_succeed: bool = True, num_proc
     )
     assert (result.returncode == 0) == is_to_succeed, result.stderr[-6000:]
     return result.stderr
+
+
+def deepspeed_results(script: Path, folder: Path) -> list[dict[str, Any]]:
+    """What two processes with DeepSpeed on the CPU wrote to `rank<number>.json` in the folder, their argument."""
+    with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+        torchrun(script, str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
 from hf_memopt.training.step import StepResult, open_step
 from hf_memopt.training.window.rank_exchange import (
+    backward,
     check_distributed_type,
     exchange_if,
     exchanges_each_batch,
@@ -92,11 +93,10 @@ class GradientCache:
         """
         # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         replay = self._replay(micro_batches)
-        # 2. The loss of all of them, and its gradient by each output. accelerator.backward divides by
-        #    gradient_accumulation_steps, so multiply first. The loss scale that it applies here carries over to the
-        #    gradients of the outputs, and from them to all that follow.
+        # 2. The loss of all of them, and its gradient by each output. The loss scale that accelerate applies here
+        #    carries over to the gradients of the outputs, and from them to all that follow.
         loss = self._loss_of_all_ranks(*replay.leaves)
-        self._accelerator.backward(loss * self._accelerator.gradient_accumulation_steps)
+        backward(self._accelerator, loss)
         # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients.
         replay.backward([leaf.grad for leaf in replay.leaves])
         return loss.detach()

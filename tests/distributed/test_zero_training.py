@@ -1,13 +1,12 @@
 """Two processes on the CPU under DeepSpeed's ZeRO-2 and ZeRO-3: exact steps, and stops that both take together."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from two_processes import torchrun
+from two_processes import deepspeed_results
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -21,10 +20,7 @@ FLOAT32 = 1e-6  # of numbers around 1; sums over samples are taken in another or
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found, by stage."""
     folder = tmp_path_factory.mktemp("zero_training")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        torchrun(Path(__file__).parent / "zero_training_rank.py", str(folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return deepspeed_results(Path(__file__).parent / "zero_training_rank.py", folder)
 
 
 @pytest.mark.parametrize("stage", STAGES)

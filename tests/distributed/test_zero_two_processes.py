@@ -1,12 +1,11 @@
 """Activation offloading under DeepSpeed's ZeRO in two processes on the CPU, by Accelerate and by Trainer."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import torchrun
+from two_processes import deepspeed_results
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -18,10 +17,7 @@ MODES = ("all", "auto")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found, by way, stage and mode."""
     folder = tmp_path_factory.mktemp("zero")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        torchrun(Path(__file__).parent / "zero_rank.py", str(folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return deepspeed_results(Path(__file__).parent / "zero_rank.py", folder)
 
 
 @pytest.mark.parametrize("mode", MODES)
