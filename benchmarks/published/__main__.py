@@ -2,9 +2,9 @@
 
     python -m benchmarks.published
 
-Every configuration is estimated once, without a GPU, in about half a minute of one core; the results file and the table
-of docs/published_measurements.md are written. With --only, rows whose name holds a text are estimated, and nothing is
-written.
+Every configuration is estimated once, without a GPU, all of them in about a quarter of an hour of one core; the results
+file and the table of docs/published_measurements.md are written. With --only, rows whose name holds a text are
+estimated, and nothing is written.
 """
 
 import argparse

@@ -104,6 +104,10 @@ def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Offloaded(Protocol):
     """A storage that the host has, as the prefetcher sees it."""
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the device has given up the memory that was saved."""
+
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
 
@@ -130,6 +134,7 @@ class Prefetcher:
         # In which order storages are to be brought back, None until somebody asks, and how far that has come.
         self._order: ReloadOrder | None = None
         self._fetched_to = self._last_used = 0
+        self._largest_to_fetch: int | None = None
 
     def add(self, index: int, entry: weakref.ref[Any], num_bytes: int) -> None:
         """Note a storage that is being offloaded."""
@@ -137,7 +142,7 @@ class Prefetcher:
         self._sizes[index] = num_bytes
         if num_bytes > self.largest_bytes:
             self.largest_bytes = num_bytes
-        self._order = None
+        self._order = self._largest_to_fetch = None
 
     def about_to_use(self, index: int, room: int) -> None:
         """Note a use, and start the copies of what follows it in the order, as far as `room` bytes."""
@@ -149,8 +154,20 @@ class Prefetcher:
         if room:
             self._fetch_after(index, room)
 
+    def largest_to_fetch(self) -> int:
+        """Return the bytes of the largest storage that had left the device when this backward first asked.
+
+        What backward uses before it leaves is not fetched: a language model's logits, with which backward begins, would
+        have gigabytes of other storages fetched ahead.
+        """
+        if self._largest_to_fetch is None:
+            found = ((self._sizes[index], entry()) for index, entry in self._storages.items())
+            self._largest_to_fetch = max((size for size, storage in found if storage and storage.has_left), default=0)
+        return self._largest_to_fetch
+
     def end_backward(self) -> None:
         """Begin anew: the next backward may use everything again."""
+        self._largest_to_fetch = None
         self._used_now.clear()
         self._fetched_to = self._last_used = 0
 

@@ -50,8 +50,8 @@ class ForwardPass:
 
     Args:
         device: copies from and to it.
-        prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one,
-            so that many small ones may be under way together.
+        prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one
+            that has left the device, so that many small ones may be under way together.
         counters: of the offloader.
         plan: what the planner decided: actions, windows in bytes, and the order of reloading. None: offload everything
             and learn as it goes.
@@ -291,7 +291,7 @@ class ForwardPass:
 
     def _about_to_use(self, storage: OffloadedStorage) -> None:
         """Start the copies of what follows."""
-        ahead = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._prefetcher.largest_bytes
+        ahead = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._prefetcher.largest_to_fetch()
         self._prefetcher.about_to_use(storage.index, ahead)
 
     def _note_backward(self) -> int:

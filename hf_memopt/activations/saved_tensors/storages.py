@@ -206,6 +206,11 @@ class OffloadedStorage(LiveStorage):
         """Whether the device has none of the bytes, and none are on their way."""
         return self._source is None and self._memory is None
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the device has given up the memory that was saved."""
+        return self._source is None
+
     def let_go(self) -> None:
         """Give up the device memory; compute that reuses it is ordered after the copy."""
         if self._source is not None:

@@ -119,6 +119,8 @@ def _as_known(each: Any) -> Any:
 
 def _fits(function: Any, result: Any) -> bool:
     """Return whether results are whole numbers, and no more than are worth knowing."""
+    if isinstance(result, Tensor) and not _is_whole(result):
+        return False  # as most are
     tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))
     if not any(map(_is_whole, tensors)):
         return False

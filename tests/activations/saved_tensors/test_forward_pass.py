@@ -194,9 +194,31 @@ def test_backward_brings_back_as_far_ahead_as_it_was_told(
 ) -> None:
     """After each use, in the reverse order of saving, how many of the three storages are still away."""
     forward = ForwardPass(context, ahead, OffloadCounters())
-    saved = [tensor() for _ in range(3)]
+    views = [Packed(forward, tensor()) for _ in range(3)]
+    forward.release()
+    assert away_after_each_use(forward, views) == expected
+    assert all(view.storage.is_away for view in views)  # when the backward is over, what it brought back goes
+
+
+def test_a_large_storage_that_never_leaves_does_not_widen_the_window(context: DeviceContext) -> None:
+    """Such are the logits of a language model: backward begins with them, while they still wait for their copy."""
+    forward = ForwardPass(context, 1, OffloadCounters())
+    saved = [tensor() for _ in range(6)] + [tensor(6 * NUM_BYTES)]
+    views = [Packed(forward, each) for each in saved]
+    assert sum(view.storage.is_away for view in views) == 4  # two small ones and the large one wait for their copies
+    assert away_after_each_use(forward, views) == [4, 4, 3, 2, 1, 0, 0]
+
+
+def test_a_large_storage_that_has_left_widens_the_window(context: DeviceContext) -> None:
+    forward = ForwardPass(context, 1, OffloadCounters())
+    saved = [tensor(2 * NUM_BYTES)] + [tensor() for _ in range(5)]
     views = [Packed(forward, each) for each in saved]
     forward.release()
+    assert away_after_each_use(forward, views) == [3, 2, 1, 1, 0, 0]
+
+
+def away_after_each_use(forward: ForwardPass, views: list[Packed]) -> list[int]:
+    """Use views in the reverse order of saving, in a backward; return how many storages are away after each use."""
     found: list[int] = []
 
     def use(view: Packed) -> Callable[[Tensor], None]:
@@ -211,5 +233,4 @@ def test_backward_brings_back_as_far_ahead_as_it_was_told(
         y = y.exp()
         y.register_hook(use(view))
     y.sum().backward()
-    assert found == expected
-    assert all(view.storage.is_away for view in views)  # when the backward is over, what it brought back goes
+    return found

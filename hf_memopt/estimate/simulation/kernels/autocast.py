@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _REGISTERED = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
@@ -124,10 +124,10 @@ class _Casts:
         return run
 
     def lower(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._cast_all((args, kwargs), torch.get_autocast_dtype(self.device_type))
+        return self._cast_all(args, kwargs, torch.get_autocast_dtype(self.device_type))
 
     def float32(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._cast_all((args, kwargs), torch.float32)
+        return self._cast_all(args, kwargs, torch.float32)
 
     def widest(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         floats = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -145,9 +145,14 @@ class _Casts:
             given["dtype"] = torch.float32
         return (), given
 
-    def _cast_all(self, arguments: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        args, kwargs = tree_map(lambda value: cast(value, dtype, self.device_type), arguments)
-        return args, kwargs
+    def _cast_all(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        return self._cast_each(args, dtype), {name: self._cast_each(value, dtype) for name, value in kwargs.items()}
+
+    def _cast_each(self, value: Any, dtype: torch.dtype) -> Any:
+        """Operators take lists and nothing deeper; torch's `tree_map` took a twentieth of a simulation."""
+        if isinstance(value, list | tuple):
+            return [self._cast_each(each, dtype) for each in value]
+        return cast(value, dtype, self.device_type)
 
 
 def _overload(name: str) -> Any:
