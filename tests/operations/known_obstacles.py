@@ -21,8 +21,8 @@ OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
     "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, whose memory is its own here
     "i0": ('"i1_backward" not implemented',),
     "linalg.eigh": ("(input_is_complex == grad_is_complex)",),  # inside any dispatch mode, second derivatives raise
-    "linalg.pinv": _PINV,
-    "linalg.pinv.hermitian": _PINV,
+    "linalg.pinv": (*_PINV, _IN_MODE),
+    "linalg.pinv.hermitian": (*_PINV, _IN_MODE),
     "linalg.pinv.singular": ("linalg.pinv(BFloat16",),
     "masked.prod": (_IN_MODE,),  # zeros of the other sign in second derivatives
     # Inside a mode its mean saves two tensors more, so that checkpointing finds fewer when it computes again outside.
