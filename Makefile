@@ -106,10 +106,11 @@ LATEST := .newest/latest
 LATEST_EXTRAS := neuralop,fluxflow,deepspeed,lightning,sentence-transformers,peft,trl,report,completion
 LATEST_TOOLS := pytest pytest-xdist hypothesis expecttest tensorboard torchao
 LATEST_PYTEST := $(LATEST)/bin/python -m pytest -W default -k "not smolvla and not for_a_policy" --ignore-glob="*lerobot*" \
-  --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling_canaries*" --ignore-glob="*reflow_plan*"
+  --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling_canaries*" --ignore-glob="*reflow_plan*" \
+  --ignore-glob="*recipes/reflow*" --ignore-glob="*metaworld*"
 # What needs neither lerobot nor more than these tools.
-CORE := activations callbacks canaries checkpoint couplings disk estimate integrations memory peers teacher training \
-  transfer tuning
+CORE := activations callbacks canaries checkpoint commands couplings disk distributed docs estimate integrations memory \
+  operations peers recipes teacher training transfer tuning
 
 latest: | $(UV)
 	"$(UV)" venv --clear --python $(PYTHON_VERSION) $(LATEST)

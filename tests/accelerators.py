@@ -25,8 +25,9 @@ def on_the_cpu() -> Iterator[None]:
     forget_accelerator()
 
 
-def sharding_on_the_cpu(**options: Any) -> Accelerator:
-    """An `Accelerator` that shards as on a GPU: for processes on the CPU it would ignore FSDP2."""
+@contextmanager
+def engines_on_the_cpu() -> Iterator[None]:
+    """Have Accelerate use FSDP2 and DeepSpeed as on a GPU: for processes on the CPU it would ignore them."""
     AcceleratorState._reset_state(reset_partial_state=True)
     places = {
         "ACCELERATE_USE_CPU": "false",
@@ -37,4 +38,10 @@ def sharding_on_the_cpu(**options: Any) -> Accelerator:
         patch.dict(os.environ, places),
         patch.object(PartialState, "_prepare_backend", lambda *options: ("gloo", DistributedType.MULTI_GPU)),
     ):
+        yield
+
+
+def sharding_on_the_cpu(**options: Any) -> Accelerator:
+    """An `Accelerator` that shards as on a GPU."""
+    with engines_on_the_cpu():
         return Accelerator(**options)

@@ -43,7 +43,7 @@ def test_the_quiet_command_tells_problems_by_its_status(capsys: Capture, monkeyp
     assert main(["doctor", "--device", "cpu"]) == 0
 
 
-def test_doctor_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_for_a_policy_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
     student = Path(shutil.copytree(toy_student, tmp_path / "student"))
     config = json.loads((student / "config.json").read_text())
     (student / "config.json").write_text(json.dumps({**config, "teacher_offload": "swap"}))
@@ -55,14 +55,14 @@ def test_doctor_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path,
     assert "Status: ✓ ON CPU (offloaded)" in lines
 
 
-def test_doctor_gives_the_policy_as_lines_of_its_json(toy_student: Path, capsys: Capture) -> None:
+def test_doctor_for_a_policy_has_its_lines_in_json(toy_student: Path, capsys: Capture) -> None:
     assert main(["doctor", "--policy", str(toy_student), "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["policy"][0] == f"Policy {toy_student}: smolvla_reflow on cpu"
     assert found["devices"][0]["name"] == "cpu"
 
 
-def test_doctor_refuses_a_policy_without_teacher(toy_teacher: Path, capsys: Capture) -> None:
+def test_doctor_for_a_policy_without_teacher_is_refused(toy_teacher: Path, capsys: Capture) -> None:
     assert "has no teacher: its policy is of type 'smolvla'" in refused(capsys, "doctor", "--policy", str(toy_teacher))
 
 

@@ -14,9 +14,10 @@ from unittest.mock import patch
 import rank_steps
 import torch
 from alone import leave
+from collective_names import ALL_GATHERS, REDUCE_SCATTERS
 from rank_steps import Way, setup, step
 from torch import Tensor, distributed
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
@@ -42,8 +43,9 @@ def gloo_on_copies() -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "reduce", "broadcast"):
+        for name in (*ALL_GATHERS, *REDUCE_SCATTERS, "all_reduce", "reduce", "broadcast"):
             stack.enter_context(patch.object(distributed, name, on_copies(getattr(distributed, name))))
+        stack.enter_context(_NoOther())
         yield
 
 
@@ -53,6 +55,15 @@ _TENSORS = ("output_tensor", "output", "input_tensor", "input", "tensor")
 
 class _Done:
     def wait(self) -> None: ...
+
+
+class _NoOther(TorchDispatchMode):
+    """Fails where FSDP2 gathers or reduces by a name that is not in `collective_names`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        exchanges = ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
+        assert str(function) not in exchanges, f"{function} was called by a name that collective_names lacks"
+        return function(*args, **kwargs or {})
 
 
 def as_on_cuda() -> Any:

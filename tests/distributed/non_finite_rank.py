@@ -1,7 +1,7 @@
 """What each process of test_non_finite_two_processes.py runs: `non_finite_rank.py <folder>`.
 
-Trains until the second micro-batch of the third step has a NaN gradient on rank 1 alone, and leaves what happened in
-`<folder>/rank<number>.json`.
+Trains under DDP and under FSDP2 until the second micro-batch of the third step has a NaN gradient on rank 1 alone, and
+leaves what happened in `<folder>/rank<number>.json`.
 """
 
 import json
@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerators import engines_on_the_cpu
 from alone import leave
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt.callbacks.stop_on_non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
@@ -46,11 +50,11 @@ class Snapshot(TrainerCallback):
 
 
 def parameters(model: nn.Module) -> list[float]:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole]).tolist()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def stopped(folder: Path, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(64)]
     arguments = TrainingArguments(
@@ -58,12 +62,12 @@ def main() -> None:
         max_steps=6,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
         disable_tqdm=True,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
+        **settings,
     )
     snapshot = Snapshot()
     trainer = Trainer(Regression(), arguments, train_dataset=data, callbacks=[snapshot, StopOnNonFiniteCallback()])
@@ -72,8 +76,18 @@ def main() -> None:
         message = "no error"
     except NonFiniteGradientError as error:
         message = str(error)
-    result = {"message": message, "before": snapshot.parameters, "after": parameters(trainer.model)}
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    kind = FSDPModule if "fsdp" in settings else DistributedDataParallel
+    assert isinstance(trainer.model_wrapped, kind)
+    return {"message": message, "before": snapshot.parameters, "after": parameters(trainer.model)}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    results = {"ddp": stopped(folder, use_cpu=True)}
+    with engines_on_the_cpu():
+        blocks = {"version": 2, "transformer_layer_cls_to_wrap": ["Linear"]}
+        results["fsdp2"] = stopped(folder, fsdp="full_shard auto_wrap", fsdp_config=blocks)
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

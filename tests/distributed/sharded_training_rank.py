@@ -6,7 +6,7 @@ Each function is one situation under FSDP2; what came of it on this rank goes to
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from accelerators import sharding_on_the_cpu
 from alone import leave
+from collective_names import REDUCE_SCATTERS
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -98,13 +99,17 @@ class ShardedRun:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count how often gradients are exchanged."""
-        exchange = distributed.reduce_scatter_tensor
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.num_exchanges += 1
-            return exchange(*args, **kwargs)
+        def counted(exchange: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.num_exchanges += 1
+                return exchange(*args, **kwargs)
 
-        with patch.object(distributed, "reduce_scatter_tensor", counted):
+            return run
+
+        with ExitStack() as stack:
+            for name in REDUCE_SCATTERS:
+                stack.enter_context(patch.object(distributed, name, counted(getattr(distributed, name))))
             yield
 
     def step(self, micro_batches: Any, loss_fn: Any = mean_loss, **options: Any) -> Any:

@@ -1,17 +1,27 @@
-"""Two processes on the CPU stop together when one of them has a gradient that is not finite."""
+"""Two processes on the CPU, by Trainer, stop together when one of them has a gradient that is not finite."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from two_processes import torchrun
 
 FOLDER = Path(__file__).parent
 
 
-def test_all_ranks_stop_before_the_update(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What happened on each of the two ranks."""
+    folder = tmp_path_factory.mktemp("non_finite")
+    torchrun(FOLDER / "non_finite_rank.py", str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_all_ranks_stop_before_the_update(results: list[dict[str, Any]], engine: str) -> None:
     """No rank hangs, both name the one at fault, and their parameters are those of the step before."""
-    torchrun(FOLDER / "non_finite_rank.py", str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (rank[engine] for rank in results)
     assert first == second
     assert first["before"] == first["after"] != []
     assert first["message"].splitlines() == [

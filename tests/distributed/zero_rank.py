@@ -6,7 +6,6 @@ What came of it on this rank goes to `<folder>/rank<number>.json`.
 
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import DeepSpeedPlugin
+from accelerators import engines_on_the_cpu
 from alone import leave
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -146,9 +146,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
 @contextmanager
 def deepspeed_on_the_cpu() -> Iterator[None]:
     with (
-        # As on GPUs: for processes on the CPU Accelerate ignores DeepSpeed.
-        patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}),
-        patch.object(PartialState, "_prepare_backend", lambda *options: ("gloo", DistributedType.MULTI_GPU)),
+        engines_on_the_cpu(),
         # DeepSpeed would compile collectives of its own. The package has torch itself under this name.
         patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
     ):

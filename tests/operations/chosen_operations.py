@@ -13,6 +13,15 @@ _ONE_OF = 10
 _FOLDER = Path(__file__).parent
 OPERATORS = (_FOLDER / "operators.txt").read_text().split()
 MODULES = (_FOLDER / "modules.txt").read_text().split()
+# Those that torch 2.11 or torch 2.15 does not list.
+NOT_IN_EACH_TORCH = {
+    *("aminmax", "cholesky", "linalg.matrix_sqrth", "linalg.polar", "narrow_copy", "native_group_norm", "nextafter"),
+    *("nn.LinearCrossEntropyLoss", "nn.functional.linear_cross_entropy", "nn.functional.linear_cross_entropy.chunked"),
+    *("nn.functional.linear_cross_entropy.chunked_none", "qr", "special.bessel_j0", "special.bessel_j1"),
+    *("special.bessel_y0", "special.bessel_y1", "special.modified_bessel_i0", "special.modified_bessel_i1"),
+    *("special.modified_bessel_k0", "special.modified_bessel_k1"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+}
 
 # Those that were once wrong.
 ALWAYS_OPERATORS = [

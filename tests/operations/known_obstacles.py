@@ -12,33 +12,39 @@ _FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward is not implemente
 _POOL = "avg_pool3d_out_frame"
 _IN_MODE = "inside an empty dispatch mode"
 # Under autocast torch multiplies in bfloat16, and only empty matrices get through backward; see the documentation.
+_OUT = "functions with out=... arguments don't support automatic differentiation"  # in second derivatives
+# From torch 2.15 on its first sample is computed by a kernel without second derivative.
+_SDPA = "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _PINV = ("to have the same dtype, but got: c10::BFloat16", "autocast")
 
 OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
     "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, whose memory is its own here
     "i0": ('"i1_backward" not implemented',),
     "linalg.eigh": ("(input_is_complex == grad_is_complex)",),  # inside any dispatch mode, second derivatives raise
-    "linalg.pinv": _PINV,
-    "linalg.pinv.hermitian": _PINV,
+    "linalg.pinv": (*_PINV, _IN_MODE),
+    "linalg.pinv.hermitian": (*_PINV, _IN_MODE),
     "linalg.pinv.singular": ("linalg.pinv(BFloat16",),
     "masked.prod": (_IN_MODE,),  # zeros of the other sign in second derivatives
     # Inside a mode its mean saves two tensors more, so that checkpointing finds fewer when it computes again outside.
     "nn.functional.ctc_loss": ("_ctc_loss_backward is not implemented", _IN_MODE),
+    "nn.functional.linear_cross_entropy.chunked_none": (_OUT,),
     "nn.functional.rrelu": ("other bits under torch's checkpointing",),  # which stops before the noise is drawn
+    "nn.functional.scaled_dot_product_attention": (_SDPA,),
     "sparse.sampled_addmm": ("is_coalesced expected sparse coordinate tensor", "_to_sparse does not support automatic"),
     "special.i0e": ('"i1e_backward" not implemented',),
     "view_as_real": ("view_as_real doesn't work on unresolved conjugated tensors",),
 }
 
 _LSTM = "could not create a primitive descriptor for the LSTM forward"
-# What oneDNN has no kernel for on some CPUs: need not be said.
-DEPENDS_ON_THE_CPU = (_LSTM,)
+# What oneDNN has no kernel for on some CPUs, and what depends on torch's version: need not be said.
+NOT_EVERYWHERE = (_LSTM, _SDPA)
 
 MODULE_OBSTACLES: dict[str, tuple[str, ...]] = {
     "nn.AvgPool3d": (_POOL,),
     "nn.CTCLoss": ("ctc_loss_cpu", "_ctc_loss_backward is not implemented", _IN_MODE),
     "nn.LPPool3d": (_POOL,),
     "nn.LSTM": (_LSTM,),
+    "nn.LinearCrossEntropyLoss": (_OUT,),
     "nn.LocalResponseNorm": (_POOL,),
     "nn.MultiLabelMarginLoss": (
         "multilabel_margin_loss_forward_out_frame",
@@ -79,7 +85,7 @@ def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: 
             faults.append(f"the plain run cannot do this, {setting}: {text}")
     if is_whole:
         said = [*failures, *(text for _, text in found)]
-        required = [part for part in known if part not in DEPENDS_ON_THE_CPU]
+        required = [part for part in known if part not in NOT_EVERYWHERE]
         gone = [part for part in required if not any(part in text for text in said)]
         faults += [f"no longer an obstacle: {part}" for part in gone]
     return faults

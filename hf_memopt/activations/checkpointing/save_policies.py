@@ -195,21 +195,8 @@ class _SaveTensor(torch.autograd.Function):
 
 def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation; what it calls in turn sees what it would see outside of the mode."""
-    plainly = _calls_others(func) and PLAIN_TYPES.issuperset(types)
+    plainly = isinstance(func, torch._ops.OpOverload) and not func.is_view and PLAIN_TYPES.issuperset(types)
     return call_as_plain(func, args, kwargs) if plainly else func(*args, **kwargs)
-
-
-@cache
-def _calls_others(func: Any) -> bool:
-    """Whether an operation's kernel calls other operations instead of having one for each device.
-
-    Only these: products inside of attention, for one, are computed in float32 under autocast, which a product that
-    sees autocast again would not be.
-    """
-    if not isinstance(func, torch._ops.OpOverload) or func.is_view:
-        return False
-    name = func.name()  # type: ignore[no-untyped-call]
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, device) for device in ("CPU", "CUDA"))
 
 
 def _plain_tensors(values: Any) -> list[Tensor]:

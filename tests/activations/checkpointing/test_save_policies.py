@@ -128,3 +128,19 @@ def test_views_and_writes_are_recomputed() -> None:
     assert may_be_kept(aten.mm.default, (), {})
     for operation in (aten.t.default, aten.mm.out, aten.relu_.default, aten._foreach_mul_.Scalar):
         assert not may_be_kept(operation, (), {})
+
+
+@torch.library.custom_op("save_policies::product", mutates_args=(), device_types="cpu")
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """A kernel for the device that calls other operations."""
+    return (left @ right).float()
+
+
+@pytest.mark.parametrize("mode", [Keeping(made("heavy_ops")), Replaying({})], ids=["keeping", "replaying"])
+def test_a_kernel_for_the_device_calls_others_as_it_does_outside(mode: TorchDispatchMode, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        want = product(x, x)
+        with mode:
+            got = product(x, x)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, x @ x)

@@ -25,12 +25,46 @@ def bilinear() -> Tensor:
         return torch.nn.functional.bilinear(torch.randn(2, 3), torch.randn(2, 4), torch.randn(5, 3, 4))
 
 
+@torch.library.custom_op("plain_dispatch::product", mutates_args=())
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """In whatever precision autocast chooses."""
+    return (left @ right).float()
+
+
+@torch.library.custom_op("plain_dispatch::full_product", mutates_args=())
+def full_product(left: Tensor, right: Tensor) -> Tensor:
+    """Has autocast cast its operands; what it calls is not cast again."""
+    return left @ right
+
+
+full_product.register_autocast("cpu", torch.float32)
+
+
+def custom_operation() -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return product(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def custom_operation_that_autocast_knows() -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return full_product(torch.randn(4, 4), torch.randn(4, 4))
+
+
 def product_under_autocast() -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return torch.randn(4, 4) @ torch.randn(4, 4)
 
 
-@pytest.mark.parametrize("compute", [complex_inverse, bilinear, product_under_autocast])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        complex_inverse,
+        bilinear,
+        custom_operation,
+        custom_operation_that_autocast_knows,
+        product_under_autocast,
+    ],
+)
 def test_as_outside_of_modes(compute: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     want = compute()

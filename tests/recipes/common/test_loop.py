@@ -62,7 +62,7 @@ def test_batches_are_pinned_for_devices_with_memory_of_their_own(
     kind: str | None, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = None if kind is None else torch.device(kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
     assert pins_memory() is pinned
     loader = fluxflow_data.make_loader(fluxflow_data.load(DataOptions(num_drawn=2), 4, 0), DataOptions(), 1, 0, 0, 1)(0)
     assert loader.pin_memory is pinned
