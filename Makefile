@@ -36,7 +36,7 @@ $(READY): setup.cfg pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .pyt
 demo: $(READY) ## the main job end to end on the CPU, in about 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.reflow.demo --output outputs/demo --overwrite
 
-demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU: results in outputs/demo_metaworld
+demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU, in about 20 minutes: results in outputs/demo_metaworld
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt metaworld
 	$(PY) -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld --overwrite
 

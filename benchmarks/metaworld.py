@@ -20,12 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo_metaworld"), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    parser.add_argument("--remark", help="what else the machine did, for example")
     options = parser.parse_args(arguments)
     found = json.loads((options.demo / "results.json").read_text())
     device = current_device()
     facts = environment(device)
     facts["versions"] |= {name: version(name) for name in ("metaworld", "mujoco")}
-    results = {**facts, "benchmark": "metaworld", **found}
+    remark = {} if options.remark is None else {"remark": options.remark}
+    results = {**facts, "benchmark": "metaworld", **remark, **found}
     print(table(results))
     print("wrote", write_results(results, options.output or results_path("metaworld", device)))
     return 0

@@ -58,7 +58,9 @@ def reflow_launch(student: Path) -> list[Any]:
     ]
 
 
-def training_flags(output: Path, steps: int, warmup_steps: int, seed: int) -> list[str]:
+def training_flags(
+    output: Path, steps: int, warmup_steps: int, seed: int, learning_rate: float = LEARNING_RATE
+) -> list[str]:
     """Return lerobot's flags for `steps` batches of training that writes to `output`."""
     return [
         # One process reads data while another trains; forking it spares a second import of everything.
@@ -70,7 +72,7 @@ def training_flags(output: Path, steps: int, warmup_steps: int, seed: int) -> li
         f"--save_freq={steps}",
         f"--log_freq={max(1, steps // 30)}",
         f"--seed={1000 + seed}",
-        f"--policy.optimizer_lr={LEARNING_RATE}",
+        f"--policy.optimizer_lr={learning_rate}",
         f"--policy.scheduler_warmup_steps={warmup_steps}",
         f"--policy.scheduler_decay_steps={steps}",
     ]

@@ -17,8 +17,12 @@ def test_results_are_kept_with_hardware_and_versions(
     with loaded_benchmarks() as load:
         metaworld = load("metaworld")
         monkeypatch.setattr(metaworld, "version", lambda name: f"of {name}")
-        assert metaworld.main(["--demo", str(tmp_path), "--output", str(tmp_path / "kept.json")]) == 0
+        arguments = ["--demo", str(tmp_path), "--output", str(tmp_path / "kept.json")]
+        assert metaworld.main(arguments) == 0
+        assert "remark" not in json.loads((tmp_path / "kept.json").read_text())
+        assert metaworld.main([*arguments, "--remark=busy"]) == 0
     kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept["remark"] == "busy"
     assert {"hardware", "versions", "commit", "date", *found} <= kept.keys()
     assert kept["versions"]["mujoco"] == "of mujoco"
     assert "90% (60% to 98%)" in capsys.readouterr().out

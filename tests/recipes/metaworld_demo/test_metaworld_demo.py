@@ -13,6 +13,17 @@ from hf_memopt.command_line import one_line_errors
 demo = LateModule("hf_memopt.recipes.metaworld_demo.demo")
 
 
+def test_the_teacher_trains_its_vlm_and_students_share_it(tmp_path: Path) -> None:
+    options = demo.parse([f"--output={tmp_path}"])
+    trained = ["--policy.train_expert_only=false", "--policy.freeze_vision_encoder=false"]
+    frozen = ["--policy.train_expert_only=true", "--policy.freeze_vision_encoder=true"]
+    teacher = demo.teacher_command(options)
+    assert set(trained) <= set(teacher)
+    assert f"--policy.optimizer_lr={demo.TEACHER_LEARNING_RATE}" in teacher
+    for command in (demo.student_command(options, "student", "student_init"), demo.precompute_command(options)):
+        assert set(frozen) <= set(command)
+
+
 @pytest.mark.slow
 def test_every_stage_runs(tmp_path: Path) -> None:
     pytest.importorskip("metaworld", reason="the extra 'metaworld' is not installed")
@@ -25,9 +36,9 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     policies = results["policies"]
     assert list(policies) == ["teacher_10", "teacher_4", "teacher_2", "teacher_1", "student_1", "second_1"]
     for found in policies.values():
-        assert list(found["success"]) == ["drawer-close-v3", "handle-press-v3", "button-press-topdown-v3", "all"]
-        assert found["success"]["all"]["episodes"] == 6
-    assert results["mean_action"]["all"]["episodes"] == 6
+        assert list(found["success"]) == [*demo.TASKS, "all"]
+        assert found["success"]["all"]["episodes"] == 2 * len(demo.TASKS)
+    assert results["mean_action"]["all"]["episodes"] == 2 * len(demo.TASKS)
     assert (tmp_path / "film_strip.png").is_file()
     assert policies["teacher_10"]["error"] == 0
     assert policies["teacher_1"]["error"] > 0

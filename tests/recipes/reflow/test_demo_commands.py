@@ -28,6 +28,12 @@ def test_the_parser_knows_folder_seed_and_overwrite() -> None:
 def test_few_batches_are_logged_and_saved_once(tmp_path: Path) -> None:
     flags = commands.training_flags(tmp_path, steps=2, warmup_steps=0, seed=3)
     assert {f"--output_dir={tmp_path}", "--steps=2", "--save_freq=2", "--log_freq=1", "--seed=1003"} <= set(flags)
+    assert f"--policy.optimizer_lr={commands.LEARNING_RATE}" in flags
+
+
+def test_a_demo_may_name_its_learning_rate(tmp_path: Path) -> None:
+    flags = commands.training_flags(tmp_path, steps=2, warmup_steps=0, seed=3, learning_rate=0.5)
+    assert "--policy.optimizer_lr=0.5" in flags
 
 
 def test_the_recipe_starts_on_the_students_folder(tmp_path: Path) -> None:
