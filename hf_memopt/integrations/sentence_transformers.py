@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,7 +85,11 @@ class CachedLoss(nn.Module):
             return self.loss.compute_loss_from_embeddings(list(torch.split(embeddings, num_rows)), labels)
 
         no_sync = getattr(self.model, "no_sync", nullcontext)  # of DDP
-        return CachedForward(self._embed, micro_batches, _device_of(columns), no_sync).loss(of_all)
+
+        def around(is_last: bool) -> AbstractContextManager[Any]:
+            return nullcontext() if is_last else no_sync()
+
+        return CachedForward(self._embed, micro_batches, _device_of(columns), around).loss(of_all)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return what the model card says of this loss."""

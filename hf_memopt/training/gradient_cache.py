@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
 from hf_memopt.training.step import StepResult, open_step
+from hf_memopt.training.window.engine import begin_window, engine_of
 from hf_memopt.training.window.rank_exchange import (
-    backward,
+    backward_from_outputs,
+    backward_to_outputs,
     check_distributed_type,
     exchange_if,
     exchanges_each_batch,
+    gathers_weights,
     max_over_ranks,
 )
 
@@ -34,7 +38,8 @@ class GradientCache:
     (GradCache), 2021, arXiv:2101.06983.
 
     Args:
-        accelerator: prepared the models. With several ranks, under DDP or FSDP2, the loss sees the outputs of all.
+        accelerator: prepared the models. With several ranks, under DDP, FSDP2 or DeepSpeed's ZeRO-2 and ZeRO-3, the
+            loss sees the outputs of all.
         forward_fn: called twice on each micro-batch; returns a tensor or a tuple of tensors, samples first: `(n, ...)`.
             Tensors without a gradient, such as labels, may be among them.
         loss_fn: called with those tensors, each concatenated over all micro-batches and ranks: `(N, ...)`; returns the
@@ -55,7 +60,12 @@ class GradientCache:
         ...     result = cache.step(micro_batches, optimizer, max_grad_norm=1.0)
 
     In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`. In a loop
-    of somebody else's, such as Trainer's, `cache.loss(micro_batches)` is the loss that it calls `backward` of.
+    of somebody else's, such as Trainer's, `cache.loss(micro_batches)` is the loss that it calls `backward` of. Under
+    DeepSpeed, which applies gradients itself, there is `step` alone, in float32 or bfloat16.
+
+    Raises:
+        ValueError: `models` are needed, or the accelerator uses FSDP1, Megatron-LM, XLA, or DeepSpeed in fp16, whose
+            loss scale the outputs' gradients would not have.
     """
 
     def __init__(
@@ -67,6 +77,9 @@ class GradientCache:
         models: Sequence[nn.Module] | None = None,
     ) -> None:
         check_distributed_type(accelerator)
+        engine = engine_of(accelerator)
+        if engine is not None and engine.fp16_enabled():
+            raise ValueError("fp16: DeepSpeed's loss scale would not reach the gradients of outputs; use bf16")
         if models is None and not isinstance(forward_fn, nn.Module) and accelerator.num_processes > 1:
             raise ValueError(
                 "models=None needs a prepared model as forward_fn; give models=[...] that forward_fn calls"
@@ -86,17 +99,24 @@ class GradientCache:
             The loss, `()`, without gradient history, the same on all ranks.
 
         Raises:
-            ValueError: `micro_batches` is empty, or under FSDP2 of another number than on another rank; or `forward_fn`
-                does not return tensors with samples first.
+            ValueError: `micro_batches` is empty, or under FSDP2 and DeepSpeed of another number than on another rank;
+                `forward_fn` does not return tensors with samples first; or DeepSpeed is used.
 
         After an exception gradients are incomplete: call `optimizer.zero_grad()`.
         """
+        self._check_no_engine("backward")
+        return self._backward(micro_batches)
+
+    def _backward(self, micro_batches: Iterable[Any]) -> Tensor:
         # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         replay = self._replay(micro_batches)
         # 2. The loss of all of them, and its gradient by each output. The loss scale that accelerate applies here
         #    carries over to the gradients of the outputs, and from them to all that follow.
         loss = self._loss_of_all_ranks(*replay.leaves)
-        backward(self._accelerator, loss)
+        backward_to_outputs(self._accelerator, loss)
+        engine = engine_of(self._accelerator)
+        if engine is not None:  # up to here an error leaves nothing behind
+            begin_window(engine)
         # 3. Each micro-batch again, with its random numbers, and backward from its outputs' gradients.
         replay.backward([leaf.grad for leaf in replay.leaves])
         return loss.detach()
@@ -120,6 +140,7 @@ class GradientCache:
         What the second forward passes save stays on the device: an `ActivationOffloader` leaves alone what is saved
         during a backward pass, and they run in one.
         """
+        self._check_no_engine("loss")
         return self._replay(micro_batches).loss(self._loss_of_all_ranks)
 
     def step(
@@ -141,8 +162,8 @@ class GradientCache:
             scheduler: stepped after the update, and not after a skipped one.
 
         Raises:
-            ValueError: as from `backward`, as from `train_step` about the accelerator and the optimizer, or `models`
-                were not given and `forward_fn` is none.
+            ValueError: as from `backward`, as from `train_step` about the accelerator and the optimizer, `models` were
+                not given and `forward_fn` is none, or under DeepSpeed `loss_fn` has parameters or there are two models.
             NonFiniteGradientError: as from `train_step`. A loss of all samples has one gradient, so everything that is
                 not finite is put down to micro-batch 1.
         """
@@ -151,33 +172,51 @@ class GradientCache:
             raise ValueError(
                 "models=None: step clips and checks their gradients; give models=[...] that forward_fn calls"
             )
-        modules = [each for each in (*self._models, self._loss_fn) if isinstance(each, nn.Module)]
+        modules = [*self._models]
+        if isinstance(self._loss_fn, nn.Module) and any(True for _ in self._loss_fn.parameters()):
+            modules.append(self._loss_fn)
         model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        engine = engine_of(self._accelerator)
+        if engine is not None and model is not engine:
+            raise ValueError(
+                f"models, loss_fn: {len(modules)} modules, of which DeepSpeed's engine is one at most; put all "
+                "parameters into the model that the accelerator prepares, and let loss_fn have none"
+            )
         with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
-            step.watch.remove()  # it would look at every parameter in every micro-batch
-            loss = self.backward(micro_batches)
-            step.watch.note_totals()
+            if engine is None:
+                step.watch.remove()  # it would look at every parameter in every micro-batch
+                loss = self._backward(micro_batches)
+                step.watch.note_totals()
+            else:
+                loss = self._backward(micro_batches)
+                step.watch.end_micro_batch()  # the engine leaves no totals in the parameters
             # Every rank has the whole loss, and the parts of all ranks are added up.
             return step.update(loss / self._accelerator.num_processes, len(micro_batches))
 
     def _replay(self, micro_batches: Iterable[Any]) -> CachedForward:
         micro_batches = list(micro_batches)
         self._check_number(len(micro_batches))
-        return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._before_the_last)
+        go_on = partial(backward_from_outputs, self._accelerator)
+        return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._exchange_in, go_on)
 
     def _check_number(self, number: int) -> None:
-        """Each forward pass under FSDP2 gathers weights, which takes all ranks."""
-        most = max_over_ranks(self._accelerator, number) if self._accelerator.is_fsdp2 else number
-        least = -max_over_ranks(self._accelerator, -number) if self._accelerator.is_fsdp2 else number
+        """Each pass under FSDP2 and ZeRO gathers weights or exchanges gradients, which takes all ranks."""
+        if not gathers_weights(self._accelerator):
+            return
+        most, least = (max_over_ranks(self._accelerator, number), -max_over_ranks(self._accelerator, -number))
         if most != least:
             raise ValueError(
-                f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 give all ranks the same "
-                f"number"
+                f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 and DeepSpeed give all "
+                "ranks the same number"
             )
 
-    def _before_the_last(self) -> AbstractContextManager[None]:
-        """Around the backward of each micro-batch but the last, in which ranks exchange gradients."""
-        return exchange_if(self._accelerator, self._models, exchanges_each_batch(self._accelerator))
+    def _exchange_in(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around the backward of each micro-batch: ranks exchange gradients in the last one."""
+        return exchange_if(self._accelerator, self._models, is_last or exchanges_each_batch(self._accelerator))
+
+    def _check_no_engine(self, method: str) -> None:
+        if engine_of(self._accelerator) is not None:
+            raise ValueError(f"{method}: DeepSpeed applies gradients itself, so that this would end nowhere; use step")
 
     def _loss_of_all_ranks(self, *leaves: Tensor) -> Tensor:
         with _same_draws_on_all_ranks(self._accelerator):

@@ -3,7 +3,8 @@
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import BufferState, RandomState
-from hf_memopt.training.step import LossFn, StepResult, open_step
-from hf_memopt.training.window.rank_exchange import check_no_gathers
+from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
+from hf_memopt.training.window.rank_exchange import check_distributed_type, gathers_weights
 from hf_memopt.training.window.splitting import num_samples, split_batch, take
 from hf_memopt.training.window.weights import WeightFn, normalized_weights
 
@@ -37,8 +38,12 @@ class MicroBatcher:
     Each sample counts exactly once in the step's gradient, and the next batch is the next one. The smaller size is
     kept, and logged once.
 
+    Under FSDP2 and DeepSpeed's ZeRO-2 and ZeRO-3 no rank can go back, since the others wait for its weights or
+    gradients. There a step is `train_step`'s, and one that runs out of memory ends with an error that says which size
+    to begin with.
+
     Args:
-        accelerator: with several ranks, under DDP; FSDP2 is refused, since no rank could go back alone.
+        accelerator: made the model and the optimizer that train.
         micro_batch_size: samples per micro-batch and rank to begin with; `find_micro_batch` finds one.
 
     Attributes:
@@ -56,7 +61,7 @@ class MicroBatcher:
 
     def __init__(self, accelerator: Accelerator, micro_batch_size: int) -> None:
         COUNT.check("micro_batch_size", micro_batch_size)
-        check_no_gathers(accelerator, "MicroBatcher")
+        check_distributed_type(accelerator)
         self._accelerator = accelerator
         self.micro_batch_size = micro_batch_size
 
@@ -83,9 +88,23 @@ class MicroBatcher:
             scheduler: as in `train_step`.
 
         Raises:
-            torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too.
+            torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too. Under
+                FSDP2 and DeepSpeed, on the rank itself: a micro-batch does not fit.
             ValueError, NonFiniteGradientError: as `train_step`; and `split_batch`'s.
         """
+        if gathers_weights(self._accelerator):
+            micro_batches = list(split_batch(batch, self.micro_batch_size))
+            with self._explaining_out_of_memory():
+                return train_step(
+                    self._accelerator,
+                    model,
+                    loss_fn,
+                    micro_batches,
+                    optimizer,
+                    weight_fn=weight_fn,
+                    max_grad_norm=max_grad_norm,
+                    scheduler=scheduler,
+                )
         with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
             def attempt(size: int) -> tuple[Tensor, int]:
@@ -98,6 +117,20 @@ class MicroBatcher:
             self._use(size)
             _sum_gradients(self._accelerator, model)
             return step.update(loss, num_micro_batches)
+
+    @contextmanager
+    def _explaining_out_of_memory(self) -> Iterator[None]:
+        size = self.micro_batch_size
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) and size > 1:
+                error.add_note(
+                    f"micro_batch_size={size} does not fit, and MicroBatcher cannot halve it under FSDP2 and "
+                    f"DeepSpeed, whose ranks wait for each other: begin with {math.ceil(size / 2)}, or with what "
+                    "hf-memopt plan says"
+                )
+            raise
 
     def _use(self, size: int) -> None:
         if size < self.micro_batch_size and self._accelerator.is_main_process:
@@ -120,7 +153,7 @@ def find_micro_batch(
     and random numbers are as before.
 
     Args:
-        accelerator: as for `MicroBatcher`.
+        accelerator: with several ranks, under DDP.
         model: prepared by `accelerator`.
         loss_fn: as in `train_step`.
         batch: samples to try with, as many as there are; repeated to make larger micro-batches, so the longest ones
@@ -131,14 +164,20 @@ def find_micro_batch(
         Samples per micro-batch and rank, for `MicroBatcher` or a loader.
 
     Raises:
-        ValueError: `effective_batch` cannot be divided among ranks, or `split_batch`'s.
+        ValueError: `effective_batch` cannot be divided among ranks, the accelerator uses FSDP2 or DeepSpeed, or
+            `split_batch`'s.
         torch.OutOfMemoryError: one sample does not fit.
 
     An optimizer that makes its state in the first step needs more memory from then on: call this after a step, or let
     `MicroBatcher` halve the result if it must.
     """
     COUNT.check("effective_batch", effective_batch)
-    check_no_gathers(accelerator, "find_micro_batch")
+    if gathers_weights(accelerator):
+        raise ValueError(
+            "find_micro_batch cannot go back under FSDP2 and DeepSpeed: a rank that runs out of memory in forward or "
+            "backward leaves the others waiting for its weights. Take a size from hf-memopt plan"
+        )
+    check_distributed_type(accelerator)
     num_samples_of_rank, rest = divmod(effective_batch, accelerator.num_processes)
     if rest:
         raise ValueError(

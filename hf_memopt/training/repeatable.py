@@ -58,7 +58,9 @@ class CachedForward:
         forward_fn: called on each micro-batch; returns a tensor or a tuple of tensors, samples first.
         micro_batches: at least one.
         device: whose random numbers are replayed, beside the CPU's.
-        no_sync: entered around all backwards but the last, so that ranks exchange gradients once.
+        around: makes a context for the second forward and the backward of a micro-batch, and is told whether that is
+            the last one: there ranks exchange gradients.
+        backward: goes on from the gradients of outputs, as `torch.autograd.backward` does.
 
     Attributes:
         leaves: each output of all micro-batches, `(n, ...)`, ready to collect a gradient.
@@ -72,10 +74,11 @@ class CachedForward:
         forward_fn: ForwardFn,
         micro_batches: Iterable[Any],
         device: torch.device,
-        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext(),
+        backward: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch.autograd.backward,
     ) -> None:
         self._forward_fn, self._micro_batches = forward_fn, list(micro_batches)
-        self._device, self._no_sync = device, no_sync
+        self._device, self._around, self._backward = device, around, backward
         if not self._micro_batches:
             raise ValueError("micro_batches is empty on this rank; every rank needs at least one")
         self._states: list[RandomState] = []
@@ -112,10 +115,9 @@ class CachedForward:
         ]
         after = RandomState(self._device)
         for number, micro_batch in enumerate(self._micro_batches):
-            # Ranks exchange gradients once, in the backward of the last micro-batch.
-            with nullcontext() if number == len(self._micro_batches) - 1 else self._no_sync():
+            with self._around(number == len(self._micro_batches) - 1):
                 self._states[number].restore()
-                _backward(self._forward(micro_batch), [parts[number] for parts in cut])
+                self._backward(*_differentiable(self._forward(micro_batch), [parts[number] for parts in cut]))
         after.restore()
 
     def _forward(self, micro_batch: Any) -> Outputs:
@@ -142,13 +144,14 @@ class _GradientsTo(torch.autograd.Function):
         return None, *(None for _ in gradients)
 
 
-def _backward(outputs: Outputs, gradients: Sequence[Tensor | None]) -> None:
+def _differentiable(outputs: Outputs, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
         if output.requires_grad and gradient is not None
     ]
-    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _autocast_of_now(device: torch.device) -> torch.autocast:

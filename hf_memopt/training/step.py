@@ -118,10 +118,9 @@ def train_step(
 
 def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
     """Raises ValueError where a step would not be what it says."""
+    check_distributed_type(accelerator)
     engine = engine_of(accelerator)
-    if engine is None:
-        check_distributed_type(accelerator)
-    else:
+    if engine is not None:
         deepspeed_engine.check_engine(engine, max_grad_norm)
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(

@@ -20,10 +20,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from training_rank import SPLITS, error_of, mean_loss, samples, sliced_wasserstein
+from training_rank import SPLITS, error_of, mean_loss, notes_of_running_out, samples, sliced_wasserstein
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_memopt.training import GradientCache, MicroBatcher, train_step
+from hf_memopt.training import GradientCache, MicroBatcher, find_micro_batch, train_step
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
 LLAMA = {**SIZES, "num_attention_heads": 2, "max_position_embeddings": 16}
@@ -245,6 +245,20 @@ def gradient_cache() -> dict[str, Any]:
     }
 
 
+def micro_batcher() -> dict[str, Any]:
+    run, other = ShardedRun(), ShardedRun()
+    part = samples(5, run.rank)
+    batcher = MicroBatcher(run.accelerator, 2)
+    batcher.train_step(run.model, mean_loss, part, run.optimizer)
+    other.step(part.split(2))
+    return {
+        "equal": torch.equal(run.gradient, other.gradient) and run.weights() == other.weights(),
+        "notes": notes_of_running_out(batcher, run.model, part, run.optimizer),
+        "size": batcher.micro_batch_size,
+        "search": error_of(lambda: find_micro_batch(run.accelerator, run.model, mean_loss, part, effective_batch=10)),
+    }
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     results: dict[str, Any] = {
@@ -257,7 +271,7 @@ def main() -> None:
         "non-finite": [non_finite(precision, each) for precision in ("no", "bf16") for each in (False, True)],
         "after an error": {precision: after_an_error(precision) for precision in ("no", "bf16")},
         "gradient cache": gradient_cache(),
-        "micro-batcher": error_of(lambda: MicroBatcher(ShardedRun().accelerator, 2)),
+        "micro-batcher": micro_batcher(),
     }
     (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
 

@@ -80,9 +80,14 @@ def test_a_cached_gradient_sees_the_samples_of_both(results: Results) -> None:
         assert rank["loss difference"] <= TOLERANCE
         assert rank["exchanges"] == NUM_SHARDED
         assert "ValueError: micro_batches: " in rank["unequal"]
-        assert "2 to 3 on all; under FSDP2 give all ranks the same number" in rank["unequal"]
+        assert "2 to 3 on all; under FSDP2 and DeepSpeed give all ranks the same number" in rank["unequal"]
 
 
-def test_micro_batches_that_go_back_are_refused(results: Results) -> None:
-    for rank in results:
-        assert "ValueError: MicroBatcher cannot go back under FSDP2" in rank["micro-batcher"]
+def test_a_micro_batcher_steps_as_train_step_and_cannot_go_back(results: Results) -> None:
+    for rank in (each["micro-batcher"] for each in results):
+        assert rank["equal"]
+        (note,) = rank["notes"]
+        assert "micro_batch_size=2 does not fit, and MicroBatcher cannot halve it under FSDP2 and DeepSpeed" in note
+        assert "begin with 1" in note
+        assert rank["size"] == 2
+        assert "ValueError: find_micro_batch cannot go back under FSDP2 and DeepSpeed" in rank["search"]

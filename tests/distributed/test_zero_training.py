@@ -52,12 +52,38 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: list[dic
     assert len(ranks[0][stage]["non-finite"]) == 2
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_cache_takes_the_step_of_all_samples(ranks: list[dict[str, Any]], stage: str) -> None:
+    for found in (rank[stage]["cached"] for rank in ranks):
+        assert len(found["differences"]) == 6
+        assert max(found["differences"]) <= FLOAT32
+        assert "1 to 2 on all; under FSDP2 and DeepSpeed give all ranks the same number" in found["unequal"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_cache_stops_both_before_the_update(ranks: list[dict[str, Any]], stage: str) -> None:
+    for found in (rank[stage]["cached"] for rank in ranks):
+        assert "NonFiniteGradientError: Non-finite gradient at step 3." in found["bad"]
+        assert "rank 0, micro-batch 1: 4." in found["bad"]
+        assert found["unchanged"]
+        assert "ValueError: the window before this one ended in an error" in found["again"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_micro_batcher_steps_as_train_step_and_cannot_go_back(ranks: list[dict[str, Any]], stage: str) -> None:
+    for found in (rank[stage]["micro-batcher"] for rank in ranks):
+        assert max(found["differences"]) <= FLOAT32
+        (note,) = found["notes"]
+        assert "cannot halve it under FSDP2 and DeepSpeed" in note
+
+
 def test_what_is_refused(ranks: list[dict[str, Any]]) -> None:
     for refused in (rank["refused"] for rank in ranks):
         assert (
             "ValueError: zero_optimization.stage=1 does not allow exact steps; use 2 or 3, or DDP" in refused["stage"]
         )
-        for what in ("gradient cache", "micro-batcher"):
-            assert (
-                "does not allow exact steps: its engine scales, exchanges and applies gradients itself" in refused[what]
-            )
+        assert "ValueError: find_micro_batch cannot go back under FSDP2 and DeepSpeed" in refused["search"]
+        assert "ValueError: fp16: DeepSpeed's loss scale would not reach the gradients of outputs" in refused["fp16"]
+        for what in ("backward", "loss"):
+            assert f"ValueError: {what}: DeepSpeed applies gradients itself" in refused[what]
+        assert "ValueError: models, loss_fn: 2 modules, of which DeepSpeed's engine is one at" in refused["parameters"]

@@ -172,6 +172,19 @@ def nothing_on_one_rank() -> str:
     return error_of(lambda: train_step(run.accelerator, run.model, mean_loss, parts, run.optimizer))
 
 
+def notes_of_running_out(batcher: MicroBatcher, model: nn.Module, batch: Any, optimizer: Any) -> list[str]:
+    """What a step adds to the error of a rank that runs out of memory; here all do."""
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+    try:
+        batcher.train_step(model, failing, batch, optimizer)
+    except torch.OutOfMemoryError as error:
+        return error.__notes__
+    raise AssertionError("no error")
+
+
 def error_of(step: Callable[[], Any]) -> str:
     try:
         step()

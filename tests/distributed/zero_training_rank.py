@@ -6,8 +6,10 @@ this rank goes to `<folder>/rank<number>.json`.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -16,10 +18,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
 from alone import leave
 from torch import Tensor, distributed, nn
-from training_rank import SPLITS, error_of, mean_loss, samples
+from training_rank import SPLITS, error_of, mean_loss, notes_of_running_out, samples
 from zero_rank import deepspeed_on_the_cpu, zero
 
-from hf_memopt.training import GradientCache, MicroBatcher, train_step
+from hf_memopt.training import GradientCache, MicroBatcher, find_micro_batch, train_step
 
 LEARNING_RATE = 0.1
 
@@ -55,10 +57,12 @@ class ZeroRun:
         with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
             return torch.cat([parameter.detach().float().flatten() for parameter in self.model.parameters()])
 
-    def plain_step(self, batch: Tensor, max_grad_norm: float = float("inf")) -> tuple[float, float]:
+    def plain_step(
+        self, batch: Tensor, max_grad_norm: float = float("inf"), loss_fn: Callable[[Any, Any], Tensor] = mean_loss
+    ) -> tuple[float, float]:
         """Loss and norm of a step of the plain twin."""
         self.plain.zero_grad()
-        loss = mean_loss(self.plain, batch)
+        loss = loss_fn(self.plain, batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.plain.parameters(), max_grad_norm)
         with torch.no_grad():
@@ -114,12 +118,67 @@ def non_finite(stage: int, precision: str) -> dict[str, Any]:
     }
 
 
+def contrastive(outputs: Tensor) -> Tensor:
+    """Depends on all pairs of samples, so that it is no mean over micro-batches."""
+    return (outputs @ outputs.T).logsumexp(dim=1).mean() + outputs.std()
+
+
+def cached(stage: int) -> dict[str, Any]:
+    """Two steps on the loss of all samples, micro-batches of other sizes on each rank; then one that must not be."""
+    run, differences = ZeroRun(stage), []
+    cache = GradientCache(run.accelerator, run.model, contrastive)
+    sizes = ([3, 1], [2, 3])
+    for number in (0, 1):
+        parts = [batches(sum(of_rank), 2 * number + rank) for rank, of_rank in enumerate(sizes)]
+        result = cache.step(parts[run.rank].split(sizes[run.rank]), run.optimizer)
+        loss, norm = run.plain_step(torch.cat(parts), loss_fn=lambda model, batch: contrastive(model(batch)))
+        differences += [run.difference(), abs(result.loss - loss), abs(result.grad_norm - norm)]
+    unequal = error_of(lambda: cache.step([batches(2, 0)] * (1 + run.rank), run.optimizer))
+    before, good = run.weights(), batches(2, run.rank)
+    bad = error_of(lambda: cache.step([good, good * float("nan") if run.rank else good], run.optimizer))
+    return {
+        "differences": differences,
+        "unequal": unequal,
+        "bad": bad,
+        "unchanged": torch.equal(before, run.weights()),
+        "again": error_of(lambda: cache.step([good], run.optimizer)),
+    }
+
+
+def micro_batcher(stage: int) -> dict[str, Any]:
+    run, parts = ZeroRun(stage), [batches(5, rank) for rank in (0, 1)]
+    batcher = MicroBatcher(run.accelerator, 2)
+    result = batcher.train_step(run.model, mean_loss, parts[run.rank], run.optimizer)
+    loss, norm = run.plain_step(torch.cat(parts))
+    differences = [run.difference(), abs(result.loss - loss), abs(result.grad_norm - norm)]
+    notes = notes_of_running_out(batcher, run.model, parts[run.rank], run.optimizer)
+    return {"differences": differences, "notes": notes}
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return contrastive(outputs * self.scale)
+
+
 def refused() -> dict[str, str]:
     first, second = ZeroRun(1), ZeroRun(2)
+    cache = GradientCache(second.accelerator, second.model, contrastive)
+    learnt = GradientCache(second.accelerator, second.model, Temperature())
+    with patch.object(second.model, "fp16_enabled", lambda: True):  # which DeepSpeed refuses on a CPU
+        fp16 = error_of(lambda: GradientCache(second.accelerator, second.model, contrastive))
     return {
+        "fp16": fp16,
         "stage": error_of(lambda: first.step([batches(2, 0)])),
-        "gradient cache": error_of(lambda: GradientCache(second.accelerator, second.model, torch.sum)),
-        "micro-batcher": error_of(lambda: MicroBatcher(second.accelerator, 2)),
+        "backward": error_of(lambda: cache.backward([batches(2, 0)])),
+        "loss": error_of(lambda: cache.loss([batches(2, 0)])),
+        "parameters": error_of(lambda: learnt.step([batches(2, 0)], second.optimizer)),
+        "search": error_of(
+            lambda: find_micro_batch(second.accelerator, second.model, mean_loss, batches(2, 0), effective_batch=4)
+        ),
     }
 
 
@@ -129,6 +188,8 @@ def main() -> None:
             str(stage): {
                 "splits": splits(stage),
                 "clipped": clipped(stage),
+                "cached": cached(stage),
+                "micro-batcher": micro_batcher(stage),
                 "non-finite": [non_finite(stage, precision) for precision in ("no", "bf16")],
             }
             for stage in (2, 3)

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from hf_memopt.training.window.engine import engine_of
 
 _REFUSED = {
-    DistributedType.DEEPSPEED: "its engine scales, exchanges and applies gradients itself; use train_step, which knows "
-    "it, or accelerator.accumulate",
     DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
     DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
     DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
@@ -22,20 +20,10 @@ _REFUSED = {
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:
-    """Raises ValueError unless there is one process, or ranks exchange gradients as DDP or FSDP2 does."""
+    """Raises ValueError unless there is one process, or DDP, FSDP2 or DeepSpeed, whose ranks exchange gradients."""
     if accelerator.distributed_type in _REFUSED and not accelerator.is_fsdp2:
         reason = _REFUSED[accelerator.distributed_type]
         raise ValueError(f"distributed_type={accelerator.distributed_type} does not allow exact steps: {reason}")
-
-
-def check_no_gathers(accelerator: Accelerator, what: str) -> None:
-    """Raises ValueError where a rank that runs out of memory would leave the others waiting for its shards."""
-    check_distributed_type(accelerator)
-    if accelerator.is_fsdp2:
-        raise ValueError(
-            f"{what} cannot go back under FSDP2: a rank that runs out of memory in forward or backward leaves the "
-            "others waiting for its shards. Use train_step on split_batch(batch, size), with a size from hf-memopt plan"
-        )
 
 
 @contextmanager
@@ -62,6 +50,27 @@ def backward(accelerator: Accelerator, loss: Tensor) -> None:
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
     else:
         engine.backward(loss, scale_wrt_gas=False)
+
+
+def backward_to_outputs(accelerator: Accelerator, loss: Tensor) -> None:
+    """Compute the gradient by outputs that are cut off from their models, scaled as by `backward`."""
+    if engine_of(accelerator) is None:
+        backward(accelerator, loss)
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def backward_from_outputs(accelerator: Accelerator, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Go on from the gradients of outputs to those of the models' weights."""
+    engine = engine_of(accelerator)
+    if engine is None:
+        torch.autograd.backward(outputs, gradients)
+        return
+    if not outputs:
+        raise ValueError("forward_fn: none of its outputs has a gradient, and DeepSpeed's ranks wait for each other's")
+    # Its engine wants one number, whose gradients by the outputs are these to the bit.
+    products = [(output * gradient).sum() for output, gradient in zip(outputs, gradients, strict=True)]
+    engine.backward(torch.stack(products).sum(), scale_wrt_gas=False)
 
 
 def gathers_weights(accelerator: Accelerator) -> bool:

@@ -5,7 +5,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hf_memopt.training import MicroBatcher
 from hf_memopt.training.window.rank_exchange import check_distributed_type
 
 
@@ -18,7 +17,6 @@ def accelerator() -> Accelerator:
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [
-        ("DEEPSPEED", "its engine scales, exchanges and applies gradients itself"),
         ("FSDP", "use fsdp_version=2"),
         ("MEGATRON_LM", "use accelerator.accumulate"),
         ("XLA", "use accelerator.accumulate"),
@@ -29,11 +27,3 @@ def test_other_engines_are_refused(accelerator: Accelerator, kind: str, remedy: 
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     with pytest.raises(ValueError, match=f"distributed_type=.*{kind}.*{remedy}"):
         check_distributed_type(accelerator)
-
-
-def test_micro_batches_are_not_halved_where_ranks_wait_for_shards(accelerator: Accelerator) -> None:
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    check_distributed_type(accelerator)
-    with pytest.raises(ValueError, match=r"MicroBatcher cannot go back under FSDP2.*Use train_step on split_batch"):
-        MicroBatcher(accelerator, 2)
