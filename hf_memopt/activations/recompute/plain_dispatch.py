@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 _SEE_AUTOCAST = ("aten::_trilinear", "aten::linalg_polar")
+_OF_TORCH = ("aten", "prim", "prims")  # the dispatcher does not know those of "prim"
 _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastPrivateUse1")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _name in _AUTOCAST_KEYS:
@@ -40,6 +41,6 @@ def _sees_autocast(operation: Any) -> bool:
     if not isinstance(operation, torch._ops.OpOverload):
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
-    if operation.namespace == "aten":
+    if operation.namespace in _OF_TORCH:
         return name.partition(".")[0] in _SEE_AUTOCAST
     return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _AUTOCAST_KEYS)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
@@ -73,3 +74,11 @@ def test_as_outside_of_modes(compute: Callable[[], Tensor]) -> None:
         got = compute()
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
+
+
+def test_questions_of_fake_tensors_are_answered() -> None:
+    """torch asks for a fake tensor's device by an operation that its dispatcher does not know."""
+    with FakeTensorMode(), Plainly():
+        fake = torch.empty(2, device="cuda")
+        assert torch.ops.prim.device.default(fake) == torch.device("cuda", 0)
+        assert (fake + 1)[:1].device.type == "cuda"
