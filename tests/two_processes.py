@@ -33,8 +33,14 @@ def torchrun(script: Path, *arguments: str, is_to_succeed: bool = True, num_proc
     return result.stderr
 
 
-def deepspeed_results(script: Path, folder: Path) -> list[dict[str, Any]]:
-    """What two processes with DeepSpeed on the CPU wrote to `rank<number>.json` in the folder, their argument."""
+def results_of_both(script: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two processes wrote to `rank<number>.json` in the folder, their argument."""
+    torchrun(script, str(folder))
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    return first, second
+
+
+def deepspeed_results(script: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with DeepSpeed on the CPU."""
     with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
-        torchrun(script, str(folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+        return results_of_both(script, folder)

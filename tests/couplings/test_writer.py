@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 from patience import HANG_S
-from two_processes import torchrun
+from two_processes import results_of_both, torchrun
 
 from hf_memopt import cli
 
@@ -122,8 +122,7 @@ def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path
 
 @pytest.mark.slow
 def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_path: Path, folder: Path) -> None:
-    torchrun(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = results_of_both(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", tmp_path)
     assert first["weights"] == second["weights"]
     assert not set(first["samples"]) & set(second["samples"])
     assert first["solved"] + second["solved"] == coupling_toys.make_plan().num_batches

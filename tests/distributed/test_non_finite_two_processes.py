@@ -1,25 +1,23 @@
 """Two processes on the CPU, by Trainer, stop together when one of them has a gradient that is not finite."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import torchrun
+from two_processes import results_of_both
 
 FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """What happened on each of the two ranks."""
     folder = tmp_path_factory.mktemp("non_finite")
-    torchrun(FOLDER / "non_finite_rank.py", str(folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return results_of_both(FOLDER / "non_finite_rank.py", folder)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_all_ranks_stop_before_the_update(results: list[dict[str, Any]], engine: str) -> None:
+def test_all_ranks_stop_before_the_update(results: tuple[dict[str, Any], ...], engine: str) -> None:
     """No rank hangs, both name the one at fault, and their parameters are those of the step before."""
     first, second = (rank[engine] for rank in results)
     assert first == second

@@ -4,14 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from two_processes import torchrun
+from two_processes import results_of_both
 
 FOLDER = Path(__file__).parent
 
 
 def test_two_ranks_save_resume_fail_and_stop_together(tmp_path: Path) -> None:
-    torchrun(FOLDER / "run_state_rank.py", str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = results_of_both(FOLDER / "run_state_rank.py", tmp_path)
     assert first["resumed"]["differing"] == []
     # Registered objects and positions are the main process's; everything else is each rank's own.
     assert second["resumed"]["differing"] == ["average", "losses"]

@@ -1,12 +1,11 @@
 """Two processes on the CPU, the model sharded by FSDP2: exact gradients, and decisions that both take together."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from two_processes import torchrun
+from two_processes import results_of_both
 
 training_rank = LateModule("training_rank")
 
@@ -22,9 +21,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of the two ranks found."""
     folder = tmp_path_factory.mktemp("sharded_training")
-    torchrun(FOLDER / "sharded_training_rank.py", str(folder))
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    return first, second
+    return results_of_both(FOLDER / "sharded_training_rank.py", folder)
 
 
 @pytest.mark.parametrize("how", ["splits", "splits by hand", "splits, each batch"])

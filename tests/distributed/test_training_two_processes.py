@@ -1,12 +1,11 @@
 """Two processes on the CPU: exact gradients under DDP, and decisions that both take together."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_rank import BAD, SPLITS
-from two_processes import torchrun
+from two_processes import results_of_both
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
@@ -18,9 +17,7 @@ Results = tuple[dict[str, Any], dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of the two ranks found."""
     folder = tmp_path_factory.mktemp("training")
-    torchrun(FOLDER / "training_rank.py", str(folder))
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    return first, second
+    return results_of_both(FOLDER / "training_rank.py", folder)
 
 
 @pytest.mark.parametrize("split", SPLITS)

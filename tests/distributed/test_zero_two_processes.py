@@ -14,7 +14,7 @@ MODES = ("all", "auto")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
     """What each rank has found, by way, stage and mode."""
     folder = tmp_path_factory.mktemp("zero")
     return deepspeed_results(Path(__file__).parent / "zero_rank.py", folder)
@@ -23,7 +23,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["accelerate", "trainer"])
-def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: str, stage: int, mode: str) -> None:
+def test_training_ends_with_the_plain_weights(
+    ranks: tuple[dict[str, Any], ...], way: str, stage: int, mode: str
+) -> None:
     for found in (rank[f"{way} {stage} {mode}"] for rank in ranks):
         assert found["learned"]
         assert found["equal"]
@@ -31,13 +33,13 @@ def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: 
         assert found["live"] == 0
 
 
-def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
+def test_of_gathered_weights_none_move(ranks: tuple[dict[str, Any], ...]) -> None:
     """As many bytes as beside whole weights."""
     for rank in ranks:
         assert rank["accelerate 3 all"]["moved"] == rank["accelerate 2 all"]["moved"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_none_of_them_stay_until_backward(ranks: list[dict[str, Any]], mode: str) -> None:
+def test_none_of_them_stay_until_backward(ranks: tuple[dict[str, Any], ...], mode: str) -> None:
     """ZeRO-3 frees them after forward, also in the steps that are recorded for a plan."""
     assert [rank[f"accelerate 3 {mode}"]["gathered_left"] for rank in ranks] == [0, 0]

@@ -204,7 +204,7 @@ class OffloadedStorage(LiveStorage):
     @property
     def is_away(self) -> bool:
         """Whether the device has none of the bytes, and none are on their way."""
-        return self._source is None and self._memory is None
+        return self.has_left and self._memory is None
 
     @property
     def has_left(self) -> bool:
