@@ -38,7 +38,8 @@ def run_seed(seed: int, folder: Path, variants: list[str]) -> dict[str, Any]:
     subprocess.run(demo, check=True)
     results: dict[str, Any] = json.loads((output / "results.json").read_text())
     found = {name: run_variant(name, argparse.Namespace(output=output, seed=seed)) for name in variants}
-    return {"seed": seed, **results["evaluation"], "variants": found}
+    rates = {title: results[title] for title in ("passing_rates", "zigzag_rates")}
+    return {"seed": seed, **results["evaluation"], **rates, "variants": found}
 
 
 def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -75,6 +76,13 @@ def print_report(results: dict[str, Any]) -> None:
         errors = [f"{seed['teacher']['error'][steps]:.3f} / {seed['student']['error'][steps]:.3f}" for steps in "124"]
         rows.append([str(seed["seed"]), *errors, f"{ratio(seed):.3f}", f"{results['target_ratio']} {met}", *pairs])
     print_table(["seed", "1 step", "2 steps", "4 steps", "1-step ratio", "target", "straightness"], rows)
+    columns = [(name, steps) for name in ("teacher", "student") for steps in ("10", "1")]
+    rows = [
+        [str(seed["seed"]), title, *(f"{seed[f'{rate}_rates'][name][steps]:.3f}" for name, steps in columns)]
+        for seed in results["seeds"]
+        for title, rate in (("passes the obstacle", "passing"), ("zigzags", "zigzag"))
+    ]
+    print_table(["seed", "share of chunks that", *(f"{name}, {steps}" for name, steps in columns)], rows)
     rows = [
         [str(seed["seed"]), name, *_figures(model)]
         for seed in results["seeds"]

@@ -160,7 +160,8 @@ def dataset_flags(output: Path) -> list[str]:
 def flags(
     options: argparse.Namespace, name: str, steps: int, learning_rate: float = commands.LEARNING_RATE
 ) -> list[str]:
-    training = commands.training_flags(options.output / name, steps, steps // 15, options.seed, learning_rate)
+    output, warmup_steps = options.output / name, steps // 15
+    training = commands.training_flags(output, steps, warmup_steps, options.seed, learning_rate=learning_rate)
     return [*dataset_flags(options.output), *training]
 
 

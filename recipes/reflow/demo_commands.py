@@ -59,15 +59,21 @@ def reflow_launch(student: Path) -> list[Any]:
 
 
 def training_flags(
-    output: Path, steps: int, warmup_steps: int, seed: int, learning_rate: float = LEARNING_RATE
+    output: Path,
+    steps: int,
+    warmup_steps: int,
+    seed: int,
+    *,
+    learning_rate: float = LEARNING_RATE,
+    batch_size: int = BATCH_SIZE,
 ) -> list[str]:
     """Return lerobot's flags for `steps` batches of training that writes to `output`."""
     return [
-        # One process reads data while another trains; forking it spares a second import of everything.
-        "--num_workers=1",
+        # Two processes read data while another trains; forking them spares further imports of everything.
+        "--num_workers=2",
         f"--dataloader_multiprocessing_context={'fork' if sys.platform == 'linux' else 'spawn'}",
         f"--output_dir={output}",
-        f"--batch_size={BATCH_SIZE}",
+        f"--batch_size={batch_size}",
         f"--steps={steps}",
         f"--save_freq={steps}",
         f"--log_freq={max(1, steps // 30)}",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
@@ -44,9 +45,9 @@ def draw_paths(sampled: Sequence[SampledPaths], file: Path) -> None:
         for row, (scene, agent, all_paths) in zip(grid, sampled, strict=True):
             for axes, (title, paths) in zip(row, all_paths.items(), strict=True):
                 _draw_scene(axes, scene, agent)
-                for path in paths:
+                for path in np.concatenate([np.tile(agent, (len(paths), 1, 1)), paths], axis=1):
                     color = COLORS[title.split(",")[0]]
-                    axes.plot(path[:, 0], path[:, 1], "-", color=color, alpha=0.15, linewidth=0.7)
+                    axes.plot(path[:, 0], path[:, 1], "-", color=color, alpha=0.3, linewidth=0.7)
                     axes.plot(path[:, 0], path[:, 1], ".", color=color, alpha=0.5, markersize=5)
                 axes.set_title(title)
         axes.figure.suptitle("Sampled action chunks (24 draws of noise): agent red, obstacle blue, goal green")

@@ -26,9 +26,10 @@ from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 NUM_SCENES = 3
 NUM_DRAWS = 24
-FRAMES_PER_EPISODE = 12
 # The frame before the paths part, where nothing seen yet tells which side it will be.
-DECISIVE_FRAME = 3
+DECISIVE_FRAME = 0
+
+Rates = dict[str, dict[int, float]]  # by policy and Euler steps
 
 
 class SampledPaths(NamedTuple):
@@ -60,8 +61,8 @@ class Demo:
     def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
         """Read what the demo's earlier stages left in its folder."""
         student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
-        frames = FRAMES_PER_EPISODE * len(held_out)
-        episodes = held_out_batches(student, toy.REPO_ID, dataset, held_out, FRAMES_PER_EPISODE, frames)
+        frames = toy.PATH_STEPS * len(held_out)
+        episodes = held_out_batches(student, toy.REPO_ID, dataset, held_out, toy.PATH_STEPS, frames)
         keys = [key for key, value in episodes[0].items() if isinstance(value, Tensor)]
         return cls(
             folder,
@@ -107,15 +108,21 @@ class Demo:
             found.append(SampledPaths(each.scene, each.positions[DECISIVE_FRAME], paths))
         return found
 
-    def passing_rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, dict[int, float]]:
-        """Return the share of action chunks that pass the obstacle without touching it, by policy and Euler steps.
+    def rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, Rates]:
+        """Return the shares of action chunks that pass the obstacle without touching it, and that zigzag.
 
         From the decisive frame of every held-out episode.
         """
+        questions = {"passing_rates": passes_obstacle, "zigzag_rates": zigzags}
         policies = {"teacher": self.teacher, "student": self.exported}
-        return {
-            name: {steps: self._passing_rate(policy, steps) for steps in num_steps} for name, policy in policies.items()
-        }
+        rates: dict[str, Rates] = {title: {name: {} for name in policies} for title in questions}
+        for name, policy in policies.items():
+            for steps in num_steps:
+                paths = self._paths(policy, slice(None), steps).unflatten(0, (-1, NUM_DRAWS))
+                for title, question in questions.items():
+                    answers = [question(*each) for each in zip(paths, self.demonstrations, strict=True)]
+                    rates[title][name][steps] = torch.stack(answers).float().mean().item()
+        return rates
 
     def _step_bytes(self, share_prefix: str) -> dict[str, int]:
         folder = resolve_checkpoint(self.folder / "student")
@@ -132,11 +139,6 @@ class Demo:
             "saved activations": saved.total_bytes,
             "shared prefix": prefix.num_bytes,
         }
-
-    def _passing_rate(self, policy: SmolVLAPolicy, num_steps: int) -> float:
-        paths = self._paths(policy, slice(None), num_steps).unflatten(0, (-1, NUM_DRAWS))
-        passes = [passes_obstacle(*each) for each in zip(paths, self.demonstrations, strict=True)]
-        return torch.stack(passes).float().mean().item()
 
     def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
         """Sample `(observations * draws, chunk, 2)` in the dataset's units, the draws of an observation in a row."""
@@ -156,6 +158,14 @@ def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
     between = points[:, :-1, None] * (1 - along) + points[:, 1:, None] * along
     distances = (between - torch.from_numpy(demonstration.scene.obstacle)).norm(dim=-1)
     return distances.flatten(1).amin(dim=1) > toy.OBSTACLE_RADIUS
+
+
+def zigzags(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
+    """Say which of `paths` have points on both sides of the way through the obstacle, each farther than its radius."""
+    start, goal = torch.from_numpy(demonstration.scene.start), torch.from_numpy(demonstration.scene.goal)
+    x, y = (goal - start) / (goal - start).norm()
+    aside = (paths - start) @ torch.stack([-y, x])
+    return (aside.amax(dim=1) > toy.OBSTACLE_RADIUS) & (aside.amin(dim=1) < -toy.OBSTACLE_RADIUS)
 
 
 def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:

@@ -1,8 +1,11 @@
 """A SmolVLA small enough to train on a laptop CPU, and a task whose answer is genuinely ambiguous.
 
 The agent of the toy task starts on the left, the goal lies on the right, and an obstacle stands between them. The
-demonstrator passes it on the left or on the right by the toss of a coin, so the distribution of action chunks given an
-observation has two modes. One Euler step of a flow trained on that lands near the average of both: in the obstacle.
+demonstrator passes it on the left or on the right by the toss of a coin, so the distribution of the first action chunk
+given the observation has two modes. One Euler step of a flow trained on that lands between both: in the obstacle.
+
+The demonstrator first leaps aside, and then turns back towards the goal. SmolVLA's expert lets an action see only those
+before it in the chunk, so its first action has to decide the side, and does so best if the sides differ most there.
 
 `make demo` trains on it. Nothing is downloaded.
 """
@@ -46,10 +49,10 @@ POLICY_SETTINGS: dict[str, int | bool | tuple[int, int]] = {
     "push_to_hub": False,
 }
 
-_APPROACH_STEPS = 4
-_PATH_STEPS = 12
-OBSTACLE_RADIUS = 0.15
-_CLEARANCE = 0.4
+PATH_STEPS = 8
+OBSTACLE_RADIUS = 0.12
+_OBSTACLE_AT = 0.4  # of the way from the start to the goal
+_LEAP = 0.85
 _HAND_NOISE = 0.01
 _BACKGROUND = (128, 128, 128)
 _COLORS = {"obstacle": (0, 0, 255), "goal": (0, 255, 0), "agent": (255, 0, 0)}
@@ -154,7 +157,7 @@ class Demonstration:
 
     scene: Scene
     side: int
-    positions: FloatArray  # (13, 2), from the start to the goal; the action of frame i is position i + 1
+    positions: FloatArray  # (9, 2), from the start to the goal; the action of frame i is position i + 1
 
 
 def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
@@ -169,20 +172,20 @@ def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
 
 
 def _draw_scene(rng: np.random.Generator) -> Scene:
-    start = np.array([-0.8, rng.uniform(-0.35, 0.35)])
-    goal = np.array([0.8, rng.uniform(-0.35, 0.35)])
-    obstacle = start + 0.62 * (goal - start)
+    start = np.array([-0.8, rng.uniform(-0.25, 0.25)])
+    goal = np.array([0.8, rng.uniform(-0.25, 0.25)])
+    obstacle = start + _OBSTACLE_AT * (goal - start)
     return Scene(*(point.astype(np.float32) for point in (start, goal, obstacle)))
 
 
 def _ideal_path(scene: Scene, side: int) -> FloatArray:
-    """Lead straight towards the obstacle first, so that nothing in the observation tells yet which side it will be."""
-    progress = np.linspace(0, 1, _PATH_STEPS + 1)[:, None]
-    decided = np.clip(np.arange(_PATH_STEPS + 1) - _APPROACH_STEPS, 0, None) / (_PATH_STEPS - _APPROACH_STEPS)
+    """Leap aside at once, so that nothing in the first observation tells yet which side it will be, and turn back."""
+    progress = np.linspace(0, 1, PATH_STEPS + 1)[:, None]
     direction = scene.goal - scene.start
     normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
-    swerve = np.sqrt(1 - (2 * decided - 1) ** 2)[:, None] * (OBSTACLE_RADIUS + _CLEARANCE)
-    return scene.start + progress * direction + side * swerve * normal
+    aside = _LEAP * (1 - progress) ** 1.5
+    aside[0] = 0
+    return scene.start + progress * direction + side * aside * normal
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
@@ -199,7 +202,7 @@ def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
 
 
 def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
-    """Write the demonstrations as a LeRobotDataset with images, 12 frames per episode.
+    """Write the demonstrations as a LeRobotDataset with images, 8 frames per episode.
 
     Args:
         output: folder to create; it must not exist.

@@ -27,7 +27,10 @@ def test_one_step_of_the_student_halves_the_teachers_error(seed: int, tmp_path: 
     assert student["normalized_straightness"] < 0.5 * teacher["normalized_straightness"]
     assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # it has not collapsed to the mean
     passing = results["passing_rates"]
-    assert passing["student"]["1"] > passing["teacher"]["1"]
+    assert passing["teacher"]["10"] >= 0.9
+    assert passing["teacher"]["1"] < 0.5
+    assert passing["student"]["1"] > passing["teacher"]["1"] + 0.3
+    assert results["zigzag_rates"]["teacher"]["10"] < 0.1
     peaks = {
         design: max(sum(held.values()) for held in phases.values())
         for design, phases in results["memory_bytes"].items()
@@ -44,6 +47,16 @@ def test_a_path_around_the_obstacle_passes_and_one_through_it_does_not() -> None
     leap = goal.expand_as(around)  # no waypoint is near the obstacle, but the way to them leads through it
     paths = torch.stack([around, through, leap])
     assert demo_measurements.passes_obstacle(paths, demonstration).tolist() == [True, False, False]
+
+
+def test_a_path_that_goes_to_both_sides_zigzags() -> None:
+    demonstration = next(toy.demonstrations(1, seed=0))
+    one_side = torch.from_numpy(demonstration.positions[demo_measurements.DECISIVE_FRAME + 1 :])
+    start, goal = (torch.from_numpy(point) for point in (demonstration.scene.start, demonstration.scene.goal))
+    straight = start + torch.linspace(0, 1, len(one_side))[:, None] * (goal - start)
+    mirrored = torch.cat([one_side[:1], 2 * straight[1:2] - one_side[1:2], one_side[2:]])
+    paths = torch.stack([one_side, straight, mirrored])
+    assert demo_measurements.zigzags(paths, demonstration).tolist() == [False, False, True]
 
 
 def test_learning_curve_reads_lerobots_log() -> None:

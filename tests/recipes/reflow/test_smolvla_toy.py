@@ -15,7 +15,6 @@ transformers = LateModule("transformers")
 
 
 NUM_DEMONSTRATIONS = 200
-APPROACH_FRAMES = 5  # the frames that show only the way towards the obstacle
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_seeds_decide_and_more_episodes_only_add(demonstrations: list[Any]) -> N
 def test_every_path_leads_around_the_obstacle_to_the_goal(demonstrations: list[Any]) -> None:
     for demonstration in demonstrations:
         scene, path = demonstration.scene, demonstration.positions
-        assert path.shape == (13, 2)
+        assert path.shape == (9, 2)
         assert np.array_equal(path[0], scene.start)
         assert np.linalg.norm(path[-1] - scene.goal) < 0.1
         assert distances_to_obstacle(scene, path).min() > toy.OBSTACLE_RADIUS
@@ -88,15 +87,18 @@ def test_both_sides_are_taken_and_their_average_is_blocked(demonstrations: list[
     assert np.abs(largest).min() > 0.4
     for demonstration in demonstrations:
         scene = demonstration.scene
-        straight = np.linspace(scene.start, scene.goal, 13)  # what the two sides have in common
+        straight = np.linspace(scene.start, scene.goal, 9)  # what the two sides have in common
         assert distances_to_obstacle(scene, straight).min() < toy.OBSTACLE_RADIUS / 2
 
 
-def test_the_approach_does_not_tell_the_side(demonstrations: list[Any]) -> None:
-    approach = np.stack([deviation(demonstration)[:APPROACH_FRAMES] for demonstration in demonstrations])
+def test_the_first_observation_does_not_tell_the_side_and_the_first_action_does(demonstrations: list[Any]) -> None:
     sides = np.array([demonstration.side for demonstration in demonstrations])
-    assert np.abs(approach).max() < 0.06  # the hand's noise
-    assert abs(approach[sides == 1].mean() - approach[sides == -1].mean()) < 0.005
+    starts = np.stack([[*demonstration.scene.start, *demonstration.scene.goal] for demonstration in demonstrations])
+    assert np.abs(starts[sides == 1].mean(0) - starts[sides == -1].mean(0)).max() < 0.05
+    aside = np.stack([deviation(demonstration) for demonstration in demonstrations])
+    assert np.abs(aside[:, 0]).max() < 1e-6
+    assert np.array_equal(np.sign(aside[:, 1]), sides)
+    assert (np.abs(aside).argmax(axis=1) == 1).all()  # the sides differ most in the action that decides
 
 
 def test_the_image_shows_where_things_are(demonstrations: list[Any]) -> None:
@@ -113,9 +115,9 @@ def test_the_image_shows_where_things_are(demonstrations: list[Any]) -> None:
 
 def test_the_dataset_holds_the_demonstrations(toy_dataset: Path) -> None:
     dataset = lerobot_dataset.LeRobotDataset(toy.REPO_ID, root=toy_dataset)
-    assert (dataset.num_episodes, dataset.num_frames) == (4, 48)
+    assert (dataset.num_episodes, dataset.num_frames) == (4, 32)
     frame = next(iter(toy.demonstrations(1, seed=0)))
-    for index in (0, 11):
+    for index in (0, 7):
         item = dataset[index]
         assert torch.equal(item["observation.state"], torch.from_numpy(frame.positions[index]))
         assert torch.equal(item["action"], torch.from_numpy(frame.positions[index + 1]))

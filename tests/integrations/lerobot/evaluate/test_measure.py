@@ -33,7 +33,7 @@ def test_held_out_batches_are_preprocessed_and_spread_over_the_episode(batches: 
     assert batches[0]["action"].shape == (8, 8, 2)
     assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {3}
     frames = [int(frame) for batch in batches for frame in batch["index"]]
-    assert (frames[0], frames[-1]) == (36, 47)  # episode 3 of 12 frames each
+    assert (frames[0], frames[-1]) == (24, 31)  # episode 3 of 8 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
 
 
