@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_evaluation")
 
 @pytest.fixture
 def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
-    return measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [3], batch_size=8, max_observations=10)
+    return measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [2, 3], batch_size=8, max_observations=10)
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def noise(batches: list[dict[str, Any]]) -> Tensor:
     return torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_held_out_batches_are_preprocessed_and_spread_over_the_episode(batches: list[dict[str, Any]]) -> None:
+def test_held_out_batches_are_preprocessed_and_spread_over_the_episodes(batches: list[dict[str, Any]]) -> None:
     assert [len(batch["action"]) for batch in batches] == [8, 2]
     assert batches[0]["action"].shape == (8, 8, 2)
-    assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {3}
+    assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {2, 3}
     frames = [int(frame) for batch in batches for frame in batch["index"]]
-    assert (frames[0], frames[-1]) == (24, 31)  # episode 3 of 8 frames each
+    assert (frames[0], frames[-1]) == (16, 31)  # the last two of 4 episodes of 8 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
 
 

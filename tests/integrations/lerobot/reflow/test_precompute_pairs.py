@@ -46,7 +46,7 @@ def precompute(student: Path, dataset: Path, output: Path, *options: str, flags:
 def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Couplings of the toy teacher for the 24 frames of two episodes. Read only."""
     folder = tmp_path_factory.mktemp("couplings") / "cache"
-    assert precompute(toy_student, toy_dataset, folder, "--shard-size", "20", flags=(*SEEDED, *EPISODES)) == 0
+    assert precompute(toy_student, toy_dataset, folder, "--shard-size", "14", flags=(*SEEDED, *EPISODES)) == 0
     return folder
 
 
@@ -86,7 +86,7 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
     cache = source.CouplingCache(couplings)
-    assert sorted(cache.plan.indices) == list(range(24))
+    assert sorted(cache.plan.indices) == list(range(16))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
     assert (described["num_draws"], described["num_shards"], described["shared_prefix"]) == (2, 3, True)
