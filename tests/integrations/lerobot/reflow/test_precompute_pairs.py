@@ -44,7 +44,7 @@ def precompute(student: Path, dataset: Path, output: Path, *options: str, flags:
 
 @pytest.fixture(scope="module")
 def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Couplings of the toy teacher for the 24 frames of two episodes. Read only."""
+    """Couplings of the toy teacher for the 16 frames of two episodes. Read only."""
     folder = tmp_path_factory.mktemp("couplings") / "cache"
     assert precompute(toy_student, toy_dataset, folder, "--shard-size", "14", flags=(*SEEDED, *EPISODES)) == 0
     return folder
