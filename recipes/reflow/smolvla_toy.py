@@ -41,15 +41,15 @@ FPS = 10
 POLICY_SETTINGS: dict[str, int | bool | tuple[int, int]] = {
     "load_vlm_weights": False,
     "num_vlm_layers": 4,
-    "chunk_size": 8,
-    "n_action_steps": 8,
+    "chunk_size": 6,
+    "n_action_steps": 6,
     "max_state_dim": 4,
     "max_action_dim": 4,
     "resize_imgs_with_padding": (IMAGE_SIZE, IMAGE_SIZE),
     "push_to_hub": False,
 }
 
-PATH_STEPS = 8
+PATH_STEPS = 6
 OBSTACLE_RADIUS = 0.12
 _OBSTACLE_AT = 0.4  # of the way from the start to the goal
 _LEAP = 0.85
@@ -157,7 +157,7 @@ class Demonstration:
 
     scene: Scene
     side: int
-    positions: FloatArray  # (9, 2), from the start to the goal; the action of frame i is position i + 1
+    positions: FloatArray  # (7, 2), from the start to the goal; the action of frame i is position i + 1
 
 
 def demonstrations(num_episodes: int, seed: int) -> Iterator[Demonstration]:
@@ -202,7 +202,7 @@ def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
 
 
 def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
-    """Write the demonstrations as a LeRobotDataset with images, 8 frames per episode.
+    """Write the demonstrations as a LeRobotDataset with images, 6 frames per episode.
 
     Args:
         output: folder to create; it must not exist.
