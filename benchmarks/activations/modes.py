@@ -102,26 +102,25 @@ def none(setting: Setting) -> Handling:
 
 def checkpointing(setting: Setting) -> Handling:
     """transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
-    _enable(setting.model)(NON_REENTRANT)
+    checkpoint_layers(setting.model)
     return Handling()
-
-
-def _enable(model: nn.Module) -> Callable[..., None]:
-    """transformers' method that switches checkpointing on, by its name, or by the older one."""
-    method: Callable[..., None] = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    return method
 
 
 def checkpoint_offload(setting: Setting) -> Handling:
-    """Checkpointing whose inputs go to the host: transformers' own switch (5.17), or what it does by hand."""
-    if "offload" in inspect.signature(_enable(setting.model)).parameters:
-        _enable(setting.model)(NON_REENTRANT, offload=True)
-        return Handling()
-    _enable(setting.model)(NON_REENTRANT)
-    for module in setting.model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module._gradient_checkpointing_func = _checkpoint_on_cpu
+    """Checkpointing whose inputs go to the host."""
+    checkpoint_layers(setting.model, offload=True)
     return Handling()
+
+
+def checkpoint_layers(model: nn.Module, *, offload: bool = False) -> None:
+    """Switch on transformers' checkpointing; `offload` is its own switch (5.17), or what that does, by hand."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    own_switch = {"offload": True} if offload and "offload" in inspect.signature(enable).parameters else {}
+    enable(NON_REENTRANT, **own_switch)
+    if offload and not own_switch:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module._gradient_checkpointing_func = _checkpoint_on_cpu
 
 
 def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
@@ -164,7 +163,7 @@ def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
 
 def ours_inputs(setting: Setting) -> Handling:
     """Checkpointing whose inputs this library moves."""
-    _enable(setting.model)(NON_REENTRANT)
+    checkpoint_layers(setting.model)
     return _with(_offloader(setting, mode="inputs"), setting)
 
 

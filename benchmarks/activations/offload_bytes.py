@@ -1,93 +1,112 @@
-"""Bytes that offloaders copy to the host in one training step of a Llama-shaped model, against what they have to.
+"""What each way of lowering activation memory copies, keeps on the device and computes again, in one training step.
 
     python -m benchmarks.activations.offload_bytes
 
-Every tensor that autograd saves passes through an offloader's pack hook. What it hands over and what the hook copies
-to the host is counted on the CPU, to the byte: neither depends on the device. No accelerator is needed, and no time
-is measured.
+trains one step of a Llama-shaped model with torch's, transformers', accelerate's, TRL's and this library's switches,
+one after the other. Every tensor that autograd saves passes through pack and unpack hooks; what they are given, copy to
+the host and bring back is counted on the CPU, to the byte, and so are the operations of the step. None of that depends
+on the device, except where `ours auto` decides by the times it has measured. No time is reported.
 """
 
 import argparse
 import contextlib
+import copy
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.activations.modes import Handling, checkpoint_layers, settle
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
 from hf_memopt import ActivationOffloader, SyncCopier
 
 # Llama 3's proportions: heads of 64, four query heads to a key head, an MLP 3.5 times as wide.
 SIZES = {
-    "real": {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4},
+    "real": {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4},
     "toy": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
 TOKENS = {"real": 1024, "toy": 64}
-VOCABULARY = {"real": 8192, "toy": 256}
+VOCABULARY = {"real": 2048, "toy": 256}
 TARGET_RATIO = 1.0  # ours: every storage once
-HEADER = ["offloader", "copied MiB", "/ unique", "weights MiB", "left MiB", "/ unique", "gradients"]
+AUTO_SHARE = 0.2  # the budget of `ours auto`, of the bytes that the plain step saves
+HEADER = ["switch", "copied MiB", "weights MiB", "left MiB", "highest MiB", "/ plain", "computed again", "gradients"]
 
 CPU = torch.device("cpu")
 Gradients = list[Tensor]
 
 
-class PackCounter(TorchDispatchMode):
-    """Counts what pack hooks are given and what they copy, whoever's hooks they are.
+class StepCounter(TorchDispatchMode):
+    """Counts what a training step on the CPU copies away, and how much of what it makes is held at once.
 
     Args:
-        weights: tensors whose storages are weights.
+        fixed: tensors that the step does not make: weights, their gradients, inputs.
 
-    Every pair of saved-tensor hooks that is entered inside has its pack function counted.
+    A CPU has one memory, so copies tell host and device apart: what something is copied into is host memory, until an
+    operation reads it where it is. Temporaries within an operation are not seen.
     """
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, fixed: list[Tensor]) -> None:
         super().__init__()
-        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._fixed = {tensor.untyped_storage()._cdata for tensor in fixed}
+        self._host: dict[int, StorageWeakRef] = {}
+        self._device: dict[int, tuple[StorageWeakRef, int]] = {}
         self.copied_bytes = 0
         self.weight_bytes = 0
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count inside."""
-        enter = saved_tensors_hooks.__enter__
-
-        def enter_counted(hooks: saved_tensors_hooks) -> None:
-            hooks.pack_hook = self._counted(hooks.pack_hook)
-            enter(hooks)
-
-        with patch.object(saved_tensors_hooks, "__enter__", enter_counted):
-            yield
+        self.highest_bytes = 0
 
     def bytes_alive(self) -> int:
-        """Bytes of those saved storages that still exist, on what stands for the device."""
-        return sum(num_bytes for ref, num_bytes in self._saved.values() if not ref.expired())
-
-    def _counted(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def counted(tensor: Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._weights:
-                self._saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            with self:
-                return pack(tensor)
-
-        return counted
+        """Bytes on what stands for the device."""
+        self._device = {key: each for key, each in self._device.items() if not each[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._device.values())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.copy_.default:
-            self.copied_bytes += args[0].nbytes
-            if args[1].untyped_storage().data_ptr() in self._weights:
-                self.weight_bytes += args[0].nbytes
-        return function(*args, **(kwargs or {}))
+            self._copied(*args[:2])
+        elif not function.is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and self._is_on_host(tensor):
+                    del self._host[tensor.untyped_storage()._cdata]
+                    self._hold(tensor)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor)
+        if not function.name().startswith("aten::empty"):  # not before it is known what they are filled with
+            self.highest_bytes = max(self.highest_bytes, self.bytes_alive())
+        return result
+
+    def _copied(self, destination: Tensor, source: Tensor) -> None:
+        if self._is_on_host(source):
+            return
+        storage = destination.untyped_storage()
+        self._device.pop(storage._cdata, None)
+        self._host[storage._cdata] = StorageWeakRef(storage)
+        self.copied_bytes += destination.nbytes
+        if source.untyped_storage()._cdata in self._fixed:
+            self.weight_bytes += destination.nbytes
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        ref = self._host.get(tensor.untyped_storage()._cdata)
+        return ref is not None and not ref.expired()
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._fixed and not self._is_on_host(tensor):
+            self._device[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
 
 class _Census:
@@ -110,18 +129,42 @@ class _Census:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def ours(model: nn.Module) -> AbstractContextManager[Any]:
-    """This library's, with nothing too small for it."""
-    return ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier()).offload_context(model)
+def nothing(model: nn.Module, unique_bytes: int) -> Handling:
+    """Everything that autograd saves stays on the device."""
+    return Handling()
 
 
-def torch_save_on_cpu(model: nn.Module) -> AbstractContextManager[Any]:
+def checkpointing(model: nn.Module, unique_bytes: int) -> Handling:
+    """transformers' `gradient_checkpointing=True`."""
+    checkpoint_layers(model)
+    return Handling()
+
+
+def transformers_offload(model: nn.Module, unique_bytes: int) -> Handling:
+    """transformers' `gradient_checkpointing_kwargs={"offload": True}`."""
+    checkpoint_layers(model, offload=True)
+    return Handling()
+
+
+def accelerate_offload(model: nn.Module, unique_bytes: int) -> Handling:
+    """accelerate's `fsdp_activation_checkpointing_offload: true`: what it does to the layers before it shards them."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        activation_checkpointing=True,
+        activation_checkpointing_offload=True,
+    )
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    return Handling()
+
+
+def torch_save_on_cpu(model: nn.Module, unique_bytes: int) -> Handling:
     """torch's own. With pin_memory it copies even from the CPU."""
-    return save_on_cpu(pin_memory=True)
+    return Handling(lambda: save_on_cpu(pin_memory=True))
 
 
-def trl_offload(model: nn.Module) -> AbstractContextManager[Any]:
-    """TRL's, as its trainers install it, with its default threshold of 1 KiB.
+def trl_offload(model: nn.Module, unique_bytes: int) -> Handling:
+    """TRL's `activation_offloading=True`, as its trainers install it, with its default threshold of 1 KiB.
 
     It looks for an accelerator and its streams as it is made, so the CPU and streams that do nothing stand in.
     """
@@ -131,7 +174,25 @@ def trl_offload(model: nn.Module) -> AbstractContextManager[Any]:
         manager = get_act_offloading_ctx_manager(model, use_pin_memory=False)
     manager.device_module = StandInDevice
     manager.s1 = StandInDevice()
-    return manager
+    return Handling(lambda: manager)
+
+
+def ours(model: nn.Module, unique_bytes: int, **options: Any) -> Handling:
+    """This library's, with nothing too small for it."""
+    offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier(), **options)
+    is_planned = options["mode"] == "auto"
+    return Handling(lambda: offloader.offload_context(model), lambda: offloader.stats, is_planned=is_planned)
+
+
+def ours_inputs(model: nn.Module, unique_bytes: int) -> Handling:
+    """This library's, under transformers' checkpointing: the layers' inputs and nothing else."""
+    checkpoint_layers(model)
+    return ours(model, unique_bytes, mode="inputs")
+
+
+def ours_auto(model: nn.Module, unique_bytes: int) -> Handling:
+    """This library's plan for a budget: what to keep, what to copy, and what to compute again."""
+    return ours(model, unique_bytes, mode="auto", budget_gib=AUTO_SHARE * unique_bytes / 2**30)
 
 
 class StandInDevice:
@@ -148,10 +209,16 @@ class StandInDevice:
         return cls()
 
 
-OFFLOADERS: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
-    "ours": ours,
+SWITCHES: dict[str, Callable[[nn.Module, int], Handling]] = {
+    "plain": nothing,
+    "checkpointing": checkpointing,
+    "transformers offload": transformers_offload,
+    "accelerate offload": accelerate_offload,
+    "ours inputs": ours_inputs,
     "save_on_cpu": torch_save_on_cpu,
     "TRL (stream stub)": trl_offload,
+    "ours all": partial(ours, mode="all"),
+    "ours auto 20 %": ours_auto,
 }
 
 
@@ -159,54 +226,75 @@ def build(size: str) -> tuple[nn.Module, Tensor]:
     """A Llama-shaped model in bfloat16 with random weights, and one sequence of tokens, `(1, tokens)`."""
     torch.manual_seed(0)
     shape = {**SIZES[size], "intermediate_size": 7 * SIZES[size]["hidden_size"] // 2}
-    config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size])
+    config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size], use_cache=False)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
     return model, torch.randint(0, VOCABULARY[size], (1, TOKENS[size]))
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
+    """The gradients as they are, which become zero in place."""
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=False)
     return found
 
 
-def plain(model: nn.Module, tokens: Tensor) -> tuple[dict[str, int], Gradients]:
-    """What autograd saves in one step without an offloader, weights not counted as unique, and the gradients."""
+def plain_step(model: nn.Module, tokens: Tensor) -> tuple[dict[str, int], Gradients]:
+    """What autograd saves in one plain step, weights not counted as unique, its operations, and the gradients."""
     census = _Census([*model.parameters(), *model.buffers()])
     with saved_tensors_hooks(census.pack, lambda tensor: tensor):
         loss = model(input_ids=tokens, labels=tokens).loss
-    found = {"unique_bytes": census.unique_bytes, "handed_over_bytes": census.handed_over_bytes}
+    saved = {"unique_bytes": census.unique_bytes, "handed_over_bytes": census.handed_over_bytes}
     loss.backward()
-    return found, take_gradients(model)
+    gradients = take_gradients(model)
+    return {**saved, "flops": flops_of(model, tokens, Handling())}, gradients
 
 
-def measure(name: str, model: nn.Module, tokens: Tensor, unique_bytes: int, want: Gradients) -> dict[str, Any]:
-    """One offloader's step."""
-    counter = PackCounter([*model.parameters(), *model.buffers()])
-    context = OFFLOADERS[name](model)
-    with counter.watching(), context:
+def flops_of(model: nn.Module, tokens: Tensor, handling: Handling) -> int:
+    """The floating-point operations of one step. Counting them changes some kernels, so its gradients are dropped."""
+    with FlopCounterMode(display=False) as counter:
+        step(model, tokens, handling)
+    take_gradients(model)
+    return counter.get_total_flops()
+
+
+def step(model: nn.Module, tokens: Tensor, handling: Handling) -> None:
+    """Add the gradients of the one sequence."""
+    with handling.context():
         loss = model(input_ids=tokens, labels=tokens).loss
-        left_bytes = counter.bytes_alive()
     loss.backward()
+
+
+def measure(name: str, start: nn.Module, tokens: Tensor, plain: dict[str, int], want: Gradients) -> dict[str, Any]:
+    """One switch's steps, on a copy of `start`."""
+    if name.startswith("TRL") and importlib.util.find_spec("trl") is None:
+        return {"error": "not installed"}
+    model = copy.deepcopy(start)
+    handling = SWITCHES[name](model, plain["unique_bytes"])
+    settle(handling, partial(step, model, tokens, handling), num_passes=1)  # one, to have gradients to add to
+    take_gradients(model)
+    weights = [*model.parameters(), *model.buffers()]
+    fixed = [*weights, *(weight.grad for weight in weights if weight.grad is not None), tokens]
+    with StepCounter(fixed) as counter:
+        with handling.context():
+            loss = model(input_ids=tokens, labels=tokens).loss
+            left_bytes = counter.bytes_alive()
+        loss.backward()
+    gradients = take_gradients(model)
     return {
         "copied_bytes": counter.copied_bytes,
-        "copied_over_unique": counter.copied_bytes / unique_bytes,
+        "copied_over_unique": counter.copied_bytes / plain["unique_bytes"],
         "weight_bytes": counter.weight_bytes,
         "left_bytes": left_bytes,
-        "gradients_equal": all(map(torch.equal, take_gradients(model), want)),
+        "highest_bytes": counter.highest_bytes,
+        "flops_again": flops_of(model, tokens, handling) - plain["flops"],
+        "gradients_equal": all(map(torch.equal, gradients, want)),
     }
 
 
 def run(size: str) -> dict[str, Any]:
     """The whole benchmark."""
     model, tokens = build(size)
-    saved, want = plain(model, tokens)
-    offloaders: dict[str, Any] = {}
-    for name in OFFLOADERS:
-        if name.startswith("TRL") and importlib.util.find_spec("trl") is None:
-            offloaders[name] = {"error": "not installed"}
-        else:
-            offloaders[name] = measure(name, model, tokens, saved["unique_bytes"], want)
+    plain, want = plain_step(model, tokens)
     return {
         **environment(CPU),
         "benchmark": "activations.offload_bytes",
@@ -215,38 +303,35 @@ def run(size: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "shape": SIZES[size],
         "target_ratio": TARGET_RATIO,
-        **saved,
-        "offloaders": offloaders,
+        **plain,
+        "switches": {name: measure(name, model, tokens, plain, want) for name in SWITCHES},
     }
 
 
 def print_report(results: dict[str, Any]) -> None:
     """The table and the target."""
-    unique = results["unique_bytes"]
     shape = results["shape"]
     print(
         f"Llama-shaped, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "
         f"{results['num_tokens']} tokens, {results['dtype']}\n"
-        f"saved for backward: {unique / MIB:.1f} MiB of distinct storages, weights excluded; "
+        f"saved for backward: {results['unique_bytes'] / MIB:.1f} MiB of distinct storages, weights excluded; "
         f"{results['handed_over_bytes'] / MIB:.1f} MiB as views, weights included"
     )
-    print_table(HEADER, [_row(name, found, unique) for name, found in results["offloaders"].items()])
-    ratio, target = results["offloaders"]["ours"]["copied_over_unique"], results["target_ratio"]
-    print(
-        f"ours, copied / unique: {ratio:.2f} (target {target:.2f}: {'met' if round(ratio, 2) == target else 'missed'})"
-    )
+    print_table(HEADER, [_row(name, found, results) for name, found in results["switches"].items()])
+    ratio, target = results["switches"]["ours all"]["copied_over_unique"], results["target_ratio"]
+    verdict = "met" if round(ratio, 2) == target else "missed"
+    print(f"ours all, copied / unique: {ratio:.2f} (target {target:.2f}: {verdict})")
 
 
-def _row(name: str, found: dict[str, Any], unique_bytes: int) -> list[str]:
+def _row(name: str, found: dict[str, Any], results: dict[str, Any]) -> list[str]:
     if "error" in found:
         return [name, found["error"], *["-"] * (len(HEADER) - 2)]
+    sizes = [found[key] / MIB for key in ("copied_bytes", "weight_bytes", "left_bytes", "highest_bytes")]
     return [
         name,
-        f"{found['copied_bytes'] / MIB:.1f}",
-        f"{found['copied_over_unique']:.2f}",
-        f"{found['weight_bytes'] / MIB:.1f}",
-        f"{found['left_bytes'] / MIB:.1f}",
-        f"{found['left_bytes'] / unique_bytes:.2f}",
+        *(f"{size:.1f}" for size in sizes),
+        f"{found['highest_bytes'] / results['unique_bytes']:.2f}",
+        f"{found['flops_again'] / results['flops']:.0%}",
         "equal" if found["gradients_equal"] else "different",
     ]
 

@@ -73,7 +73,7 @@ def test_seeds_decide_and_more_episodes_only_add(demonstrations: list[Any]) -> N
 def test_every_path_leads_around_the_obstacle_to_the_goal(demonstrations: list[Any]) -> None:
     for demonstration in demonstrations:
         scene, path = demonstration.scene, demonstration.positions
-        assert path.shape == (9, 2)
+        assert path.shape == (7, 2)
         assert np.array_equal(path[0], scene.start)
         assert np.linalg.norm(path[-1] - scene.goal) < 0.1
         assert distances_to_obstacle(scene, path).min() > toy.OBSTACLE_RADIUS
@@ -115,7 +115,7 @@ def test_the_image_shows_where_things_are(demonstrations: list[Any]) -> None:
 
 def test_the_dataset_holds_the_demonstrations(toy_dataset: Path) -> None:
     dataset = lerobot_dataset.LeRobotDataset(toy.REPO_ID, root=toy_dataset)
-    assert (dataset.num_episodes, dataset.num_frames) == (4, 32)
+    assert (dataset.num_episodes, dataset.num_frames) == (4, 24)
     frame = next(iter(toy.demonstrations(1, seed=0)))
     for index in (0, 7):
         item = dataset[index]
