@@ -15,9 +15,9 @@ from transformers import SiglipVisionConfig
 
 from hf_memopt.integrations.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
 from hf_memopt.integrations.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE
+from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS
 
-BATCH, CHUNK, WIDTH, STATE_DIM = 4, 8, 16, 14
+BATCH, CHUNK, WIDTH, STATE_DIM = 4, PATH_STEPS, 16, 14
 SECOND_CAMERA = "observation.images.wrist"
 VOCABULARY = 320
 # Rounding: the joint forward multiplies the tokens of VLM and expert in other groups than the shared path.

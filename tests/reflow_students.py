@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.integrations.lerobot.flow.known_flows import observe
 from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, POLICY_SETTINGS
+from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS, POLICY_SETTINGS
 
-BATCH, CHUNK, WIDTH, STATE_DIM = 4, 8, 16, 14
+BATCH, CHUNK, WIDTH, STATE_DIM = 4, PATH_STEPS, 16, 14
 SECOND_CAMERA = "observation.images.wrist"
 # Rounding: the shared path adds the same float32 numbers in another order (a token's attention over the prefix and
 # itself in two parts, the prefix without the action tokens in the same matrix product).

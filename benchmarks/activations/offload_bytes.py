@@ -330,7 +330,7 @@ def _row(name: str, found: dict[str, Any], results: dict[str, Any]) -> list[str]
     return [
         name,
         *(f"{size:.1f}" for size in sizes),
-        f"{found['highest_bytes'] / results['unique_bytes']:.2f}",
+        f"{found['highest_bytes'] / results['switches']['plain']['highest_bytes']:.2f}",
         f"{found['flops_again'] / results['flops']:.0%}",
         "equal" if found["gradients_equal"] else "different",
     ]

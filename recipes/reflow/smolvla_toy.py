@@ -36,20 +36,20 @@ CAMERA = "observation.images.top"
 TASK = "reach the goal and avoid the obstacle"
 IMAGE_SIZE = 32
 FPS = 10
+PATH_STEPS = 6  # of one reach: frames of an episode, and actions of a chunk
 
 # Everything of a SmolVLAConfig that belongs to the toy; the rest keeps lerobot's defaults.
 POLICY_SETTINGS: dict[str, int | bool | tuple[int, int]] = {
     "load_vlm_weights": False,
     "num_vlm_layers": 4,
-    "chunk_size": 6,
-    "n_action_steps": 6,
+    "chunk_size": PATH_STEPS,
+    "n_action_steps": PATH_STEPS,
     "max_state_dim": 4,
     "max_action_dim": 4,
     "resize_imgs_with_padding": (IMAGE_SIZE, IMAGE_SIZE),
     "push_to_hub": False,
 }
 
-PATH_STEPS = 6
 OBSTACLE_RADIUS = 0.12
 _OBSTACLE_AT = 0.4  # of the way from the start to the goal
 _LEAP = 0.85

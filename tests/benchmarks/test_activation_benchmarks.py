@@ -216,36 +216,67 @@ def copied(load: Load, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return json.loads(output.read_text())
 
 
+CHECKPOINTED = ("transformers offload", "accelerate offload", "ours inputs")
+
+
 def test_ours_copies_each_storage_once_and_no_weight(copied: dict[str, Any]) -> None:
-    ours = copied["offloaders"]["ours"]
+    ours = copied["switches"]["ours all"]
     assert ours["copied_bytes"] == copied["unique_bytes"] > 0
     assert ours["weight_bytes"] == 0
 
 
 def test_ours_gives_the_plain_gradients_and_others_are_reported(copied: dict[str, Any]) -> None:
     """What others' copies come to depends on the processor's kernels."""
-    measured = {name: found for name, found in copied["offloaders"].items() if "error" not in found}
-    assert {"ours", "save_on_cpu"} <= measured.keys()
-    assert measured["ours"]["gradients_equal"] is True
+    measured = {name: found for name, found in copied["switches"].items() if "error" not in found}
+    assert {"plain", "save_on_cpu", *CHECKPOINTED} <= measured.keys()
+    for name in ("plain", "ours inputs", "ours all", "ours auto 20 %"):
+        assert measured[name]["gradients_equal"] is True
     assert all(isinstance(found["gradients_equal"], bool) for found in measured.values())
 
 
 def test_save_on_cpu_copies_all_that_it_is_given_weights_included(copied: dict[str, Any]) -> None:
-    found = copied["offloaders"]["save_on_cpu"]
+    found = copied["switches"]["save_on_cpu"]
     assert found["copied_bytes"] == copied["handed_over_bytes"] > copied["unique_bytes"]
     assert found["weight_bytes"] > 0
     assert found["left_bytes"] < copied["unique_bytes"] / 10
 
 
-def test_storages_that_a_hook_keeps_count_as_left(load: Load) -> None:
-    bench = load("activations.offload_bytes")
-    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
-    counter = bench.PackCounter([weight])
-    with counter.watching(), saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
-        loss = (x.clone() @ weight).exp().sum()
-    assert counter.bytes_alive() == 2 * 8 * 8 * 4  # the product's input and the exponential's output
-    loss.backward()
-    assert counter.bytes_alive() == counter.copied_bytes == 0
+def test_offloaded_checkpoints_copy_one_input_per_layer_and_compute_the_layers_again(copied: dict[str, Any]) -> None:
+    shape = copied["shape"]
+    inputs_bytes = shape["num_hidden_layers"] * copied["num_tokens"] * shape["hidden_size"] * 2
+    switches = copied["switches"]
+    for name in CHECKPOINTED:
+        assert switches[name]["copied_bytes"] == inputs_bytes
+        assert switches[name]["flops_again"] == switches["checkpointing"]["flops_again"] > 0
+    assert switches["checkpointing"]["copied_bytes"] == 0
+
+
+def test_plain_step_copies_nothing_computes_once_and_holds_the_most(copied: dict[str, Any]) -> None:
+    plain = copied["switches"]["plain"]
+    assert plain["copied_bytes"] == plain["flops_again"] == 0
+    assert 0 < plain["left_bytes"] <= plain["highest_bytes"]
+    assert all(found.get("highest_bytes", 0) <= plain["highest_bytes"] for found in copied["switches"].values())
+
+
+def test_what_is_copied_away_leaves_the_device_until_it_is_copied_back_or_read(load: Load) -> None:
+    x = torch.randn(64)
+    with load("activations.offload_bytes").StepCounter([x]) as counter:
+        y = x.exp()
+        assert counter.bytes_alive() == 256
+        host = torch.empty(64)
+        host.copy_(y)
+        del y
+        assert (counter.bytes_alive(), counter.copied_bytes, counter.weight_bytes) == (0, 256, 0)
+        back = torch.empty(64)
+        back.copy_(host)
+        assert (counter.bytes_alive(), counter.copied_bytes) == (256, 256)
+        host.view(8, 8)
+        assert counter.bytes_alive() == 256
+        host.add_(1)
+        assert counter.bytes_alive() == counter.highest_bytes == 512
+        host = torch.empty(64)
+        host.copy_(x)
+        assert (counter.copied_bytes, counter.weight_bytes) == (512, 256)
 
 
 # ------------------------------------------------------------------------------------------------- offload_cost

@@ -14,7 +14,7 @@ import torch
 from patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTATION = "".join((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "choosing.md"))
+DOCUMENTATION = "".join((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "choosing.md", "trainer.md"))
 # Named there, since `make bench` leaves more in this checkout.
 RESULTS = re.findall(r"`([\w-]+\.json)`", DOCUMENTATION)
 OWN_MODES = ["resident", "seed", "swap", "swap+shared"]

@@ -47,7 +47,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.fixture
 def noise() -> Tensor:
-    return torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2))
+    return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture

@@ -25,15 +25,15 @@ def batches(toy_teacher: Path, toy_dataset: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def noise(batches: list[dict[str, Any]]) -> Tensor:
-    return torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(0))
+    return torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_held_out_batches_are_preprocessed_and_spread_over_the_episodes(batches: list[dict[str, Any]]) -> None:
     assert [len(batch["action"]) for batch in batches] == [8, 2]
-    assert batches[0]["action"].shape == (8, 8, 2)
+    assert batches[0]["action"].shape == (8, 6, 2)
     assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {2, 3}
     frames = [int(frame) for batch in batches for frame in batch["index"]]
-    assert (frames[0], frames[-1]) == (16, 31)  # the last two of 4 episodes of 8 frames each
+    assert (frames[0], frames[-1]) == (12, 23)  # the last two of 4 episodes of 6 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
 
 
@@ -74,7 +74,7 @@ def test_a_constant_field_is_straight_and_needs_one_step(toy_teacher: Path, batc
 def test_trajectory_is_lerobots_own_sampling(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
     policy = policy_files.load_policy(toy_teacher)
     path = measure.sample_trajectory(policy, known_flows.observe(policy, batches[0]), noise, 10)
-    assert path.shape == (11, 8, 8, 4)
+    assert path.shape == (11, 8, 6, 4)
     assert torch.equal(path[0], noise)
     with torch.no_grad():
         want = policy.model.sample_actions(*known_flows.observe(policy, batches[0]).arguments(), noise=noise)

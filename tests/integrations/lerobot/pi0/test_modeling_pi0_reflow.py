@@ -105,7 +105,7 @@ def test_an_exported_student_is_a_stock_pi0(trained: Any, tmp_path: Path) -> Non
     student.config.num_inference_steps = 1
     actions = policy.predict_action_chunk(batch, noise=noise)
     assert torch.equal(actions, student.predict_action_chunk(batch, noise=noise))
-    assert postprocess(actions).shape == (1, 8, 2)
+    assert postprocess(actions).shape == (1, 6, 2)
 
 
 def test_doctor_says_where_the_teacher_is(trained: Any) -> None:

@@ -44,9 +44,9 @@ def precompute(student: Path, dataset: Path, output: Path, *options: str, flags:
 
 @pytest.fixture(scope="module")
 def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Couplings of the toy teacher for the 16 frames of two episodes. Read only."""
+    """Couplings of the toy teacher for the 12 frames of two episodes. Read only."""
     folder = tmp_path_factory.mktemp("couplings") / "cache"
-    assert precompute(toy_student, toy_dataset, folder, "--shard-size", "14", flags=(*SEEDED, *EPISODES)) == 0
+    assert precompute(toy_student, toy_dataset, folder, "--shard-size", "10", flags=(*SEEDED, *EPISODES)) == 0
     return folder
 
 
@@ -86,11 +86,11 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
     cache = source.CouplingCache(couplings)
-    assert sorted(cache.plan.indices) == list(range(16))
+    assert sorted(cache.plan.indices) == list(range(12))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
     assert (described["num_draws"], described["num_shards"], described["shared_prefix"]) == (2, 3, True)
-    assert described["shape"] == [8, 4]
+    assert described["shape"] == [6, 4]
 
 
 def test_training_from_the_folder_is_training_online_and_needs_no_teacher(

@@ -149,7 +149,7 @@ def test_a_folder_given_as_a_flag_is_kept_by_its_absolute_path(
 def test_student_infers_without_its_teacher(trained_student: Path) -> None:
     student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(trained_student, strict=True)
     actions = student.predict_action_chunk(observation(student, trained_student))
-    assert actions.shape == (1, 8, 2)
+    assert actions.shape == (1, 6, 2)
     assert actions.isfinite().all()
 
 
@@ -169,7 +169,7 @@ def test_exported_policy_is_stock_and_acts_like_the_student(
     exported_batch = observation(policy, folder)
     assert torch.equal(policy.predict_action_chunk(dict(exported_batch), noise=noise), expected)
     _, postprocess = policies.make_pre_post_processors(policy.config, pretrained_path=str(folder))
-    assert postprocess(expected).shape == (1, 8, 2)
+    assert postprocess(expected).shape == (1, 6, 2)
 
 
 @pytest.mark.parametrize("num_steps", [0, -1])
@@ -335,7 +335,7 @@ def test_export_refuses_damaged_student(toy_student: Path, tmp_path: Path) -> No
     ("edit", "message"),
     [
         (edit_config(use_cache=False), "the teacher's config in .* has use_cache=false"),
-        (edit_config(chunk_size=4, n_action_steps=4), r"differ in chunk_size \(student 8, teacher 4\)"),
+        (edit_config(chunk_size=4, n_action_steps=4), r"differ in chunk_size \(student 6, teacher 4\)"),
         (edit_config(num_vlm_layers=2), r"differ in num_vlm_layers \(student 4, teacher 2\)"),
         (cut_weights, "truncated or damaged"),
         (remove("policy_preprocessor.json"), "has no policy_preprocessor.json"),
