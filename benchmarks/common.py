@@ -25,7 +25,7 @@ MIB = 2**20
 USABLE_SHARE = 0.9125
 LINK_PROBE_BYTES = 2**28
 RESULTS_FOLDER = Path(__file__).parent / "results"
-_PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "lerobot", "diffusers")
+_PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "trl", "lerobot", "diffusers")
 
 
 def current_device() -> torch.device:

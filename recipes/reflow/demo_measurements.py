@@ -68,7 +68,7 @@ class Demo:
             folder,
             load_policy(resolve_checkpoint(folder / "teacher")),
             load_policy(folder / "student_1step"),
-            held_out_batches(student, toy.REPO_ID, dataset, held_out, max_observations=120),
+            held_out_batches(student, toy.REPO_ID, dataset, held_out, max_observations=frames),
             list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
             {key: torch.stack([episode[key][DECISIVE_FRAME] for episode in episodes]) for key in keys},
         )
@@ -162,9 +162,8 @@ def passes_obstacle(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
 
 def zigzags(paths: Tensor, demonstration: toy.Demonstration) -> Tensor:
     """Say which of `paths` have points on both sides of the way through the obstacle, each farther than its radius."""
-    start, goal = torch.from_numpy(demonstration.scene.start), torch.from_numpy(demonstration.scene.goal)
-    x, y = (goal - start) / (goal - start).norm()
-    aside = (paths - start) @ torch.stack([-y, x])
+    scene = demonstration.scene
+    aside = (paths - torch.from_numpy(scene.start)) @ torch.from_numpy(scene.left)
     return (aside.amax(dim=1) > toy.OBSTACLE_RADIUS) & (aside.amin(dim=1) < -toy.OBSTACLE_RADIUS)
 
 

@@ -150,6 +150,12 @@ class Scene:
     goal: FloatArray
     obstacle: FloatArray
 
+    @property
+    def left(self) -> FloatArray:
+        """The unit vector to the left of the way from the start to the goal."""
+        x, y = self.goal - self.start
+        return np.array([-y, x]) / np.hypot(x, y)
+
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -181,11 +187,9 @@ def _draw_scene(rng: np.random.Generator) -> Scene:
 def _ideal_path(scene: Scene, side: int) -> FloatArray:
     """Leap aside at once, so that nothing in the first observation tells yet which side it will be, and turn back."""
     progress = np.linspace(0, 1, PATH_STEPS + 1)[:, None]
-    direction = scene.goal - scene.start
-    normal = np.array([-direction[1], direction[0]]) / np.linalg.norm(direction)
     aside = _LEAP * (1 - progress) ** 1.5
     aside[0] = 0
-    return scene.start + progress * direction + side * aside * normal
+    return scene.start + progress * (scene.goal - scene.start) + side * aside * scene.left
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
