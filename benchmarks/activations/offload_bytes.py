@@ -53,7 +53,7 @@ class StepCounter(TorchDispatchMode):
     """Counts what a training step on the CPU copies away, and how much of what it makes is held at once.
 
     Args:
-        fixed: tensors that the step does not make: weights, their gradients, inputs.
+        fixed: weights and their gradients, which the step does not make.
 
     A CPU has one memory, so copies tell host and device apart: what something is copied into is host memory, until an
     operation reads it where it is. Temporaries within an operation are not seen.
@@ -273,7 +273,7 @@ def measure(name: str, start: nn.Module, tokens: Tensor, plain: dict[str, int], 
     settle(handling, partial(step, model, tokens, handling), num_passes=1)  # one, to have gradients to add to
     take_gradients(model)
     weights = [*model.parameters(), *model.buffers()]
-    fixed = [*weights, *(weight.grad for weight in weights if weight.grad is not None), tokens]
+    fixed = [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
     with StepCounter(fixed) as counter:
         with handling.context():
             loss = model(input_ids=tokens, labels=tokens).loss
