@@ -33,7 +33,7 @@ $(READY): setup.cfg pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .pyt
 	  --compile-bytecode --editable ".[$(EXTRAS)]" --editable $(PLUGIN)
 	@touch $(READY)
 
-demo: $(READY) ## the main job end to end on the CPU, in about 6 minutes: results in outputs/demo
+demo: $(READY) ## the main job end to end on the CPU, in 5 minutes: results in outputs/demo
 	$(PY) -m hf_memopt.recipes.reflow.demo --output outputs/demo --overwrite
 
 demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU, in about 20 minutes: results in outputs/demo_metaworld

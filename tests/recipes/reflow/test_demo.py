@@ -23,8 +23,7 @@ def test_one_step_of_the_student_takes_a_side_as_the_teachers_ten_do(seed: int, 
     assert "✓ ON CPU (offloaded)" in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
     teacher, student = results["evaluation"]["teacher"], results["evaluation"]["student"]
-    # The aim is 0.5, and seed 1 reaches 0.52: the teacher's own step is nearly right where there is one answer.
-    assert student["error"]["1"] <= 0.6 * teacher["error"]["1"]
+    assert student["error"]["1"] <= 0.5 * teacher["error"]["1"]
     assert student["normalized_straightness"] < 0.5 * teacher["normalized_straightness"]
     assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # it has not collapsed to the mean
     passing = results["passing_rates"]
