@@ -79,7 +79,7 @@ def test_the_command_measures_and_rolls_out(
     data = ["--dataset-repo-id", toy.REPO_ID, "--dataset-root", str(toy_dataset), "--episodes", "3"]
     assert main([*flags, *data, "--env", "tiny_environment:Reach-v0", "--env-episodes", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "8 observations from 1 episode of `local/reach_past_obstacle`" in printed
+    assert "6 observations from 1 episode of `local/reach_past_obstacle`" in printed
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] in (["1"], ["3"])]
     assert [row[0] for row in rows] == ["1", "3"]
     assert [row[-2:] for row in rows] == [["100%", "3.000"]] * 2
@@ -128,7 +128,7 @@ def test_export_measures_on_the_runs_held_out_episodes(
     output = tmp_path / "exported"
     assert main(["export", "--policy", str(tmp_path / "run"), "--output", str(output)]) == 0
     card = (output / "README.md").read_text()
-    assert "8 observations from 1 episode of `local/reach_past_obstacle`, held out from training" in card
+    assert "6 observations from 1 episode of `local/reach_past_obstacle`, held out from training" in card
     rows = [line.split("|")[1:4] for line in card.splitlines() if line.startswith("| 1 |")]
     assert len(rows) == 1
     teacher, student = (float(cell) for cell in rows[0][1:])

@@ -109,7 +109,7 @@ def test_without_accumulation_the_recipe_is_lerobots_training(
 def test_windows_run_across_the_ends_of_epochs(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, num_updates: list[int]
 ) -> None:
-    flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=6, batch_size=8)
+    flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=6, batch_size=6)
     three_batches = "--dataset.episodes=[0,1,2]"  # in an epoch
     log = runs.run(recipe.main, *flags, three_batches, *runs.PLAIN_SGD, "--gradient_accumulation_steps=2")
     assert runs.logged(log, "epch")[-1] == 2
