@@ -90,11 +90,13 @@ class Saved:
         unique_bytes: distinct storages, weights excluded.
         unique_pinned_bytes: the same in torch's pinned memory, which comes in powers of two. What offloading them takes
             of the host.
-        views_pinned_bytes: the same for every saved tensor by itself, weights included.
+        views_bytes: every saved tensor by itself, weights included.
+        views_pinned_bytes: the same in pinned memory.
     """
 
     unique_bytes: int
     unique_pinned_bytes: int
+    views_bytes: int
     views_pinned_bytes: int
 
     def scaled(self, factor: float) -> "Saved":
@@ -123,7 +125,7 @@ def saved_by(work: Work) -> Saved:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         work.loss()
     unique = [storage.nbytes() for storage in storages.values()]
-    return Saved(sum(unique), sum(map(_pinned_bytes, unique)), sum(map(_pinned_bytes, views)))
+    return Saved(sum(unique), sum(map(_pinned_bytes, unique)), sum(views), sum(map(_pinned_bytes, views)))
 
 
 def _pinned_bytes(num_bytes: int) -> int:

@@ -164,38 +164,41 @@ def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
 def ours_inputs(setting: Setting) -> Handling:
     """Checkpointing whose inputs this library moves."""
     checkpoint_layers(setting.model)
-    return _with(_offloader(setting, mode="inputs"), setting)
+    return ours(setting, mode="inputs")
 
 
 def seed_all(setting: Setting) -> Handling:
     """Everything above 10 MB moved, two tensors ahead on the way back: the settings of this library's first design."""
-    return _with(_offloader(setting, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2), setting)
+    return ours(setting, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2)
 
 
 def ours_auto(setting: Setting, share: float) -> Handling:
     """This library's plan for saved activations within a share of their bytes."""
-    budget_bytes = round(share * setting.saved.unique_bytes)
-    offloader = _offloader(setting, mode="auto", budget_gib=budget_bytes / 2**30)
-    return _with(offloader, setting, budget_bytes=budget_bytes, is_planned=True)
+    return ours(setting, mode="auto", budget_bytes=round(share * setting.saved.unique_bytes))
 
 
 def ours_without_budget(setting: Setting) -> Handling:
     """This library's default: what 3 % of time can save, and more where the device has no room."""
-    return _with(_offloader(setting, mode="auto"), setting, is_planned=True)
+    return ours(setting, mode="auto")
 
 
-def _offloader(setting: Setting, **options: Any) -> ActivationOffloader:
-    copier = SyncCopier() if setting.device.type == "cpu" else copier_for(setting.device)
+def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
+    """This library's offloader; on the CPU nothing is too small for it."""
     on_cpu = setting.device.type == "cpu"
-    return ActivationOffloader(
+    copier = SyncCopier() if on_cpu else copier_for(setting.device)
+    offloader = ActivationOffloader(
+        mode=mode,
+        budget_gib=None if budget_bytes is None else budget_bytes / 2**30,
         host_budget_gib=setting.host_limit_bytes / 2**30,
         copier=copier if setting.link_divisor == 1 else SlowerLink(copier, setting.link_divisor),
         **{"offload_threshold_mb": 0 if on_cpu else THRESHOLD_MB, **options},
     )
-
-
-def _with(offloader: ActivationOffloader, setting: Setting, **facts: Any) -> Handling:
-    return Handling(lambda: offloader.offload_context(setting.model), lambda: offloader.stats, **facts)
+    return Handling(
+        lambda: offloader.offload_context(setting.model),
+        lambda: offloader.stats,
+        budget_bytes,
+        is_planned=mode == "auto",
+    )
 
 
 def settle(handling: Handling, step: Callable[[], None], num_passes: int) -> None:

@@ -3,16 +3,16 @@
     python -m benchmarks.activations.offload_bytes
 
 trains one step of a Llama-shaped model with torch's, transformers', accelerate's, TRL's and this library's switches,
-one after the other. Every tensor that autograd saves passes through pack and unpack hooks; what they are given, copy to
-the host and bring back is counted on the CPU, to the byte, and so are the operations of the step. None of that depends
-on the device, except where `ours auto` decides by the times it has measured. No time is reported.
+one after the other. What the step copies to the host and holds at once is counted on the CPU, to the byte, and so are
+its operations. None of that depends on the device, except where `ours auto` decides by the times it has measured. No
+time is reported.
 """
 
 import argparse
 import contextlib
 import copy
-import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +24,16 @@ import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.activations.modes import Handling, checkpoint_layers, settle
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
-from hf_memopt import ActivationOffloader, SyncCopier
+from benchmarks.activations import modes
+from benchmarks.activations.model import Saved, saved_by
+from benchmarks.activations.modes import Handling, Setting
+from benchmarks.cells import UnavailableError
+from benchmarks.common import MIB, environment, host_limit_gib, print_table, results_path, write_results
 
 # Llama 3's proportions: heads of 64, four query heads to a key head, an MLP 3.5 times as wide.
 SIZES = {
@@ -42,7 +43,6 @@ SIZES = {
 TOKENS = {"real": 1024, "toy": 64}
 VOCABULARY = {"real": 2048, "toy": 256}
 TARGET_RATIO = 1.0  # ours: every storage once
-AUTO_SHARE = 0.2  # the budget of `ours auto`, of the bytes that the plain step saves
 HEADER = ["switch", "copied MiB", "weights MiB", "left MiB", "highest MiB", "/ plain", "computed again", "gradients"]
 
 CPU = torch.device("cpu")
@@ -109,44 +109,7 @@ class StepCounter(TorchDispatchMode):
             self._device[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
 
-class _Census:
-    """Keeps every saved storage alive, so that no address is given to a second one while it is counted."""
-
-    def __init__(self, weights: list[Tensor]) -> None:
-        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self.handed_over_bytes = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self.handed_over_bytes += tensor.nbytes
-        if storage.data_ptr() not in self._weights:
-            self._storages[storage.data_ptr()] = storage
-        return tensor.detach()
-
-    @property
-    def unique_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
-
-
-def nothing(model: nn.Module, unique_bytes: int) -> Handling:
-    """Everything that autograd saves stays on the device."""
-    return Handling()
-
-
-def checkpointing(model: nn.Module, unique_bytes: int) -> Handling:
-    """transformers' `gradient_checkpointing=True`."""
-    checkpoint_layers(model)
-    return Handling()
-
-
-def transformers_offload(model: nn.Module, unique_bytes: int) -> Handling:
-    """transformers' `gradient_checkpointing_kwargs={"offload": True}`."""
-    checkpoint_layers(model, offload=True)
-    return Handling()
-
-
-def accelerate_offload(model: nn.Module, unique_bytes: int) -> Handling:
+def accelerate_offload(setting: Setting) -> Handling:
     """accelerate's `fsdp_activation_checkpointing_offload: true`: what it does to the layers before it shards them."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -154,45 +117,24 @@ def accelerate_offload(model: nn.Module, unique_bytes: int) -> Handling:
         activation_checkpointing=True,
         activation_checkpointing_offload=True,
     )
-    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), setting.model)
     return Handling()
 
 
-def torch_save_on_cpu(model: nn.Module, unique_bytes: int) -> Handling:
-    """torch's own. With pin_memory it copies even from the CPU."""
-    return Handling(lambda: save_on_cpu(pin_memory=True))
-
-
-def trl_offload(model: nn.Module, unique_bytes: int) -> Handling:
+def trl_offload(setting: Setting) -> Handling:
     """TRL's `activation_offloading=True`, as its trainers install it, with its default threshold of 1 KiB.
 
     It looks for an accelerator and its streams as it is made, so the CPU and streams that do nothing stand in.
     """
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
+    try:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    except ImportError as error:
+        raise UnavailableError("TRL is not installed") from error
     with patch.object(torch.accelerator, "current_accelerator", lambda: CPU):
-        manager = get_act_offloading_ctx_manager(model, use_pin_memory=False)
+        manager = get_act_offloading_ctx_manager(setting.model, use_pin_memory=False)
     manager.device_module = StandInDevice
     manager.s1 = StandInDevice()
     return Handling(lambda: manager)
-
-
-def ours(model: nn.Module, unique_bytes: int, **options: Any) -> Handling:
-    """This library's, with nothing too small for it."""
-    offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier(), **options)
-    is_planned = options["mode"] == "auto"
-    return Handling(lambda: offloader.offload_context(model), lambda: offloader.stats, is_planned=is_planned)
-
-
-def ours_inputs(model: nn.Module, unique_bytes: int) -> Handling:
-    """This library's, under transformers' checkpointing: the layers' inputs and nothing else."""
-    checkpoint_layers(model)
-    return ours(model, unique_bytes, mode="inputs")
-
-
-def ours_auto(model: nn.Module, unique_bytes: int) -> Handling:
-    """This library's plan for a budget: what to keep, what to copy, and what to compute again."""
-    return ours(model, unique_bytes, mode="auto", budget_gib=AUTO_SHARE * unique_bytes / 2**30)
 
 
 class StandInDevice:
@@ -209,26 +151,43 @@ class StandInDevice:
         return cls()
 
 
-SWITCHES: dict[str, Callable[[nn.Module, int], Handling]] = {
-    "plain": nothing,
-    "checkpointing": checkpointing,
-    "transformers offload": transformers_offload,
+SWITCHES: dict[str, Callable[[Setting], Handling]] = {
+    "plain": modes.none,
+    "checkpointing": modes.checkpointing,
+    "transformers offload": modes.checkpoint_offload,
     "accelerate offload": accelerate_offload,
-    "ours inputs": ours_inputs,
-    "save_on_cpu": torch_save_on_cpu,
+    "ours inputs": modes.ours_inputs,
+    "save_on_cpu": modes.torch_save_on_cpu,
     "TRL (stream stub)": trl_offload,
-    "ours all": partial(ours, mode="all"),
-    "ours auto 20 %": ours_auto,
+    "ours all": partial(modes.ours, mode="all"),
+    "ours auto 20 %": partial(modes.ours_auto, share=0.20),
 }
 
 
-def build(size: str) -> tuple[nn.Module, Tensor]:
-    """A Llama-shaped model in bfloat16 with random weights, and one sequence of tokens, `(1, tokens)`."""
-    torch.manual_seed(0)
-    shape = {**SIZES[size], "intermediate_size": 7 * SIZES[size]["hidden_size"] // 2}
-    config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size], use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-    return model, torch.randint(0, VOCABULARY[size], (1, TOKENS[size]))
+@dataclass(frozen=True)
+class Work:
+    """A model and one sequence of tokens, `(1, tokens)`, which are its labels too."""
+
+    model: nn.Module
+    tokens: Tensor
+
+    @staticmethod
+    def make(size: str) -> "Work":
+        """A Llama-shaped model in bfloat16 with random weights."""
+        torch.manual_seed(0)
+        shape = {**SIZES[size], "intermediate_size": 7 * SIZES[size]["hidden_size"] // 2}
+        config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size], use_cache=False)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return Work(model, torch.randint(0, VOCABULARY[size], (1, TOKENS[size])))
+
+    def loss(self) -> Tensor:
+        return self.model(input_ids=self.tokens, labels=self.tokens).loss
+
+    def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
+        """Add the gradients of the sequence."""
+        with context():
+            loss = self.loss()
+        loss.backward()
 
 
 def take_gradients(model: nn.Module) -> Gradients:
@@ -238,63 +197,50 @@ def take_gradients(model: nn.Module) -> Gradients:
     return found
 
 
-def plain_step(model: nn.Module, tokens: Tensor) -> tuple[dict[str, int], Gradients]:
-    """What autograd saves in one plain step, weights not counted as unique, its operations, and the gradients."""
-    census = _Census([*model.parameters(), *model.buffers()])
-    with saved_tensors_hooks(census.pack, lambda tensor: tensor):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    saved = {"unique_bytes": census.unique_bytes, "handed_over_bytes": census.handed_over_bytes}
-    loss.backward()
-    gradients = take_gradients(model)
-    return {**saved, "flops": flops_of(model, tokens, Handling())}, gradients
-
-
-def flops_of(model: nn.Module, tokens: Tensor, handling: Handling) -> int:
+def flops_of(work: Work, handling: Handling) -> int:
     """The floating-point operations of one step. Counting them changes some kernels, so its gradients are dropped."""
     with FlopCounterMode(display=False) as counter:
-        step(model, tokens, handling)
-    take_gradients(model)
+        work.step(handling.context)
+    take_gradients(work.model)
     return counter.get_total_flops()
 
 
-def step(model: nn.Module, tokens: Tensor, handling: Handling) -> None:
-    """Add the gradients of the one sequence."""
-    with handling.context():
-        loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-
-
-def measure(name: str, start: nn.Module, tokens: Tensor, plain: dict[str, int], want: Gradients) -> dict[str, Any]:
-    """One switch's steps, on a copy of `start`."""
-    if name.startswith("TRL") and importlib.util.find_spec("trl") is None:
-        return {"error": "not installed"}
-    model = copy.deepcopy(start)
-    handling = SWITCHES[name](model, plain["unique_bytes"])
-    settle(handling, partial(step, model, tokens, handling), num_passes=1)  # one, to have gradients to add to
-    take_gradients(model)
-    weights = [*model.parameters(), *model.buffers()]
+def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradients) -> dict[str, Any]:
+    """One switch's steps, on a copy of the model."""
+    work = Work(copy.deepcopy(start.model), start.tokens)
+    try:
+        handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30), link_divisor=1))
+    except UnavailableError as error:
+        return {"error": str(error)}
+    # One step at least, to have gradients to add to.
+    modes.settle(handling, partial(work.step, handling.context), num_passes=1)
+    take_gradients(work.model)
+    weights = [*work.model.parameters(), *work.model.buffers()]
     fixed = [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
     with StepCounter(fixed) as counter:
         with handling.context():
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = work.loss()
             left_bytes = counter.bytes_alive()
         loss.backward()
-    gradients = take_gradients(model)
+    gradients = take_gradients(work.model)
     return {
         "copied_bytes": counter.copied_bytes,
-        "copied_over_unique": counter.copied_bytes / plain["unique_bytes"],
+        "copied_over_unique": counter.copied_bytes / saved.unique_bytes,
         "weight_bytes": counter.weight_bytes,
         "left_bytes": left_bytes,
         "highest_bytes": counter.highest_bytes,
-        "flops_again": flops_of(model, tokens, handling) - plain["flops"],
+        "flops_again": flops_of(work, handling) - plain_flops,
         "gradients_equal": all(map(torch.equal, gradients, want)),
     }
 
 
 def run(size: str) -> dict[str, Any]:
     """The whole benchmark."""
-    model, tokens = build(size)
-    plain, want = plain_step(model, tokens)
+    work = Work.make(size)
+    saved = saved_by(work)
+    work.step()
+    want = take_gradients(work.model)
+    flops = flops_of(work, Handling())
     return {
         **environment(CPU),
         "benchmark": "activations.offload_bytes",
@@ -303,8 +249,10 @@ def run(size: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "shape": SIZES[size],
         "target_ratio": TARGET_RATIO,
-        **plain,
-        "switches": {name: measure(name, model, tokens, plain, want) for name in SWITCHES},
+        "unique_bytes": saved.unique_bytes,
+        "handed_over_bytes": saved.views_bytes,
+        "flops": flops,
+        "switches": {name: measure(name, work, saved, flops, want) for name in SWITCHES},
     }
 
 

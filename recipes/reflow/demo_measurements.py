@@ -61,16 +61,17 @@ class Demo:
     def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
         """Read what the demo's earlier stages left in its folder."""
         student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
-        frames = toy.PATH_STEPS * len(held_out)
-        episodes = held_out_batches(student, toy.REPO_ID, dataset, held_out, toy.PATH_STEPS, frames)
-        keys = [key for key, value in episodes[0].items() if isinstance(value, Tensor)]
+        batches = held_out_batches(
+            student, toy.REPO_ID, dataset, held_out, max_observations=toy.PATH_STEPS * len(held_out)
+        )
+        keys = [key for key, value in batches[0].items() if isinstance(value, Tensor)]
         return cls(
             folder,
             load_policy(resolve_checkpoint(folder / "teacher")),
             load_policy(folder / "student_1step"),
-            held_out_batches(student, toy.REPO_ID, dataset, held_out, max_observations=frames),
+            batches,
             list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
-            {key: torch.stack([episode[key][DECISIVE_FRAME] for episode in episodes]) for key in keys},
+            {key: torch.cat([batch[key] for batch in batches])[DECISIVE_FRAME :: toy.PATH_STEPS] for key in keys},
         )
 
     def evaluation(self) -> ReflowEvaluation:

@@ -83,7 +83,7 @@ def test_checkpoint_offload_copies_each_layers_input(load: Load, monkeypatch: py
     monkeypatch.setattr(save_on_cpu, "__init__", counted)
     for mode, num_copied in {"checkpointing": 0, "checkpoint offload": 3}.items():
         work = model.Work.make(model.build_model("toy", 3, CPU), 16, CPU)
-        setting = modes.Setting(work.model, CPU, model.Saved(0, 0, 0), 2**30, 1)
+        setting = modes.Setting(work.model, CPU, model.Saved(0, 0, 0, 0), 2**30, 1)
         work.step(modes.MODES[mode](setting).context)
         assert len(offloading) == num_copied
 
