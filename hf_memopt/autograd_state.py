@@ -28,6 +28,10 @@ graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_ta
 # Operations through which a weight is recognised: they change its shape or dtype, not its numbers.
 RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
 
+# The number of the next autograd node of this thread. Two tensors that are saved under the same one are saved by the same
+# node, one right after the other.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 _CALL = nn.Module._call_impl.__code__
 _RRELU = rrelu.__code__
 
@@ -63,6 +67,12 @@ def called_from_checkpoint(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
+
+
+def called_from_function(frame: FrameType | None) -> bool:
+    """Return whether a custom `autograd.Function` is saving tensors, torch's checkpointing excepted."""
+    is_function = frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__
+    return is_function and not called_from_checkpoint(frame)
 
 
 def called_from_rrelu(frame: FrameType | None) -> bool:
@@ -152,10 +162,19 @@ class ViewMeta:
         self._size, self._stride = tensor.size(), tensor.stride()
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
 
+    @property
+    def geometry(self) -> tuple[int, torch.Size, tuple[int, ...], int]:
+        """Return offset, size and stride in elements, and the bytes of an element."""
+        return self._offset, self._size, self._stride, self._dtype.itemsize
+
     def of(self, memory: Tensor) -> Tensor:
-        """Return the same view of other memory of the storage's size."""
+        """Return the same view of other memory of the storage's size, `(num_bytes,)` uint8 or of the view's dtype.
+
+        The memory may begin anywhere in a storage of its own, at a multiple of the view's elements.
+        """
         view = _EMPTY[self._dtype, memory.device].data
-        view.set_(memory.untyped_storage(), self._offset, self._size, self._stride)
+        offset = self._offset + memory.storage_offset() * memory.itemsize // self._dtype.itemsize
+        view.set_(memory.untyped_storage(), offset, self._size, self._stride)
         if self._conj:
             view = torch._conj(view)
         return torch._neg_view(view) if self._neg else view
@@ -214,6 +233,15 @@ class VersionGuard:
         """
         return tensor._version == self.version and same_counter(tensor, self.alias)
 
+    def counted_together(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same bytes whose modifications are counted with those of the guarded one.
+
+        A backward that overwrites what it has saved is noticed as in the plain run, where both are one memory.
+        """
+        counted = self.alias.detach()
+        counted.data = tensor
+        return counted
+
     def check(self) -> None:
         """Raise the error of autograd's own check, which saved-tensor hooks switch off."""
         if self.alias._version != self.version:
@@ -228,7 +256,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor or parameter is nothing but a strided view of a storage."""
     is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) is nn.Parameter
-    return is_of_type and tensor.layout is torch.strided and not tensor.is_nested
+    return is_of_type and tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
 
 def same_counter(first: Tensor, second: Tensor) -> bool:

@@ -154,6 +154,8 @@ class AutoMode:
             self._replan()
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
+        elif forward.is_other_work:
+            self._record_again()
         elif self._has_less_room():
             self._replan()
         elif self.plan is not None and forward.plan is self.plan:
@@ -204,15 +206,18 @@ class AutoMode:
         """Make room for larger shapes; a plan for the largest fits the smaller ones too."""
         assert self.recording is not None
         if len(sizes) != len(self.recording.sizes):
-            # Other storages altogether: one more pass is recorded.
-            if self._num_corrections < _MAX_CORRECTIONS:
-                self._num_corrections += 1
-                self._num_recorded = _RECORDED_PASSES - 1
+            self._record_again()  # other storages altogether
         elif any(new > old for new, old in zip(sizes, self.recording.sizes, strict=True)):
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = grown(self.recording, sizes)
             self._replan()
+
+    def _record_again(self) -> None:
+        """Record one more pass, a few times at most: passes may alternate."""
+        if self._num_corrections < _MAX_CORRECTIONS:
+            self._num_corrections += 1
+            self._num_recorded = _RECORDED_PASSES - 1
 
     def _is_to_be_timed(self, forward: ForwardPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""

@@ -1,6 +1,7 @@
 """What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.planner.profile import Profile, SavedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
 from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
-from hf_memopt.autograd_state import StoragePin, calling_module, current_node
+from hf_memopt.autograd_state import StoragePin, VersionGuard, calling_module, current_node
 from hf_memopt.transfer.clock import Clock
 
 Makers = set[weakref.ref[nn.Module] | None]
@@ -29,12 +30,14 @@ class Recording:
         owners: names of the modules that saved them.
         makers: by index, the modules that performed what a storage could be computed again by, None for outside of
             modules.
+        operations: by index, what a storage could be computed again by; see `Recomputation.operations`.
     """
 
     profile: Profile
     sizes: tuple[int, ...]
     owners: tuple[str, ...]
     makers: Mapping[int, Makers] = field(default_factory=dict)
+    operations: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Unsaved:
 
     num_bytes: int
     dependent: int
+    guard: VersionGuard
     index: int | None = None
 
 
@@ -69,6 +73,7 @@ class _Computable:
     marks: list[Any]
     sources: list[int | _Unsaved]
     makers: Makers
+    operations: tuple[Any, ...]
     checks: list[Callable[[], bool]] | None
 
 
@@ -127,8 +132,15 @@ class Recorder:
             self._events[-1].used, self._events[-1].node = index, current_node()
             yield
 
-    def saved(self, storage: torch.UntypedStorage, index: int, stays: bool) -> None:
-        """Note that autograd saved a storage, inside of `working`, and whether it never goes to the host."""
+    def saved(self, storage: torch.UntypedStorage, index: int, stays: bool, of_function: bool = False) -> None:
+        """Note that autograd saved a storage, inside of `working`.
+
+        Args:
+            storage: that a saved tensor is a view of.
+            index: its place in the pass.
+            stays: whether it never goes to the host.
+            of_function: whether a custom `autograd.Function` saved it, which gets a copy of its own.
+        """
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))
         self._events[-1].saved = index
@@ -137,8 +149,10 @@ class Recorder:
         self._owners[index] = _owner(self._names)
         # Another storage could be computed from this one when nobody had saved it yet. Now autograd does save it, so
         # that the planner will know this source by its index.
-        if key in self._unsaved:
-            self._unsaved.pop(key).index = index
+        if key in self._unsaved and not of_function:
+            source = self._unsaved.pop(key)
+            if not source.guard.was_modified():
+                source.index = index
         if stays:
             self._staying.add(index)
 
@@ -146,16 +160,19 @@ class Recorder:
         """Note how a storage could be computed again; keeps nothing of it but times and keys."""
         sources = [self._source(source, index) for source in computation.sources()]
         marks = [step.record.marks for step in computation.steps()]
-        self._computable[index] = _Computable(marks, sources, computation.modules(), computation.checks())
+        self._computable[index] = _Computable(
+            marks, sources, computation.modules(), computation.operations(), computation.checks()
+        )
 
     def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
         # The planner knows by its index what autograd has saved. Any other source would have to be saved for this
         # purpose alone, unless autograd still saves it later in the pass: see `saved`.
-        if source.live is not None and source.key in self._indices:
+        if source.is_saved and source.key in self._indices:
             return self._indices[source.key]
-        if source.key not in self._unsaved:
+        known = self._unsaved.get(source.key)
+        if known is None or known.guard.was_modified():
             self._pins.append(source.pin())
-            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent)
+            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent, source.guard)
             self._all_unsaved.append(self._unsaved[source.key])
         return self._unsaved[source.key]
 
@@ -221,12 +238,15 @@ class _Timing:
         storages += [SavedStorage(source.num_bytes, self._saved_at[source.dependent], ()) for source in unsaved]
         profile = Profile(tuple(storages), self._step_s, tuple(self._ends[:-1]))
         makers = {index: computable.makers for index, computable in noted._computable.items()}
-        return Recording(profile, tuple(noted._sizes.values()), tuple(noted._owners.values()), makers)
+        operations = {index: computable.operations for index, computable in noted._computable.items()}
+        return Recording(profile, tuple(noted._sizes.values()), tuple(noted._owners.values()), makers, operations)
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
         # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
         computable = noted._computable.get(index) if uses else None
+        if computable is not None and not self._outlive(computable.sources, uses):
+            computable = None
         return SavedStorage(
             noted._sizes[index],
             self._saved_at[index],
@@ -236,6 +256,16 @@ class _Timing:
             self._freed_s(noted._freed.get(index), uses),
             can_offload=index not in noted._staying,
         )
+
+    def _outlive(self, sources: list[int | _Unsaved], uses: tuple[float, ...]) -> bool:
+        """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
+
+        Until then writing to them is an error in the plain run, too. Later a kernel may use their memory, or the model.
+        """
+        backward = bisect_left(self._ends, uses[-1])
+        read_s = next(used_s for used_s in uses if bisect_left(self._ends, used_s) == backward)
+        saved = [source for source in sources if not isinstance(source, _Unsaved)]
+        return all(max(self._uses.get(source, (-1.0,))) >= read_s for source in saved)
 
     def _freed_s(self, num_events: int | None, uses: tuple[float, ...]) -> float | None:
         """When memory went that did not go with its last use."""

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
@@ -121,6 +121,7 @@ class OpRecorder(TorchDispatchMode):
         self._clock = clock
         self._records: dict[int, OpRecord] = {}
         self._num_writes: dict[int, int] = {}
+        self._distrusted: dict[int, StoragePin] = {}
 
     @property
     def is_timing(self) -> bool:
@@ -162,6 +163,15 @@ class OpRecorder(TorchDispatchMode):
         if record is None or record.version != operand.version or record.num_writes != operand.num_writes:
             return None
         return record
+
+    def distrust(self, storage: UntypedStorage) -> None:
+        """Note that a custom `autograd.Function` has a storage: its kernels may write what no operation shows."""
+        self._records.pop(storage._cdata, None)
+        self._distrusted[storage._cdata] = StoragePin.of(storage)
+
+    def is_distrusted(self, operand: TensorRef) -> bool:
+        """Whether a custom `autograd.Function` has the operand's storage."""
+        return operand.key in self._distrusted
 
     def operand(self, tensor: Tensor) -> TensorRef:
         """A tensor as it is now."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, TensorRef, map_tensors
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of, graph_is_retained
 
@@ -27,14 +28,18 @@ _MAX_DEPTH = 12
 class StoredInput:
     """An operand that is read from another storage of the pass.
 
-    `tensor` is the operand where nobody has saved its storage yet; whoever saves it sets `live` and drops `tensor`.
+    `tensor` is the operand where its storage has not been saved yet; saving it sets `live` and drops `tensor`.
+
+    Attributes:
+        is_saved: whether autograd has saved the storage.
     """
 
-    __slots__ = ("guard", "key", "live", "meta", "num_bytes", "tensor")
+    __slots__ = ("guard", "is_saved", "key", "live", "meta", "num_bytes", "tensor")
 
     def __init__(self, operand: TensorRef, live: LiveStorage | None, tensor: Tensor | None) -> None:
         self.key, self.meta = operand.key, operand.meta
         self.live, self.tensor = live, tensor
+        self.is_saved = live is not None and live.saved_by is not None
         if live is not None:
             self.guard, self.num_bytes = live.twin(), live.num_bytes
         else:
@@ -71,7 +76,7 @@ class WeightInput:
                 f"the memory of a weight of shape {tuple(self._weight.shape)} was freed before a saved tensor could be "
                 'computed from it again; use mode="all" if weights are resharded in between'
             )
-        return self._meta.of(self._weight)
+        return self._meta.of(bytes_of(self._weight))
 
 
 class ComputedInput:
@@ -111,10 +116,19 @@ class Recomputation:
         """What the whole computation reads; a storage that is read through several views is there several times."""
         return [operand for step in self.steps() for operand in step._operands if isinstance(operand, StoredInput)]
 
+    def operations(self) -> tuple[Any, ...]:
+        """What tells whether another pass does the same: the operations, and which of their sources were saved."""
+        steps = tuple((step.record.func, step.record.output) for step in self.steps())
+        return steps, tuple(source.is_saved for source in self.sources())
+
     def checks(self) -> list[Callable[[], bool]]:
-        """One for each operand that has to stay as it is until the computation is over: whether it no longer is."""
+        """One for each operand that has to stay as it is until the computation is over: whether it no longer is.
+
+        Sources that autograd has not saved are copied for the computation, and may change.
+        """
         operands = [operand for step in self.steps() for operand in step._operands]
-        modified = [operand.guard.was_modified for operand in operands if not isinstance(operand, ComputedInput)]
+        lasting = [operand for operand in operands if not isinstance(operand, ComputedInput)]
+        modified = [each.guard.was_modified for each in lasting if isinstance(each, WeightInput) or each.is_saved]
         return modified + [operand.was_freed for operand in operands if isinstance(operand, WeightInput)]
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
@@ -195,7 +209,7 @@ class Resolver:
         if operand.weight is not None:
             is_same = operand.weight._version == operand.version
             return WeightInput(operand.weight, operand.meta) if is_same else None
-        if operand.is_leaf:
+        if operand.is_leaf or self._op_recorder.is_distrusted(operand):
             return None
         # Autograd holds its bytes anyway, so reading them costs nothing.
         live = self._live(operand)
@@ -216,6 +230,8 @@ class Resolver:
         """The live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
         if live is None or live.version != operand.version or live.was_modified():
+            return None
+        if live.of_function or not live.shown.include(elements(*operand.meta.geometry)):
             return None
         # A tensor that is alive shows its version counter; of one that is gone only the count of writes is left.
         tensor = operand.alive()

@@ -28,13 +28,20 @@ from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.recording import Recorder, Recording
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
-from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage, OffloadedStorage, TracedStorage
-from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight
+from hf_memopt.activations.saved_tensors.storages import (
+    KeptStorage,
+    LiveStorage,
+    OffloadedStorage,
+    OwnCopy,
+    TracedStorage,
+)
+from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 
 # How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
 # wait too. Two let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
+_NO_NODE = -1
 
 
 class View(Protocol):
@@ -66,6 +73,7 @@ class ForwardPass:
     Attributes:
         sizes: bytes of the storages that autograd saved, in order.
         peak_bytes: the most that saved activations held on the device until the last backward was over.
+        is_other_work: whether something that the plan has computed again came about otherwise than in the recorded pass.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class ForwardPass:
         self.plan = plan
         self.sizes: list[int] = []
         self.peak_bytes = 0
+        self.is_other_work = False
         self.begun: Any = device.clock.mark()
         self.ended: Any = None
         # Whether saving a tensor has to be kept out of the notes on the model's own operations.
@@ -119,22 +128,28 @@ class ForwardPass:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def save(self, tensor: Tensor, key: int, num_bytes: int) -> LiveStorage:
+    def save(self, tensor: Tensor, key: int, num_bytes: int, of_function: bool = False) -> LiveStorage:
         """Return the storage behind a tensor that autograd saves, put where the plan says.
 
-        One copy serves all saved views of a storage, as long as they count modifications together.
+        One copy serves all saved views of a storage, as long as they count modifications together and show nothing new.
 
         Args:
             tensor: plain and strided.
             key: of its storage.
             num_bytes: of its storage.
+            of_function: whether a custom `autograd.Function` saves it.
         """
-        live = self._find(tensor, key)
+        node = next_node()
+        live = self._get(key)
+        if live is not None and not live.serves(tensor, node, of_function):
+            live = None
         if live is None or live.saved_by is not self:
-            live = self._place(tensor, key, num_bytes, live)
+            live = self._place(tensor, key, num_bytes, live, of_function)
             live.saved_by = self
         elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
+        live.saved_in_node = node
+        live.shown.add(tensor)
         if live.is_kept:
             if live.is_weight:
                 self._counters.bytes_weights += tensor.nbytes
@@ -147,25 +162,27 @@ class ForwardPass:
         entry = self.device.storages.get(key)
         return None if entry is None else entry()
 
-    def _find(self, tensor: Tensor, key: int) -> LiveStorage | None:
-        """Return what is there already for a tensor's storage, if it has the tensor's bytes."""
-        found = self._get(key)
-        return found if found is not None and found.covers(tensor) else None
-
-    def _place(self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None) -> LiveStorage:
+    def _place(
+        self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None, of_function: bool
+    ) -> LiveStorage:
         """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
         self._backwards.clear()  # what has not ended by now was broken off by an exception
         index = len(self.sizes)
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
         recomputation = None
-        if self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE):
-            recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        if self._op_recorder is not None:
+            if of_function:
+                self._op_recorder.distrust(tensor.untyped_storage())
+            elif self.recorder is not None or action is Action.RECOMPUTE:
+                recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
+            recomputation, self.is_other_work = None, True
         # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
         stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
         stays = stays or (recomputation is not None and recomputation.reads_weights_alone())
         if self.recorder is not None:
-            self.recorder.saved(tensor.untyped_storage(), index, stays)
+            self.recorder.saved(tensor.untyped_storage(), index, stays, of_function)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
         # What an earlier pass has put somewhere stays there.
@@ -174,6 +191,7 @@ class ForwardPass:
                 action = Action.KEEP
             live = self._put(action, tensor, index, recomputation)
             live.is_weight = stays
+            live.of_function = of_function
             live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
         return live
 
@@ -187,18 +205,20 @@ class ForwardPass:
         # Also what was to be computed again, but has come about otherwise than when it was recorded.
         return self._offload(tensor, index)
 
-    def _offload(self, tensor: Tensor, index: int) -> LiveStorage:
-        """Start copying a storage to the host, or keep it where the host has no room."""
+    def _offload(self, tensor: Tensor, index: int, is_private: bool = False) -> LiveStorage:
+        """Start copying a storage to the host, or keep it where the host has no room.
+
+        Args:
+            tensor: a view of it.
+            index: its place in the pass.
+            is_private: whether the model may go on to write to the storage.
+        """
         device = self.device
         block = device.arena.acquire(tensor.untyped_storage().nbytes())
         if block is None:
-            return KeptStorage(tensor, device, index)
-        if self._is_traced:
-            storage: OffloadedStorage = TracedStorage(
-                tensor, device, index, block, self._about_to_use, self._owner(index)
-            )
-        else:
-            storage = OffloadedStorage(tensor, device, index, block, self._about_to_use)
+            return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
+        place = tensor, device, index, block, self._about_to_use, is_private
+        storage = TracedStorage(*place, self._owner(index)) if self._is_traced else OffloadedStorage(*place)
         num_bytes = storage.num_bytes
         device.bytes_moved += num_bytes
         entry: Any = weakref.ref(storage)
@@ -223,15 +243,19 @@ class ForwardPass:
         return live
 
     def _save_source(self, source: StoredInput, index: int) -> None:
-        """Keep or offload what autograd has not saved, for the sake of a storage that is computed from it."""
-        assert source.tensor is not None
-        source.live = self._find(source.tensor, source.key)
-        if source.live is None:
+        """Copy what autograd has not saved, on the device or to the host, for a storage that is computed from it.
+
+        The model is free to write to its own memory of it.
+        """
+        tensor = source.tensor
+        assert tensor is not None
+        live = self._get(source.key)
+        if live is None or not live.serves(tensor, _NO_NODE, of_function=False) or live.of_function or live.is_kept:
             stays = self._action(index, source.num_bytes) is Action.KEEP
-            source.live = self._put(Action.KEEP if stays else Action.OFFLOAD, source.tensor, index)
+            live = OwnCopy(tensor, self.device, index) if stays else self._offload(tensor, index, is_private=True)
             assert self._op_recorder is not None
-            source.live.num_writes = self._op_recorder.num_writes(source.key)
-        source.tensor = None
+            live.num_writes = self._op_recorder.num_writes(source.key)
+        source.live, source.tensor = live, None
 
     def _action(self, index: int, num_bytes: int) -> Action:
         """Return what becomes of a storage."""
@@ -246,6 +270,11 @@ class ForwardPass:
         action = self.plan.actions[index]
         return Action.OFFLOAD if over and action is Action.KEEP and planned.can_offload else action
 
+    def _is_as_recorded(self, index: int, recomputation: Recomputation | None) -> bool:
+        """Return whether a storage came about by the operations that the plan is to repeat."""
+        recorded = self._recording.operations.get(index) if self._recording is not None else None
+        return recomputation is not None and recomputation.operations() == recorded
+
     def _source_index(self, index: int, place: int) -> int:
         """Return the index of the storage that the computation of another one reads in this place."""
         sources = self._recording.profile.storages[index].sources if self._recording else ()
@@ -259,7 +288,12 @@ class ForwardPass:
     # ----------------------------------------------------------------------------------------------- backward
 
     def use(self, storage: LiveStorage, view: View) -> Tensor:
-        """Return the bytes of a storage of which autograd unpacks a view, `(num_bytes,)` uint8."""
+        """Return the bytes of a storage of which autograd unpacks a view, `(num_bytes,)` uint8.
+
+        Raises:
+            RuntimeError: the tensor was modified in place since it was saved.
+        """
+        storage.check()
         backward = self._note_backward()
         is_first = view.read_in != backward
         view.read_in = backward

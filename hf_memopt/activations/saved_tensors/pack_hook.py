@@ -21,6 +21,7 @@ from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.autograd_state import (
     ViewMeta,
     called_from_checkpoint,
+    called_from_function,
     called_from_rrelu,
     in_backward,
     is_plain,
@@ -77,7 +78,8 @@ class MovedView(ViewMeta):
         storage.num_views += 1
 
     def restore(self) -> Tensor:
-        return self.of(self._forward.use(self._storage, self))
+        storage = self._storage
+        return storage.counted_together(self.of(self._forward.use(storage, self)))
 
     def __del__(self) -> None:
         self._forward.drop_view(self._storage)
@@ -143,13 +145,14 @@ class OffloadContext:
             if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
                 return self._keep(tensor)
         forward = self._passes.get(tensor.device) or self._begin(tensor.device)
-        if forward is None:
+        if forward is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
+        of_function = called_from_function(sys._getframe().f_back)
         if not forward.is_observed:
-            live = forward.save(tensor, key, num_bytes)
+            live = forward.save(tensor, key, num_bytes, of_function)
         else:  # our own operations are no part of the model's: neither timed nor noted
             with forward.working(), forward.device.hide_operations():
-                live = forward.save(tensor, key, num_bytes)
+                live = forward.save(tensor, key, num_bytes, of_function)
         return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
 
     def unpack(self, payload: Payload) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
 from hf_memopt.autograd_state import StoragePin, VersionGuard, bytes_of, graph_is_retained, refuse_rrelu
 from hf_memopt.transfer import Transfer
 
@@ -45,9 +46,12 @@ class LiveStorage(VersionGuard, ABC):
         num_views: saved tensors that are alive.
         num_dependents: storages that are still to be computed from this one.
         saved_by: the pass that autograd last saved it in; None while it is only there to compute others from.
+        saved_in_node: the autograd node that saved it last, by the number that follows it.
+        of_function: whether a custom `autograd.Function` saved it, whose backward may overwrite it.
         is_weight: whether it is a copy of a weight that its module keeps for good.
         num_writes: how many writes to its memory had been seen when it was saved, where they are watched.
         read_in: the number of the backward that read it last, 0 for none.
+        shown: the elements that its views have shown.
         pin: keeps the storage's address, which is `key`, from being given to another storage.
     """
 
@@ -62,9 +66,12 @@ class LiveStorage(VersionGuard, ABC):
         "num_dependents",
         "num_views",
         "num_writes",
+        "of_function",
         "pin",
         "read_in",
         "saved_by",
+        "saved_in_node",
+        "shown",
     )
 
     # Whether its kind stays on the device.
@@ -77,7 +84,9 @@ class LiveStorage(VersionGuard, ABC):
         self.num_bytes = storage.nbytes()
         self.num_views = self.num_dependents = 0
         self.saved_by: object = None
-        self.is_weight = False
+        self.saved_in_node: int | None = None
+        self.of_function = self.is_weight = False
+        self.shown = ShownElements(tensor, self.num_bytes)
         self.num_writes: int | None = None
         # Of a retained graph's saved tensors, how many the backward `read_in` has not read yet.
         self.read_in = self._num_left = 0
@@ -93,9 +102,8 @@ class LiveStorage(VersionGuard, ABC):
             is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
 
         Raises:
-            RuntimeError: the tensor was modified in place since it was saved.
+            RuntimeError: the bytes are the model's own and were modified in place since they were saved.
         """
-        self.check()
         memory = self._bring(backward)
         if graph_is_retained():
             self._count_read(backward, is_first)
@@ -106,6 +114,21 @@ class LiveStorage(VersionGuard, ABC):
         """Give up what a backward has read: it is not kept for another one."""
         if self.read_in == backward:
             self._give_up()
+
+    def serves(self, tensor: Tensor, node: int, of_function: bool) -> bool:
+        """Return whether a view that is being saved can be made from this object's bytes.
+
+        What one node saves it saves at once. Between two nodes code may have written elements that no view had shown,
+        and the forward of a custom function those that it saves itself, both without any counter noticing.
+
+        Args:
+            tensor: the view.
+            node: that saves it, as in `saved_in_node`.
+            of_function: whether that is a custom function's.
+        """
+        if not self.covers(tensor):
+            return False
+        return self.saved_in_node == node or (not of_function and self.shown.include_all_of(tensor))
 
     def _count_read(self, backward: int, is_first: bool) -> None:
         # The first read in this backward: from now on as many are left as there are readers.
@@ -145,6 +168,7 @@ class KeptStorage(LiveStorage):
         device.held.add(self.num_bytes)
 
     def _bring(self, backward: int) -> Tensor:
+        self.check()
         return bytes_of(self._tensor)
 
     def _give_up(self) -> None:
@@ -155,18 +179,38 @@ class KeptStorage(LiveStorage):
             self._forget(self.num_bytes)
 
 
+class OwnCopy(KeptStorage):
+    """Stays on the device as a copy of what the model has, which may go on to write to its own.
+
+    Only others are computed from it, unless autograd saves the same bytes later.
+    """
+
+    __slots__ = ()
+
+    is_kept = False
+
+    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
+        super().__init__(tensor, device, index)
+        self._tensor = bytes_of(tensor).clone()
+
+    def _bring(self, backward: int) -> Tensor:
+        return self._tensor
+
+
 class OffloadedStorage(LiveStorage):
     """On its way to the host, on the host, or on its way back.
 
     Args:
         block: host memory of the storage's size. Returned to the arena when this object dies.
         on_use: called when the bytes are needed, before the wait for them.
+        is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
     __slots__ = (
         "_block",
         "_counted_bytes",
         "_incoming",
+        "_is_private",
         "_may_be_noise",
         "_memory",
         "_on_use",
@@ -182,6 +226,7 @@ class OffloadedStorage(LiveStorage):
         index: int,
         block: Tensor,
         on_use: Callable[["OffloadedStorage"], None],
+        is_private: bool = False,
     ) -> None:
         # All that `__del__` reads is set before anything can fail.
         self.device, self._block, self._on_use = device, block, on_use
@@ -195,7 +240,8 @@ class OffloadedStorage(LiveStorage):
         # Only what autograd does not differentiate may be noise.
         self._may_be_noise = not tensor.requires_grad
         super().__init__(tensor, device, index)
-        source = bytes_of(tensor)
+        self._is_private = is_private
+        source = bytes_of(tensor).clone() if is_private else bytes_of(tensor)
         self._outgoing = device.copier.to_host(source, block)
         self._source = source
         self._counted_bytes = self.num_bytes
@@ -235,6 +281,8 @@ class OffloadedStorage(LiveStorage):
             self._give_up()
 
     def _bring(self, backward: int) -> Tensor:
+        if not self._is_private:
+            self.check()
         if self._source is not None and torch.is_grad_enabled():
             self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
         if self._source is None:
@@ -301,12 +349,13 @@ class TracedStorage(OffloadedStorage):
         index: int,
         block: Tensor,
         on_use: Callable[[OffloadedStorage], None],
+        is_private: bool,
         owner: str,
     ) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
         with self._range("offload"):
-            super().__init__(tensor, device, index, block, on_use)
+            super().__init__(tensor, device, index, block, on_use, is_private)
 
     def prefetch(self) -> None:
         if self.is_away:

@@ -1,0 +1,88 @@
+"""Which elements of a storage its saved views have shown.
+
+A copy of a storage has the bytes of all elements, but only those that a saved view shows are sure to stay as they are:
+an ODE solver that keeps its stages in one storage writes the next one through `.data`, which no version counter counts,
+after the stages before were saved. So a copy serves a later view only for elements that a view before it has shown.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Elements(NamedTuple):
+    """The bytes that a strided view covers, the same for all views of the same elements.
+
+    Attributes:
+        first: byte of the storage.
+        runs: `(count, stride in bytes)` from the outermost to the innermost, `((num_bytes, 1),)` where there is no gap.
+    """
+
+    first: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def last(self) -> int:
+        """Return the byte behind the last one."""
+        return self.first + sum((count - 1) * stride for count, stride in self.runs) + 1
+
+    def include(self, other: "Elements") -> bool:
+        """Return whether all elements of another view are among these. False may also mean that it is hard to tell."""
+        if self == other:
+            return True
+        return len(self.runs) == 1 and self.runs[0][1] == 1 and self.first <= other.first and other.last <= self.last
+
+
+def elements(offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int) -> Elements:
+    """Return the elements of a view; offset and strides are counted in elements of `itemsize` bytes."""
+    if 0 in size:
+        return Elements(offset * itemsize, ((0, 1),))
+    runs = [(itemsize, 1)]
+    for step, count in sorted((step * itemsize, count) for step, count in zip(stride, size, strict=True) if count > 1):
+        before, inner = runs[-1]
+        if step == before * inner:  # it goes on where the inner run ends
+            runs[-1] = (before * count, inner)
+        elif step:
+            runs.append((count, step))
+    return Elements(offset * itemsize, tuple(runs[::-1]))
+
+
+def elements_of(tensor: Tensor) -> Elements:
+    """Return the elements of its storage that a plain tensor shows."""
+    return elements(tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize)
+
+
+class ShownElements:
+    """The elements of one storage that its saved views have shown so far.
+
+    Args:
+        tensor: the first of them.
+        num_bytes: of the storage.
+    """
+
+    __slots__ = ("_parts", "_whole")
+
+    def __init__(self, tensor: Tensor, num_bytes: int) -> None:
+        self._whole = Elements(0, ((num_bytes, 1),))
+        # None once there is nothing left to show; most storages are shown whole by their first view.
+        self._parts: list[Elements] | None = []
+        if tensor.nbytes == num_bytes and tensor.is_contiguous():
+            self._parts = None
+        else:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Note another view."""
+        if self._parts is not None:
+            self._parts.append(elements_of(tensor))
+            if self._parts[-1] == self._whole:
+                self._parts = None
+
+    def include_all_of(self, tensor: Tensor) -> bool:
+        """Return whether a view shows nothing new."""
+        return self._parts is None or self.include(elements_of(tensor))
+
+    def include(self, part: Elements) -> bool:
+        """Return whether one of the views has shown all of a part."""
+        return self._parts is None or any(shown.include(part) for shown in self._parts)
