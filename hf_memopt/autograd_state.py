@@ -7,6 +7,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -197,6 +198,20 @@ class StoragePin(int):
 
     def __del__(self) -> None:
         self._free(self)
+
+
+def num_tensors_on(key: int) -> int:
+    """Return how many tensors share the live storage of a key, views with a Python object or without one alike."""
+    num_references: int = torch._C._storage_Use_Count(key)
+    return num_references - _references_besides_tensors()
+
+
+@cache
+def _references_besides_tensors() -> int:
+    """Return the references to a storage whose Python object was asked for once, other than by its tensors."""
+    tensor = torch.empty(1)
+    num_references: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return num_references - 1
 
 
 class VersionGuard:

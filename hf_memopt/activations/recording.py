@@ -31,6 +31,7 @@ class Recording:
         makers: by index, the modules that performed what a storage could be computed again by, None for outside of
             modules.
         operations: by index, what a storage could be computed again by; see `Recomputation.operations`.
+        lasting: indices of storages that the model keeps beyond forward anyway. They count nothing.
     """
 
     profile: Profile
@@ -38,6 +39,7 @@ class Recording:
     owners: tuple[str, ...]
     makers: Mapping[int, Makers] = field(default_factory=dict)
     operations: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    lasting: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -46,7 +48,7 @@ class _Event:
 
     begun: Any
     ended: Any = None
-    saved: int | None = None
+    saved: list[int] = field(default_factory=list)
     used: int | None = None
     node: int | None = None
     ends_backward: bool = False
@@ -98,6 +100,9 @@ class Recorder:
         self._events: list[_Event] = []
         self._sizes: dict[int, int] = {}
         self._owners: dict[int, str] = {}
+        # The events in which storages were saved, and which of them the model has kept.
+        self._placed: dict[int, int] = {}
+        self._lasting: set[int] = set()
         self._indices: dict[int, int] = {}
         self._staying: set[int] = set()
         # How many events had been noted when the last saved tensor of a storage went.
@@ -143,7 +148,7 @@ class Recorder:
         """
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))
-        self._events[-1].saved = index
+        self._placed[index] = len(self._events) - 1
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
@@ -155,6 +160,18 @@ class Recorder:
                 source.index = index
         if stays:
             self._staying.add(index)
+
+    def begun(self, index: int) -> None:
+        """Note, inside of `working`, that a storage is the model's no more, or is dealt with while it still is."""
+        self._events[-1].saved.append(index)
+
+    def lasts(self, index: int) -> None:
+        """Note that the model has a storage for longer than forward."""
+        self._lasting.add(index)
+
+    def not_computable(self, index: int) -> None:
+        """Note that parts of a storage may have been written since it was computed."""
+        self._computable.pop(index, None)
 
     def computable(self, index: int, computation: Recomputation) -> None:
         """Note how a storage could be computed again; keeps nothing of it but times and keys."""
@@ -216,8 +233,8 @@ class _Timing:
             now += clock.elapsed_s(before, event.begun)
             before = event.ended
             time = now
-            if event.saved is not None:
-                self._saved_at[event.saved] = now
+            for index in event.saved:
+                self._saved_at[index] = now
             if event.used is not None:
                 # What one node unpacks is needed together.
                 time = node_time = node_time if event.node is not None and event.node == node else now
@@ -235,15 +252,23 @@ class _Timing:
         for place, source in enumerate(unsaved):
             source.index = len(noted._sizes) + place
         storages = [self._storage(noted, index) for index in noted._sizes]
-        storages += [SavedStorage(source.num_bytes, self._saved_at[source.dependent], ()) for source in unsaved]
+        for source in unsaved:
+            storages.append(SavedStorage(source.num_bytes, self._times[noted._placed[source.dependent]], ()))
         profile = Profile(tuple(storages), self._step_s, tuple(self._ends[:-1]))
         makers = {index: computable.makers for index, computable in noted._computable.items()}
         operations = {index: computable.operations for index, computable in noted._computable.items()}
-        return Recording(profile, tuple(noted._sizes.values()), tuple(noted._owners.values()), makers, operations)
+        sizes, owners = tuple(noted._sizes.values()), tuple(noted._owners.values())
+        return Recording(profile, sizes, owners, makers, operations, frozenset(self._lasting(noted)))
+
+    def _lasting(self, noted: Recorder) -> set[int]:
+        """Return what the model kept, by its own tensors or, where it was never left alone, by tensors of its parts."""
+        return noted._lasting | (set(noted._sizes) - set(self._saved_at))
 
     def _storage(self, noted: Recorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
         # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
+        if index in self._lasting(noted):
+            return self._lasting_storage(noted, index, uses)
         computable = noted._computable.get(index) if uses else None
         if computable is not None and not self._outlive(computable.sources, uses):
             computable = None
@@ -256,6 +281,11 @@ class _Timing:
             self._freed_s(noted._freed.get(index), uses),
             can_offload=index not in noted._staying,
         )
+
+    def _lasting_storage(self, noted: Recorder, index: int, uses: tuple[float, ...]) -> SavedStorage:
+        """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
+        saved_at_s = self._times[noted._placed[index]]
+        return SavedStorage(0, saved_at_s, uses, freed_s=self._freed_s(noted._freed.get(index), uses), can_offload=False)
 
     def _outlive(self, sources: list[int | _Unsaved], uses: tuple[float, ...]) -> bool:
         """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
@@ -312,8 +342,9 @@ def grown(recording: Recording, sizes: list[int]) -> Recording:
     largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))
     ratio = sum(largest) / sum(recording.sizes)
     recording = scaled(recording, ratio)
+    grown_indices = set(range(len(largest))) - recording.lasting
     storages = tuple(
-        replace(storage, num_bytes=largest[index] if index < len(largest) else round(ratio * storage.num_bytes))
+        replace(storage, num_bytes=largest[index] if index in grown_indices else round(ratio * storage.num_bytes))
         for index, storage in enumerate(recording.profile.storages)
     )
     return replace(recording, profile=replace(recording.profile, storages=storages), sizes=largest)

@@ -265,6 +265,12 @@ class RecomputedStorage(LiveStorage):
         for source in self._sources:
             source.num_dependents += 1
 
+    def ripen(self) -> None:
+        """Nothing is pending for this kind."""
+
+    def _num_own_tensors(self) -> int:
+        return 0
+
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
             traced = self._owner is not None

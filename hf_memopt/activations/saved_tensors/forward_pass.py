@@ -28,6 +28,7 @@ from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.recording import Recorder, Recording
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
+from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
 from hf_memopt.activations.saved_tensors.storages import (
     KeptStorage,
     LiveStorage,
@@ -115,6 +116,9 @@ class ForwardPass:
         self._backwards: list[int] = []
         # What gives up device memory at the end of a backward.
         self._movable: list[weakref.ref[LiveStorage]] = []
+        # Storages that the model still has, and those that were saved in a recorded pass.
+        self._pending: list[weakref.ref[LiveStorage]] = []
+        self._recorded: list[weakref.ref[LiveStorage]] = []
         self._prefetcher = Prefetcher(device.orders, plan.reload_order if plan else None)
 
     @property
@@ -148,8 +152,9 @@ class ForwardPass:
             live.saved_by = self
         elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
-        live.saved_in_node = node
-        live.shown.add(tensor)
+        live.add_view(tensor, node)
+        if self.recorder is not None and live.has_late_views:
+            self.recorder.not_computable(live.index)
         if live.is_kept:
             if live.is_weight:
                 self._counters.bytes_weights += tensor.nbytes
@@ -167,6 +172,7 @@ class ForwardPass:
     ) -> LiveStorage:
         """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
         self._backwards.clear()  # what has not ended by now was broken off by an exception
+        self._ripen()
         index = len(self.sizes)
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
@@ -189,44 +195,90 @@ class ForwardPass:
         if live is None:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
-            live = self._put(action, tensor, index, recomputation)
+            live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
             live.is_weight = stays
             live.of_function = of_function
+            if live.is_pending:
+                self._pending.append(weakref.ref(live))
+            elif self.recorder is not None:
+                self.recorder.begun(index)
+            if self.recorder is not None:
+                self._recorded.append(weakref.ref(live))
+        elif self.recorder is not None:
+            self.recorder.begun(index)
+        if live.of_function != of_function:
+            live.of_function = True
             live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
         return live
 
+    def _may_last(self, tensor: Tensor, index: int, num_bytes: int) -> bool:
+        """Return whether a storage is left where it is as long as the model has it.
+
+        Other parts of it may be saved, or it outlives the backward pass, so that a copy would free nothing.
+        """
+        is_lasting = self._recording is not None and index in self._recording.lasting
+        return is_lasting or not ShownElements(tensor, num_bytes).is_whole
+
+    def _ripen(self) -> None:
+        """Begin what was pending on storages that the model has let go of by now."""
+        if not self._pending:
+            return
+        pending = [storage for entry in self._pending if (storage := entry()) is not None]
+        for storage in pending:
+            # What backward has read already is not needed any more.
+            if storage.read_in == 0 and storage.is_left_alone():
+                storage.ripen()
+                if self.recorder is not None:
+                    self.recorder.begun(storage.index)
+                if isinstance(storage, OffloadedStorage) and storage.has_host_copy:
+                    self._leave(storage)
+        self._pending = [weakref.ref(storage) for storage in pending if storage.is_pending]
+
     def _put(
-        self, action: Action, tensor: Tensor, index: int, recomputation: Recomputation | None = None
+        self,
+        action: Action,
+        tensor: Tensor,
+        index: int,
+        recomputation: Recomputation | None = None,
+        *,
+        is_pending: bool = False,
     ) -> LiveStorage:
         if action is Action.RECOMPUTE and recomputation is not None:
             return self._recompute(tensor, index, recomputation)
         if action is Action.KEEP:
-            return KeptStorage(tensor, self.device, index)
+            return KeptStorage(tensor, self.device, index, is_pending)
         # Also what was to be computed again, but has come about otherwise than when it was recorded.
-        return self._offload(tensor, index)
+        return self._offload(tensor, index, is_pending=is_pending)
 
-    def _offload(self, tensor: Tensor, index: int, is_private: bool = False) -> LiveStorage:
+    def _offload(
+        self, tensor: Tensor, index: int, *, is_private: bool = False, is_pending: bool = False
+    ) -> LiveStorage:
         """Start copying a storage to the host, or keep it where the host has no room.
 
         Args:
             tensor: a view of it.
             index: its place in the pass.
             is_private: whether the model may go on to write to the storage.
+            is_pending: whether to wait until the model has let go of it.
         """
         device = self.device
-        block = device.arena.acquire(tensor.untyped_storage().nbytes())
-        if block is None:
+        block = None if is_pending else device.arena.acquire(tensor.untyped_storage().nbytes())
+        if block is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
         place = tensor, device, index, block, self._about_to_use, is_private
         storage = TracedStorage(*place, self._owner(index)) if self._is_traced else OffloadedStorage(*place)
-        num_bytes = storage.num_bytes
-        device.bytes_moved += num_bytes
-        entry: Any = weakref.ref(storage)
-        self._movable.append(entry)
-        self._prefetcher.add(index, entry, num_bytes)
-        largest_bytes = self._prefetcher.largest_bytes
-        device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * largest_bytes)
+        self._movable.append(weakref.ref(storage))
+        if not is_pending:
+            self._leave(storage)
         return storage
+
+    def _leave(self, storage: OffloadedStorage) -> None:
+        """Have a storage give up its memory once it is its turn, and come back."""
+        self.device.bytes_moved += storage.num_bytes
+        entry: Any = weakref.ref(storage)
+        self._prefetcher.add(storage.index, entry, storage.num_bytes)
+        largest_bytes = self._prefetcher.largest_bytes
+        self.device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * largest_bytes)
 
     def _recompute(self, tensor: Tensor, index: int, recomputation: Recomputation) -> LiveStorage:
         # The plan counts each source once, in the order in which the computation names them first.
@@ -262,7 +314,8 @@ class ForwardPass:
         if self.plan is None or self._recording is None or not 0 <= index < len(self.plan.actions):
             return Action.OFFLOAD
         planned = self._recording.profile.storages[index]
-        self._is_larger = self._is_larger or (self._is_for_these_sizes and num_bytes > planned.num_bytes)
+        is_larger = num_bytes > planned.num_bytes and index not in self._recording.lasting
+        self._is_larger = self._is_larger or (self._is_for_these_sizes and is_larger)
         if self._is_larger and planned.can_offload:
             return Action.OFFLOAD
         # Other shapes than those planned for must not break the budget.
@@ -308,6 +361,7 @@ class ForwardPass:
         if self.recorder is not None and view.read_in != backward:
             with self.recorder.using(storage.index):
                 view.read_in = backward
+        storage.read_in = backward
 
     def drop_view(self, storage: LiveStorage) -> None:
         """Note that a saved tensor is gone."""
@@ -334,9 +388,21 @@ class ForwardPass:
         if task == NO_BACKWARD:
             return 0
         if task not in self._backwards:
+            if not self._backwards and (self._pending or self._recorded):
+                with self.working():
+                    self._begin_backward()
             self._backwards.append(task)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         return self._backwards[0] + 1
+
+    def _begin_backward(self) -> None:
+        self._ripen()
+        # What the model still has when the first backward begins, it has for longer.
+        recorded, self._recorded = self._recorded, []
+        for entry in recorded:
+            storage = entry()
+            if storage is not None and self.recorder is not None and not storage.is_left_alone():
+                self.recorder.lasts(storage.index)
 
     def elapsed_s(self) -> float:
         """Seconds from the first save to the end of the last backward; waits for the device."""

@@ -79,6 +79,11 @@ class ShownElements:
             if self._parts[-1] == self._whole:
                 self._parts = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether there is nothing left to show."""
+        return self._parts is None
+
     def include_all_of(self, tensor: Tensor) -> bool:
         """Return whether a view shows nothing new."""
         return self._parts is None or self.include(elements_of(tensor))

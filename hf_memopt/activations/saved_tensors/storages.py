@@ -26,7 +26,14 @@ from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
-from hf_memopt.autograd_state import StoragePin, VersionGuard, bytes_of, graph_is_retained, refuse_rrelu
+from hf_memopt.autograd_state import (
+    StoragePin,
+    VersionGuard,
+    bytes_of,
+    graph_is_retained,
+    num_tensors_on,
+    refuse_rrelu,
+)
 from hf_memopt.transfer import Transfer
 
 
@@ -44,6 +51,9 @@ class LiveStorage(VersionGuard, ABC):
 
     Attributes:
         num_views: saved tensors that are alive.
+        is_pending: whether a part of it alone has been shown and the model still has it, so that other parts may follow.
+            Its memory is there anyway until then, and counts as the model's.
+        has_late_views: whether other nodes have saved parts of it meanwhile.
         num_dependents: storages that are still to be computed from this one.
         saved_by: the pass that autograd last saved it in; None while it is only there to compute others from.
         saved_in_node: the autograd node that saved it last, by the number that follows it.
@@ -58,8 +68,11 @@ class LiveStorage(VersionGuard, ABC):
     __slots__ = (
         "__weakref__",
         "_num_left",
+        "_siblings",
         "device",
+        "has_late_views",
         "index",
+        "is_pending",
         "is_weight",
         "key",
         "num_bytes",
@@ -77,8 +90,9 @@ class LiveStorage(VersionGuard, ABC):
     # Whether its kind stays on the device.
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
         super().__init__(tensor)
+        self.is_pending, self.has_late_views = is_pending, False
         storage = tensor.untyped_storage()
         self.device, self.index = device, index
         self.num_bytes = storage.nbytes()
@@ -92,7 +106,12 @@ class LiveStorage(VersionGuard, ABC):
         self.read_in = self._num_left = 0
         self.key = storage._cdata
         self.pin = StoragePin.of(storage)
+        # What else was saved of the same storage: of other versions, or by custom functions.
+        entry = device.storages.get(self.key)
+        earlier = entry() if entry is not None else None
+        self._siblings: list[weakref.ref[LiveStorage]] = [] if earlier is None else earlier._siblings
         device.storages[self.key] = weakref.ref(self)
+        self._siblings.append(device.storages[self.key])
 
     def fetch(self, backward: int, is_first: bool) -> Tensor:
         """Return the bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
@@ -128,7 +147,30 @@ class LiveStorage(VersionGuard, ABC):
         """
         if not self.covers(tensor):
             return False
+        if self.is_pending:
+            return True
         return self.saved_in_node == node or (not of_function and self.shown.include_all_of(tensor))
+
+    def add_view(self, tensor: Tensor, node: int) -> None:
+        """Note a view that is being saved, and the node that saves it."""
+        self.has_late_views = self.has_late_views or (
+            self.saved_in_node not in (None, node) and not self.shown.include_all_of(tensor)
+        )
+        self.saved_in_node = node
+        self.shown.add(tensor)
+
+    def is_left_alone(self) -> bool:
+        """Return whether the model has no tensor of the storage any more, so that no other view of it can be saved."""
+        siblings = [storage for entry in self._siblings if (storage := entry()) is not None]
+        return num_tensors_on(self.key) <= sum(storage._num_own_tensors() for storage in siblings)
+
+    @abstractmethod
+    def ripen(self) -> None:
+        """Begin what was pending: the bytes are complete, and their memory is nobody else's."""
+
+    @abstractmethod
+    def _num_own_tensors(self) -> int:
+        """Return how many tensors of the storage are held for the sake of this object."""
 
     def _count_read(self, backward: int, is_first: bool) -> None:
         # The first read in this backward: from now on as many are left as there are readers.
@@ -158,14 +200,24 @@ class LiveStorage(VersionGuard, ABC):
 class KeptStorage(LiveStorage):
     """Stays on the device."""
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_counted_bytes", "_tensor")
 
     is_kept = True
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
-        super().__init__(tensor, device, index)
+    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+        self._counted_bytes = 0
+        super().__init__(tensor, device, index, is_pending)
         self._tensor = tensor.detach()
-        device.held.add(self.num_bytes)
+        if not is_pending:
+            self.ripen()
+
+    def ripen(self) -> None:
+        self.is_pending = False
+        self._counted_bytes = self.num_bytes
+        self.device.held.add(self.num_bytes)
+
+    def _num_own_tensors(self) -> int:
+        return 1 + self.num_views
 
     def _bring(self, backward: int) -> Tensor:
         self.check()
@@ -176,7 +228,7 @@ class KeptStorage(LiveStorage):
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._forget(self.num_bytes)
+            self._forget(self._counted_bytes)
 
 
 class OwnCopy(KeptStorage):
@@ -196,12 +248,16 @@ class OwnCopy(KeptStorage):
     def _bring(self, backward: int) -> Tensor:
         return self._tensor
 
+    def _num_own_tensors(self) -> int:
+        return 0
+
 
 class OffloadedStorage(LiveStorage):
     """On its way to the host, on the host, or on its way back.
 
     Args:
-        block: host memory of the storage's size. Returned to the arena when this object dies.
+        block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
+            still pending.
         on_use: called when the bytes are needed, before the wait for them.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
@@ -224,7 +280,7 @@ class OffloadedStorage(LiveStorage):
         tensor: Tensor,
         device: DeviceContext,
         index: int,
-        block: Tensor,
+        block: Tensor | None,
         on_use: Callable[["OffloadedStorage"], None],
         is_private: bool = False,
     ) -> None:
@@ -239,13 +295,40 @@ class OffloadedStorage(LiveStorage):
         self.is_leaving = False
         # Only what autograd does not differentiate may be noise.
         self._may_be_noise = not tensor.requires_grad
-        super().__init__(tensor, device, index)
+        super().__init__(tensor, device, index, is_pending=block is None)
         self._is_private = is_private
         source = bytes_of(tensor).clone() if is_private else bytes_of(tensor)
-        self._outgoing = device.copier.to_host(source, block)
+        if block is None:
+            self._source = source
+        else:
+            self._start(source, block)
+
+    def ripen(self) -> None:
+        """Start the copy, or keep the memory where the host has no room."""
+        assert self._source is not None
+        self.is_pending = False
+        self._block = self.device.arena.acquire(self.num_bytes)
+        if self._block is not None:
+            self._start(self._source, self._block)
+        else:
+            self._count()
+
+    def _start(self, source: Tensor, block: Tensor) -> None:
+        self._outgoing = self.device.copier.to_host(source, block)
         self._source = source
+        self._count()
+
+    def _count(self) -> None:
         self._counted_bytes = self.num_bytes
-        device.held.add(self.num_bytes)
+        self.device.held.add(self.num_bytes)
+
+    def _num_own_tensors(self) -> int:
+        return int(self._source is not None and not self._is_private)
+
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether the bytes go to the host, or have gone."""
+        return self._block is not None
 
     @property
     def is_away(self) -> bool:
@@ -259,7 +342,7 @@ class OffloadedStorage(LiveStorage):
 
     def let_go(self) -> None:
         """Give up the device memory; compute that reuses it is ordered after the copy."""
-        if self._source is not None:
+        if self._source is not None and self._block is not None:
             self._release_source()
             self.device.held.now_bytes -= self._counted_bytes
             self._counted_bytes = 0
@@ -269,6 +352,7 @@ class OffloadedStorage(LiveStorage):
         if self._source is not None or self._memory is not None:
             return
         device, num_bytes = self.device, self.num_bytes
+        assert self._block is not None
         memory = device.empty_device(num_bytes)
         self._incoming = device.copier.to_device(self._block, memory)
         self._memory = memory
@@ -283,6 +367,9 @@ class OffloadedStorage(LiveStorage):
     def _bring(self, backward: int) -> Tensor:
         if not self._is_private:
             self.check()
+        if self._block is None:
+            assert self._source is not None
+            return self._source
         if self._source is not None and torch.is_grad_enabled():
             self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
         if self._source is None:
@@ -304,6 +391,8 @@ class OffloadedStorage(LiveStorage):
 
     def _give_up(self) -> None:
         # The view in use keeps the memory alive; it returns to the allocator in the order of the compute stream.
+        if self._block is None:
+            return
         if self._source is not None:
             self._release_source()
         elif self._memory is not None:
@@ -324,13 +413,14 @@ class OffloadedStorage(LiveStorage):
             return
         try:
             # The host block is written or read until both copies are over.
-            if self._source is not None:
+            if self._outgoing is not None and self._source is not None:
                 self._release_source()
             if self._incoming is not None:
                 self._incoming.wait()
         finally:
             self._forget(self._counted_bytes)
-            self.device.arena.release(self._block)
+            if self._block is not None:
+                self.device.arena.release(self._block)
 
 
 class TracedStorage(OffloadedStorage):
@@ -347,15 +437,18 @@ class TracedStorage(OffloadedStorage):
         tensor: Tensor,
         device: DeviceContext,
         index: int,
-        block: Tensor,
+        block: Tensor | None,
         on_use: Callable[[OffloadedStorage], None],
         is_private: bool,
         owner: str,
     ) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
+        super().__init__(tensor, device, index, block, on_use, is_private)
+
+    def _start(self, source: Tensor, block: Tensor) -> None:
         with self._range("offload"):
-            super().__init__(tensor, device, index, block, on_use, is_private)
+            super()._start(source, block)
 
     def prefetch(self) -> None:
         if self.is_away:
