@@ -13,7 +13,7 @@ from hf_memopt.activations import recording
 from hf_memopt.activations.planner.profile import Profile, SavedStorage
 from hf_memopt.activations.recording import Recorder, Recording, grown, scaled
 from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
-from hf_memopt.autograd_state import StoragePin
+from hf_memopt.autograd_state import StoragePin, VersionGuard
 from hf_memopt.transfer.clock import HostClock
 
 
@@ -43,6 +43,7 @@ class Pass:
         self.storages.append(torch.zeros(4).untyped_storage() if storage is None else storage)
         with self.recorder.working():
             self.recorder.saved(self.storages[-1], len(self.storages) - 1, stays)
+            self.recorder.begun(len(self.storages) - 1)
             self.compute(10)
         return self
 
@@ -58,7 +59,7 @@ class Pass:
     def computable(self, index: int, *sources: Any, **facts: Any) -> "Pass":
         """By one operation of half a second, unless `facts` say otherwise."""
         steps = [SimpleNamespace(record=SimpleNamespace(marks=(1.0, 1.5)))]
-        facts = {"steps": steps, "modules": set(), "checks": [], **facts}
+        facts = {"steps": steps, "modules": set(), "operations": ("sin",), "checks": [], **facts}
         known = {name: lambda value=value: value for name, value in facts.items()}
         self.recorder.computable(index, SimpleNamespace(sources=lambda: list(sources), **known))
         return self
@@ -70,7 +71,11 @@ class Pass:
 def source(storage: torch.UntypedStorage, live: bool) -> Any:
     """An operand that is read from this storage; `live`, autograd has saved it."""
     return SimpleNamespace(
-        key=storage._cdata, live=storage if live else None, num_bytes=storage.nbytes(), pin=lambda: storage
+        key=storage._cdata,
+        is_saved=live,
+        num_bytes=storage.nbytes(),
+        pin=lambda: storage,
+        guard=VersionGuard(torch.empty(0).set_(storage)),
     )
 
 
@@ -152,7 +157,7 @@ def test_sources_are_known_by_the_index_that_autograd_gives_them() -> None:
     found.computable(1, source(found.storages[0], live=True), source(lasting, live=False), source(lasting, live=False))
     found.compute(1).save().computable(2, source(saved_later, live=False), source(saved_too_late, live=False))
     found.save(storage=saved_later)
-    found.use(3).use(2).use(1).use(0).end_backward()
+    found.use(2).use(3).use(1).use(0).end_backward()
     found.save(storage=saved_too_late).use(4).end_backward()
     result = found.recorder.finish()
     storages = result.profile.storages
@@ -176,7 +181,7 @@ def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
     if saved:
         found.save(storage=dying).storages.pop()
     else:
-        found.computable(0, SimpleNamespace(key=key, live=None, num_bytes=32, pin=pins.pop))
+        found.computable(0, SimpleNamespace(key=key, is_saved=False, num_bytes=32, pin=pins.pop, guard=None))
     pins.clear()
     del dying
     assert all(torch.zeros(8).untyped_storage()._cdata != key for _ in range(100))
@@ -187,6 +192,7 @@ def test_recomputing_takes_the_time_of_all_its_operations() -> None:
     found = Pass().save().computable(0, steps=steps, modules={None}).use(0).end_backward().recorder.finish()
     assert found.profile.storages[0].recompute_s == 2.5
     assert found.makers == {0: {None}}
+    assert found.operations == {0: ("sin",)}
 
 
 def test_what_backward_never_used_is_not_recomputed() -> None:

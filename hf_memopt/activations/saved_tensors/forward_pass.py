@@ -152,6 +152,8 @@ class ForwardPass:
             live.saved_by = self
         elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
+        if of_function:
+            self._distrust(live, tensor)
         live.add_view(tensor, node)
         if self.recorder is not None and live.has_late_views:
             self.recorder.not_computable(live.index)
@@ -177,11 +179,9 @@ class ForwardPass:
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
         recomputation = None
-        if self._op_recorder is not None:
-            if of_function:
-                self._op_recorder.distrust(tensor.untyped_storage())
-            elif self.recorder is not None or action is Action.RECOMPUTE:
-                recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        is_noted = self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE)
+        if self._op_recorder is not None and is_noted and not of_function:
+            recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
         if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
             recomputation, self.is_other_work = None, True
         # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
@@ -197,19 +197,22 @@ class ForwardPass:
                 action = Action.KEEP
             live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
             live.is_weight = stays
-            live.of_function = of_function
+            live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
             if live.is_pending:
                 self._pending.append(weakref.ref(live))
-            elif self.recorder is not None:
-                self.recorder.begun(index)
             if self.recorder is not None:
                 self._recorded.append(weakref.ref(live))
-        elif self.recorder is not None:
+        if self.recorder is not None and not live.is_pending:
             self.recorder.begun(index)
-        if live.of_function != of_function:
-            live.of_function = True
-            live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
         return live
+
+    def _distrust(self, live: LiveStorage, tensor: Tensor) -> None:
+        """Note that a custom function has a storage, whose kernels may write to it in forward and in backward."""
+        live.of_function = True
+        if self._op_recorder is not None:
+            self._op_recorder.distrust(tensor.untyped_storage())
+        if self.recorder is not None:
+            self.recorder.not_computable(live.index)
 
     def _may_last(self, tensor: Tensor, index: int, num_bytes: int) -> bool:
         """Return whether a storage is left where it is as long as the model has it.

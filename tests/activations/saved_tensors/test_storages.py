@@ -155,7 +155,7 @@ def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceContext, tensor
     block = context.arena.acquire(NUM_BYTES)
     assert block is not None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage(tensor, context, 7, block, lambda storage: None, "layers.0.mlp")
+        storage = TracedStorage(tensor, context, 7, block, lambda storage: None, False, "layers.0.mlp")
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):
