@@ -22,6 +22,9 @@ from torch import Tensor
 from hf_memopt.transfer.host_memory import driver_is_gone, pinned_empty
 
 
+ALIGNMENT = 16  # bytes, of the largest dtype
+
+
 class Transfer(Protocol):
     """One copy under way."""
 
@@ -46,10 +49,13 @@ class Copier(Protocol):
     bytes_to_host: int
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        """Uninitialised host memory, `(num_bytes,)` uint8."""
+        """Uninitialised host memory, `(num_bytes,)` uint8; it may be a part of a larger storage."""
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        """Uninitialised device memory that belongs to the compute stream, `(num_bytes,)` uint8."""
+        """Uninitialised device memory that belongs to the compute stream, `(num_bytes,)` uint8.
+
+        It may be a part of a larger storage, and then begins at a multiple of `ALIGNMENT` bytes of that.
+        """
 
     def release(self, buffer: Tensor) -> None:
         """Announce that the work submitted so far is the last that reads `buffer`."""

@@ -27,10 +27,17 @@ class HostHoldings(NamedTuple):
     num_allocations: int
 
 
-class Extent(NamedTuple):
-    """Free bytes of the region that a storage is."""
+class Region(NamedTuple):
+    """The name of host memory that was taken at once: a storage, or a part of one from some byte on."""
 
     storage: int
+    base: int
+
+
+class Extent(NamedTuple):
+    """Free bytes of a region, from `start` in its storage on."""
+
+    region: Region
     start: int
     num_bytes: int
 
@@ -54,7 +61,7 @@ class HostArena:
     def __init__(self, copier: Copier, budget_bytes: int | None = None) -> None:
         self._copier = copier
         self._budget_bytes = budget_bytes
-        self._regions: dict[int, Tensor] = {}
+        self._regions: dict[Region, Tensor] = {}
         # Free blocks by size, as they were handed out; they become extents when another size is asked for.
         self._blocks: dict[int, list[Tensor]] = {}
         self._extents: list[Extent] = []
@@ -63,7 +70,7 @@ class HostArena:
         # Whether a step has needed more than the one before it since the last `trim`. Then one region serves best.
         self._sizes_change = False
         # Regions that nothing has been cut out of since the last `trim`.
-        self._untouched: set[int] = set()
+        self._untouched: set[Region] = set()
         self._new_bytes = 0
         self._new_s = 0.0
         self.num_allocations = 0
@@ -119,8 +126,8 @@ class HostArena:
         self._peak_bytes = self._recent_peak_bytes
         for wanted in (self._untouched, set(self._regions)):
             if self.bytes_held > _SLACK * self._recent_peak_bytes:
-                self._drop([extent for extent in self._free_regions() if extent.storage in wanted])
-        self._untouched = {extent.storage for extent in self._free_regions()}
+                self._drop([extent for extent in self._free_regions() if extent.region in wanted])
+        self._untouched = {extent.region for extent in self._free_regions()}
         self._recent_peak_bytes = self.bytes_live
         self._sizes_change = False
         if self.bytes_held < before:
@@ -141,21 +148,22 @@ class HostArena:
             return None
         self._extents.remove(extent)
         if extent.num_bytes > size:
-            self._extents.append(Extent(extent.storage, extent.start + size, extent.num_bytes - size))
-        self._untouched.discard(extent.storage)
-        return self._regions[extent.storage][extent.start : extent.start + num_bytes]
+            self._extents.append(Extent(extent.region, extent.start + size, extent.num_bytes - size))
+        self._untouched.discard(extent.region)
+        start = extent.start - extent.region.base
+        return self._regions[extent.region][start : start + num_bytes]
 
     def _join(self) -> None:
         """Make extents of the free blocks, and one of those that are neighbours."""
         blocks, self._blocks = self._blocks, {}
         if not blocks:
             return
-        self._extents += [_extent(block) for each in blocks.values() for block in each]
+        self._extents += [self._extent(block) for each in blocks.values() for block in each]
         joined: list[Extent] = []
         for extent in sorted(self._extents):
-            storage, start, num_bytes = joined[-1] if joined else (0, 0, 0)
-            if (storage, start + num_bytes) == (extent.storage, extent.start):
-                joined[-1] = Extent(storage, start, num_bytes + extent.num_bytes)
+            region, start, num_bytes = joined[-1] if joined else (None, 0, 0)
+            if region is not None and (region, start + num_bytes) == (extent.region, extent.start):
+                joined[-1] = Extent(region, start, num_bytes + extent.num_bytes)
             else:
                 joined.append(extent)
         self._extents = joined
@@ -182,24 +190,26 @@ class HostArena:
         self.num_allocations += 1
         HostArena._num_of_process += 1
         self.bytes_held += wanted
-        extent = _extent(region)
-        self._regions[extent.storage] = region
+        name = Region(region.untyped_storage()._cdata, int(region.storage_offset()))
+        self._regions[name] = region
+        extent = Extent(name, name.base, wanted)
         self._extents.append(extent)
         return extent
 
+    def _extent(self, block: Tensor) -> Extent:
+        """What a block takes of its region. Regions may lie side by side in one storage of the copier's."""
+        storage, start = block.untyped_storage()._cdata, int(block.storage_offset())
+        base = max(region.base for region in self._regions if region.storage == storage and region.base <= start)
+        return Extent(Region(storage, base), start, _aligned(block.nbytes))
+
     def _free_regions(self) -> list[Extent]:
-        return [extent for extent in self._extents if extent.num_bytes == self._regions[extent.storage].nbytes]
+        return [extent for extent in self._extents if extent.num_bytes == self._regions[extent.region].nbytes]
 
     def _drop(self, regions: list[Extent]) -> None:
         for extent in regions:
             self._extents.remove(extent)
-            del self._regions[extent.storage]
+            del self._regions[extent.region]
             self.bytes_held -= extent.num_bytes
-
-
-def _extent(block: Tensor) -> Extent:
-    """What a block takes of its region."""
-    return Extent(block.untyped_storage()._cdata, int(block.storage_offset()), _aligned(block.nbytes))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_memopt.autograd_state import current_node
 from hf_memopt.transfer import Copier, clock_for
+from hf_memopt.transfer.copier import ALIGNMENT
 from hf_memopt.transfer.device_types import device_type
 from hf_memopt.transfer.host_arena import HostArena
 
@@ -266,11 +267,17 @@ class DeviceContext:
     def empty_device(self, num_bytes: int) -> Tensor:
         """Return device memory for what comes back. Where there is none, what waits on the queue gives up its own."""
         try:
-            return self.copier.empty_device(num_bytes)
+            memory = self.copier.empty_device(num_bytes)
         except torch.OutOfMemoryError:
             if not self.let_all_go():
                 raise
-        return self.copier.empty_device(num_bytes)
+            memory = self.copier.empty_device(num_bytes)
+        if memory.storage_offset() % ALIGNMENT:
+            raise ValueError(
+                f"{type(self.copier).__name__}.empty_device returned memory that begins at byte "
+                f"{memory.storage_offset()} of its storage; it has to begin at a multiple of {ALIGNMENT}"
+            )
+        return memory
 
     def let_all_go(self) -> bool:
         """Wait for all copies to the host and give up the memory; returns whether there was any."""
