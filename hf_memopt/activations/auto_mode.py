@@ -15,7 +15,7 @@ from torch import nn
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.planner.profile import Action, Link
+from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
@@ -122,6 +122,7 @@ class AutoMode:
             recorder=recorder,
             op_recorder=op_recorder,
             recording=self.recording,
+            foreseen_reads=self._foreseen_reads(),
             budget_bytes=self._limit_bytes,
             is_for_these_sizes=self._limits.budget_bytes is None and self._limit_bytes is not None,
             on_end=self._end,
@@ -133,6 +134,11 @@ class AutoMode:
             self._device.clock.elapsed_s(forward.begun, forward.begun)
             self._newly_stalled_s()
         return forward
+
+    def _foreseen_reads(self) -> list[list[int]]:
+        if self.plan is None or self.recording is None or not self.recording.profile.backward_ends_s:
+            return []
+        return needs_by_backward(self.recording.profile, self.plan.actions)
 
     def review(self) -> None:
         """Learn from the passes since the last one, before another one begins.

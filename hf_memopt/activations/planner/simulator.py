@@ -250,7 +250,8 @@ class _Step:
             return
         for source in self.storages[index].sources:
             uses_s = self.storages[source].uses_s
-            if source in self.ending and not (uses_s and uses_s[-1] == self.time):
+            is_last_need = source in self.ending and not (uses_s and uses_s[-1] == self.time)
+            if is_last_need and not self._comes_again(source):
                 self.ending.remove(source)
                 self._free_now(source)
 

@@ -19,7 +19,7 @@ from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, Te
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
-from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of, graph_is_retained
+from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
 
 # How many operations may lie between a storage and what it is computed from.
 _MAX_DEPTH = 12
@@ -277,7 +277,7 @@ class RecomputedStorage(LiveStorage):
             with traced_range("recompute", self.index, self.num_bytes, self._owner or "") if traced else nullcontext():
                 self._memory = self._compute(backward)
             assert self._memory.nbytes == self.num_bytes
-            if not graph_is_retained():  # then the result stays for as long as anybody can ask for it
+            if not self.is_read_again():  # then the result stays for as long as it may be asked for
                 self._drop_sources()
         return self._memory
 

@@ -13,7 +13,7 @@ and frees in the same order as the last one and the planner's simulator predicts
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from hf_memopt.activations.recording import Recorder, Recording
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
 from hf_memopt.activations.saved_tensors.storages import (
+    ForeseenReads,
     KeptStorage,
     LiveStorage,
     OffloadedStorage,
@@ -64,6 +65,7 @@ class ForwardPass:
         plan: what the planner decided: actions, windows in bytes, and the order of reloading. None: offload everything
             and learn as it goes.
         recording: what the plan was made from.
+        foreseen_reads: reads of each storage by each backward under the plan, where there are several; else empty.
         budget_bytes: what the plan was made for.
         is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because what
             they need besides is not known.
@@ -85,6 +87,7 @@ class ForwardPass:
         *,
         plan: Plan | None = None,
         recording: Recording | None = None,
+        foreseen_reads: Sequence[Sequence[int]] = (),
         budget_bytes: int | None = None,
         is_for_these_sizes: bool = False,
         recorder: Recorder | None = None,
@@ -108,6 +111,7 @@ class ForwardPass:
         self._op_recorder = op_recorder
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording
+        self._foreseen = ForeseenReads(foreseen_reads)
         self._budget_bytes = budget_bytes
         self._is_for_these_sizes = is_for_these_sizes
         self._is_larger = False
@@ -196,6 +200,7 @@ class ForwardPass:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
             live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
+            live.foreseen = self._foreseen
             live.is_weight = stays
             live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
             if live.is_pending:
@@ -310,6 +315,7 @@ class ForwardPass:
             live = OwnCopy(tensor, self.device, index) if stays else self._offload(tensor, index, is_private=True)
             assert self._op_recorder is not None
             live.num_writes = self._op_recorder.num_writes(source.key)
+            live.foreseen = self._foreseen
         source.live, source.tensor = live, None
 
     def _action(self, index: int, num_bytes: int) -> Action:
@@ -420,6 +426,7 @@ class ForwardPass:
             return
         # The outermost backward is over: what it brought back goes, and the next one starts anew.
         self.ended = self.device.clock.mark()
+        self._foreseen.end_backward()
         self._prefetcher.end_backward()
         for entry in self._movable:
             storage = entry()

@@ -17,7 +17,7 @@ that, and nothing is copied back.
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -37,12 +37,40 @@ from hf_memopt.autograd_state import (
 from hf_memopt.transfer import Transfer
 
 
+class ForeseenReads:
+    """How often each backward through a pass reads each storage, as far as a plan foresees it.
+
+    Args:
+        by_backward: for each backward, reads by index; empty without a plan.
+    """
+
+    def __init__(self, by_backward: Sequence[Sequence[int]] = ()) -> None:
+        self._by_backward = by_backward
+        self._backward = 0
+
+    def end_backward(self) -> None:
+        """Note that the next backward, if there is one, is another one."""
+        self._backward += 1
+
+    def in_this_backward(self, index: int) -> int:
+        """Return the reads of a storage in the backward at work."""
+        return self._by_backward[self._backward][index]
+
+    def comes_again(self, index: int) -> bool:
+        """Return whether a later backward reads a storage that this one reads too."""
+        later = self._by_backward[self._backward + 1 :]
+        return bool(later) and index < len(later[0]) and any(reads[index] for reads in later)
+
+
+_UNFORESEEN = ForeseenReads()
+
+
 class LiveStorage(VersionGuard, ABC):
     """One device storage that a forward pass saved.
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
-    this object and all that it holds. Only where the graph is retained is there anything to count: then what a backward
-    brought back goes after its last use in that backward.
+    this object and all that it holds. Only where the graph is retained, or another graph has the storage too, is there
+    anything to count: then what a backward brought back goes after its last use in that backward.
 
     Args:
         tensor: a view of the storage that shares the version counter of all that are to be views of this object.
@@ -50,6 +78,7 @@ class LiveStorage(VersionGuard, ABC):
         index: its place in the pass.
 
     Attributes:
+        foreseen: reads by the backwards to come.
         num_views: saved tensors that are alive.
         is_pending: whether a part of it alone has been shown and the model still has it, so that other parts may follow.
             Its memory is there anyway until then, and counts as the model's.
@@ -70,6 +99,7 @@ class LiveStorage(VersionGuard, ABC):
         "_num_left",
         "_siblings",
         "device",
+        "foreseen",
         "has_late_views",
         "index",
         "is_pending",
@@ -97,6 +127,7 @@ class LiveStorage(VersionGuard, ABC):
         self.device, self.index = device, index
         self.num_bytes = storage.nbytes()
         self.num_views = self.num_dependents = 0
+        self.foreseen = _UNFORESEEN
         self.saved_by: object = None
         self.saved_in_node: int | None = None
         self.of_function = self.is_weight = False
@@ -124,10 +155,14 @@ class LiveStorage(VersionGuard, ABC):
             RuntimeError: the bytes are the model's own and were modified in place since they were saved.
         """
         memory = self._bring(backward)
-        if graph_is_retained():
+        if self.is_read_again():
             self._count_read(backward, is_first)
         self.read_in = backward
         return memory
+
+    def is_read_again(self) -> bool:
+        """Return whether another backward may read the storage after this one."""
+        return graph_is_retained() or self.foreseen.comes_again(self.index)
 
     def end_backward(self, backward: int) -> None:
         """Give up what a backward has read: it is not kept for another one."""
@@ -175,7 +210,9 @@ class LiveStorage(VersionGuard, ABC):
     def _count_read(self, backward: int, is_first: bool) -> None:
         # The first read in this backward: from now on as many are left as there are readers.
         if self.read_in != backward:
-            self._num_left = self.num_views + self.num_dependents
+            is_retained = graph_is_retained()
+            num_readers = self.num_views + self.num_dependents
+            self._num_left = num_readers if is_retained else self.foreseen.in_this_backward(self.index)
         self._num_left -= is_first
         if self._num_left <= 0 or backward == 0:
             self._give_up()
