@@ -23,6 +23,7 @@ from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.search import search_plans
+from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.units import GIB, format_bytes
 
 
@@ -33,9 +34,12 @@ class InfeasibleBudgetError(ValueError):
         budget_bytes: the budget.
         smallest_bytes: the smallest budget for which there is a plan.
         is_device_limit: whether the budget is what the device has left.
+        rank: of the process whose budget it is; None where one trains alone.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
+    def __init__(
+        self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False, rank: int | None = None
+    ) -> None:
         # Rounded up, so that the number that is shown can be used.
         smallest_gib = -(-smallest_bytes * 10_000 // GIB) / 10_000
         if is_device_limit:
@@ -50,12 +54,13 @@ class InfeasibleBudgetError(ValueError):
                 f"need at least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib "
                 "or use a smaller batch"
             )
-        super().__init__(message)
-        self.budget_bytes, self.smallest_bytes, self.is_device_limit = budget_bytes, smallest_bytes, is_device_limit
+        super().__init__(message if rank is None else f"rank {rank}: {message}")
+        self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
+        self.is_device_limit, self.rank = is_device_limit, rank
 
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels between processes, and its arguments are not the message.
-        remake = partial(type(self), is_device_limit=self.is_device_limit)
+        remake = partial(type(self), is_device_limit=self.is_device_limit, rank=self.rank)
         return remake, (self.budget_bytes, self.smallest_bytes)
 
 
@@ -154,7 +159,8 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
     fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
-        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
+        rank = rank_among_several()
+        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit, rank=rank)
     fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
     # Polishing must not make a plan faster either: otherwise a smaller budget could give the faster plan, where
     # polishing the plan of the larger one happens to find nothing.
