@@ -40,10 +40,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        if self.is_checkpointed:
-            hidden = checkpoint(self.middle, hidden, use_reentrant=True)
-        else:
-            hidden = self.middle(hidden)
+        hidden = checkpoint(self.middle, hidden, use_reentrant=True) if self.is_checkpointed else self.middle(hidden)
         return self.last(torch.tanh(hidden))
 
 
@@ -202,7 +199,12 @@ def static_graphs() -> Iterator[tuple[str, float]]:
         run = Run(static_graph=True, sync_each_batch=True)
         yield f"{name}, sync_each_batch", run.difference(getattr(run, name), FOUR)
     run = Run(static_graph=True)
-    steps = iter((run.train_step, run.halving_step, run.halving_step))
+
+    def search_and_step(window: Sequence[Any]) -> None:
+        assert run.search(window) == 4
+        run.halving_step(window)
+
+    steps = iter((run.train_step, search_and_step, run.halving_step))
     yield "halving_step after train_step", run.difference(lambda window: next(steps)(window), ONE_FIRST)
 
 

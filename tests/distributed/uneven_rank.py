@@ -124,11 +124,16 @@ def outcome(train: Callable[[Run], None], budgets_gib: tuple[float | None, float
         train(run)
         weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
         found = {"weights": weights.tolist()}
-        yield found if offloader is None else found | {
-            "moved": offloader.stats.bytes_moved,
-            "peak_gib": offloader.stats.measured_peak_gib,
-            "has planned": offloader.stats.predicted_peak_gib is not None,
-        }
+        yield (
+            found
+            if offloader is None
+            else found
+            | {
+                "moved": offloader.stats.bytes_moved,
+                "peak_gib": offloader.stats.measured_peak_gib,
+                "has planned": offloader.stats.predicted_peak_gib is not None,
+            }
+        )
 
 
 def main() -> None:

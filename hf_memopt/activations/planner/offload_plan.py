@@ -23,7 +23,6 @@ from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.search import search_plans
-from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.units import GIB, format_bytes
 
 
@@ -159,8 +158,7 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
     fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
-        rank = rank_among_several()
-        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit, rank=rank)
+        raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
     fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
     # Polishing must not make a plan faster either: otherwise a smaller budget could give the faster plan, where
     # polishing the plan of the larger one happens to find nothing.

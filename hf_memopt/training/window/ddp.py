@@ -17,8 +17,8 @@ def check_not_joined(models: Iterable[object]) -> None:
     if any(ddp._join_config.enable for ddp in _ddp_among(models)):
         raise ValueError(
             "model: torch's Join is on, and answers for a rank without data only what DDP itself exchanges. Leave Join "
-            "out, and give that rank windows whose micro-batches weigh 0. It stays on after its block: "
-            "Join([model], enable=False) turns it off"
+            "out, and give that rank windows whose micro-batches weigh 0, or in GradientCache have no samples. Join "
+            "stays on after its block: Join([model], enable=False) turns it off"
         )
 
 
