@@ -20,6 +20,7 @@ from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.clock import HostClock
 from hf_memopt.transfer.link import measure_link
 
@@ -301,7 +302,8 @@ class AutoMode:
             return self._make_plan(self._limit_bytes)
         except InfeasibleBudgetError as error:
             if is_first:
-                raise
+                rank = rank_among_several()
+                raise InfeasibleBudgetError(error.budget_bytes, error.smallest_bytes, rank=rank) from None
             logger.warning("%s; going on with the smallest", str(error))
             return self._make_plan(error.smallest_bytes)
 

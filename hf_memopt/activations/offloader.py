@@ -14,9 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memopt.activations.auto_mode import AutoMode, OffloadLimits
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
-from hf_memopt.activations.rank_agreement import raise_on_all_ranks
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.recording_scope import active_in
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
@@ -74,8 +72,8 @@ class ActivationOffloader:
 
     Raises:
         ValueError: an option is out of range, or set without the mode that reads it.
-        InfeasibleBudgetError: from the second `offload_context` on, and on all ranks: the budget cannot be met; says
-            which could.
+        InfeasibleBudgetError: from the second `offload_context` on: the budget cannot be met; says which could. Each
+            rank decides alone, and its error names it.
 
     Limits: only the innermost pair of saved-tensor hooks runs, so this must not be stacked on another offloader, and
     regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on
@@ -112,8 +110,6 @@ class ActivationOffloader:
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Models whose ranks have found out together whether the budget can be met.
-        self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
         self._ended: ForwardPass | None = None
 
@@ -221,19 +217,9 @@ class ActivationOffloader:
         return self._plans.setdefault(self._key(model), {})
 
     def _review(self, model: nn.Module | None) -> None:
-        plans = self._plans_of(model)
-        error = None
-        try:
-            for plan in plans.values():
-                plan.review()
-        except InfeasibleBudgetError as found:
-            error = found
-        budget_bytes = self._limits.budget_bytes
-        if budget_bytes is not None and self._key(model) not in self._agreed:
-            if raise_on_all_ranks(error, budget_bytes, any(plan.plan is not None for plan in plans.values())):
-                self._agreed.add(self._key(model))
-        elif error is not None:
-            raise error
+        # Each rank by itself: ranks owe each other no equal number of passes.
+        for plan in self._plans_of(model).values():
+            plan.review()
 
     def _noting(self, op_recorder: OpRecorder | None, model: nn.Module | None) -> AbstractContextManager[object]:
         """Where operations are noted: everywhere while recording, then in the modules whose results come again."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
 from hf_memopt.training.step import StepResult, open_step
+from hf_memopt.training.window.ddp import check_first_window, check_not_joined
 from hf_memopt.training.window.engine import begin_window, engine_of
 from hf_memopt.training.window.rank_exchange import (
     backward_from_outputs,
@@ -100,7 +101,8 @@ class GradientCache:
 
         Raises:
             ValueError: `micro_batches` is empty, or under FSDP2 and DeepSpeed of another number than on another rank;
-                `forward_fn` does not return tensors with samples first; or DeepSpeed is used.
+                `forward_fn` does not return tensors with samples first; DeepSpeed is used, or DDP in torch's `Join`, or
+                with `static_graph` and more than one micro-batch in the first backward.
 
         After an exception gradients are incomplete: call `optimizer.zero_grad()`.
         """
@@ -195,7 +197,10 @@ class GradientCache:
 
     def _replay(self, micro_batches: Iterable[Any]) -> CachedForward:
         micro_batches = list(micro_batches)
+        check_not_joined(self._models)
         self._check_number(len(micro_batches))
+        if torch.is_grad_enabled():
+            check_first_window(self._accelerator, self._models, len(micro_batches))
         go_on = partial(backward_from_outputs, self._accelerator)
         return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._exchange_in, go_on)
 

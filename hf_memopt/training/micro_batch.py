@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import BufferState, RandomState
 from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
+from hf_memopt.training.window.ddp import check_exchange_after_backward, check_not_joined
 from hf_memopt.training.window.rank_exchange import check_distributed_type, gathers_weights
 from hf_memopt.training.window.splitting import num_samples, split_batch, take
 from hf_memopt.training.window.weights import WeightFn, normalized_weights
@@ -90,7 +91,8 @@ class MicroBatcher:
         Raises:
             torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too. Under
                 FSDP2 and DeepSpeed, on the rank itself: a micro-batch does not fit.
-            ValueError, NonFiniteGradientError: as `train_step`; and `split_batch`'s.
+            ValueError, NonFiniteGradientError: as `train_step`, and `split_batch`'s; DDP's `static_graph` before the
+                first exchange, which a step of `train_step` on one micro-batch has to make.
         """
         if gathers_weights(self._accelerator):
             micro_batches = list(split_batch(batch, self.micro_batch_size))
@@ -105,6 +107,7 @@ class MicroBatcher:
                     max_grad_norm=max_grad_norm,
                     scheduler=scheduler,
                 )
+        check_exchange_after_backward([model])
         with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
             def attempt(size: int) -> tuple[Tensor, int]:
@@ -164,8 +167,8 @@ def find_micro_batch(
         Samples per micro-batch and rank, for `MicroBatcher` or a loader.
 
     Raises:
-        ValueError: `effective_batch` cannot be divided among ranks, the accelerator uses FSDP2 or DeepSpeed, or
-            `split_batch`'s.
+        ValueError: `effective_batch` cannot be divided among ranks, the accelerator uses FSDP2, DeepSpeed, or DDP in
+            torch's `Join` or with `static_graph` before its first exchange; or `split_batch`'s.
         torch.OutOfMemoryError: one sample does not fit.
 
     An optimizer that makes its state in the first step needs more memory from then on: call this after a step, or let
@@ -178,6 +181,8 @@ def find_micro_batch(
             "backward leaves the others waiting for its weights. Take a size from hf-memopt plan"
         )
     check_distributed_type(accelerator)
+    check_not_joined([model])
+    check_exchange_after_backward([model])
     num_samples_of_rank, rest = divmod(effective_batch, accelerator.num_processes)
     if rest:
         raise ValueError(

@@ -18,6 +18,7 @@ from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
 from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
 from hf_memopt.training.window import engine as deepspeed_engine
+from hf_memopt.training.window.ddp import check_first_window, check_not_joined
 from hf_memopt.training.window.engine import engine_of
 from hf_memopt.training.window.rank_exchange import (
     backward,
@@ -98,9 +99,10 @@ def train_step(
 
     Raises:
         ValueError: on all ranks: a rank has no micro-batch, a weight is negative or not finite, or all are 0; without a
-            `weight_fn`, a micro-batch whose samples cannot be counted. On the rank itself: called within
-            `accelerator.accumulate`, `optimizer` was not prepared, `max_grad_norm` is not positive or not DeepSpeed's,
-            or the accelerator uses ZeRO-1 or no ZeRO in DeepSpeed, FSDP1, Megatron-LM or XLA.
+            `weight_fn`, a micro-batch whose samples cannot be counted; DDP's `static_graph` and a first window of more
+            than one micro-batch. On the rank itself: called within `accelerator.accumulate` or torch's `Join`,
+            `optimizer` was not prepared, `max_grad_norm` is not positive or not DeepSpeed's, or the accelerator uses
+            ZeRO-1 or no ZeRO in DeepSpeed, FSDP1, Megatron-LM or XLA.
         NonFiniteGradientError: on all ranks, before the update, with step, rank, micro-batch and parameters. With a
             loss scaler only once its scale is down to 1; above that the scaler skips the step.
 
@@ -113,6 +115,7 @@ def train_step(
     """
     with open_step(accelerator, model, optimizer, max_grad_norm, scheduler) as step:
         weighted = normalized_weights(accelerator, model, list(micro_batches), weight_fn)
+        check_first_window(accelerator, [model], len(weighted))
         return step.update(step.accumulate(loss_fn, weighted, sync=True), len(weighted))
 
 
@@ -234,6 +237,7 @@ def open_step(
         ValueError: a step would not be what it says; see `train_step`.
     """
     _check_supported(accelerator, optimizer, max_grad_norm)
+    check_not_joined([model])
     engine = engine_of(accelerator)
     is_wrapped = isinstance(model, DistributedDataParallel) or engine is not None
     inner: Any = model.module if is_wrapped else model

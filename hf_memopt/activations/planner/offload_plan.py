@@ -33,9 +33,12 @@ class InfeasibleBudgetError(ValueError):
         budget_bytes: the budget.
         smallest_bytes: the smallest budget for which there is a plan.
         is_device_limit: whether the budget is what the device has left.
+        rank: of the process whose budget it is; None where one trains alone.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False) -> None:
+    def __init__(
+        self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False, rank: int | None = None
+    ) -> None:
         # Rounded up, so that the number that is shown can be used.
         smallest_gib = -(-smallest_bytes * 10_000 // GIB) / 10_000
         if is_device_limit:
@@ -50,12 +53,13 @@ class InfeasibleBudgetError(ValueError):
                 f"need at least budget_gib={smallest_gib:.4f}, whatever is offloaded or recomputed; raise budget_gib "
                 "or use a smaller batch"
             )
-        super().__init__(message)
-        self.budget_bytes, self.smallest_bytes, self.is_device_limit = budget_bytes, smallest_bytes, is_device_limit
+        super().__init__(message if rank is None else f"rank {rank}: {message}")
+        self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
+        self.is_device_limit, self.rank = is_device_limit, rank
 
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels between processes, and its arguments are not the message.
-        remake = partial(type(self), is_device_limit=self.is_device_limit)
+        remake = partial(type(self), is_device_limit=self.is_device_limit, rank=self.rank)
         return remake, (self.budget_bytes, self.smallest_bytes)
 
 

@@ -81,6 +81,12 @@ def test_infeasible_budget_names_the_smallest_one(decoder: Profile, decoder_link
     assert (str(again), again.smallest_bytes) == (str(error.value), error.value.smallest_bytes)
 
 
+def test_the_rank_comes_first_in_the_error_and_survives_a_pickle() -> None:
+    again = pickle.loads(pickle.dumps(InfeasibleBudgetError(100, 200, rank=3)))
+    assert str(again).startswith("rank 3: budget_gib=")
+    assert again.rank == 3
+
+
 def test_profile_without_storages() -> None:
     plan = plan_for(Profile((), 1.0), LINK, 2, 0)
     assert (plan.actions, plan.predicted_step_s, plan.predicted_peak_bytes) == ((), 1.0, 0)
