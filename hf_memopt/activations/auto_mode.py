@@ -23,6 +23,7 @@ from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.clock import HostClock
 from hf_memopt.transfer.link import measure_link
+from hf_memopt.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class AutoMode:
         # The limit that the plan in force was made for, and one that the device has been seen not to grant.
         self._limit_bytes: int | None = None
         self._out_of_reach_bytes: int | None = None
+        # How much passes that were planned for the limit have held beyond it.
+        self._overlap_bytes = 0
         self._num_recorded = 0
         # Plans that were made again because of times or of passes of another length; bounded, so that noise ends.
         self._num_corrections = 0
@@ -98,6 +101,12 @@ class AutoMode:
     def is_recording(self) -> bool:
         """Return whether the next pass is to be recorded."""
         return self._num_recorded < _RECORDED_PASSES
+
+    @property
+    def open_pass(self) -> ForwardPass | None:
+        """Return the newest pass if another context goes on with it."""
+        forward = self._begun() if self._begun is not None else None
+        return forward if forward is not None and forward.is_open else None
 
     def makers(self) -> Makers:
         """Return the modules that perform what the plan computes again; None stands for outside of modules."""
@@ -163,6 +172,8 @@ class AutoMode:
             self._adapt(forward.sizes)
         elif forward.is_other_work:
             self._record_again()
+        elif self._limits.budget_bytes is not None and forward.plan is self.plan is not None:
+            self._hold_the_budget(forward.peak_bytes - self._limits.budget_bytes)
         elif self._has_less_room():
             self._replan()
         elif self.plan is not None and forward.plan is self.plan:
@@ -171,12 +182,20 @@ class AutoMode:
             self._trims_left -= 1
             self._device.arena.trim()
 
-    def out_of_memory(self) -> None:
-        """Give up what can be had again after the device ran out of memory in a pass, and hold less from now on."""
-        self._ran_out = True
+    def break_off(self, ran_out: bool) -> None:
+        """Note that an exception has ended a context.
+
+        Args:
+            ran_out: whether the device ran out of memory. Then what can be had again is given up, and less held from
+                now on.
+        """
         forward = self._begun() if self._begun is not None else None
         if forward is not None:
-            forward.release()
+            forward.close()
+        if ran_out:
+            self._ran_out = True
+            if forward is not None:
+                forward.release()
 
     def _end(self, forward: ForwardPass) -> None:
         self._ended = forward
@@ -218,6 +237,17 @@ class AutoMode:
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = grown(self.recording, sizes)
+            self._replan()
+
+    def _hold_the_budget(self, excess_bytes: int) -> None:
+        """Plan for less where a pass held more than the budget: passes overlap, whose bytes no plan foresees."""
+        if excess_bytes > 0:
+            self._overlap_bytes += excess_bytes
+            logger.warning(
+                "activation offloading: saved activations held %s more than budget_gib allows, because passes overlap; "
+                "their plans leave room for that from now on",
+                format_bytes(excess_bytes),
+            )
             self._replan()
 
     def _record_again(self) -> None:
@@ -295,15 +325,16 @@ class AutoMode:
         if limit_bytes is None and self._room is not None:
             limit_bytes = max(0, self._room.limit_bytes())
         limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
-        return min(limits, default=None)
+        return max(0, min(limits) - self._overlap_bytes) if limits else None
 
     def _plan_for_the_budget(self, is_first: bool) -> Plan:
         try:
             return self._make_plan(self._limit_bytes)
         except InfeasibleBudgetError as error:
-            if is_first:
-                rank = rank_among_several()
-                raise InfeasibleBudgetError(error.budget_bytes, error.smallest_bytes, rank=rank) from None
+            if is_first or self._overlap_bytes:
+                needed_bytes = error.smallest_bytes + self._overlap_bytes
+                budget_bytes = error.budget_bytes + self._overlap_bytes
+                raise InfeasibleBudgetError(budget_bytes, needed_bytes, rank=rank_among_several()) from None
             logger.warning("%s; going on with the smallest", str(error))
             return self._make_plan(error.smallest_bytes)
 

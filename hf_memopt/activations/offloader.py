@@ -65,8 +65,10 @@ class ActivationOffloader:
         copier: how bytes move. None: side streams on an accelerator, and nothing to do on the CPU. `SyncCopier()` makes
             a CPU run every step of an offloaded run.
 
-    A pass is everything that one context saves, with any number of backwards through it. With several contexts in
-    flight the budget holds for all of them together; later ones offload more than planned. Without a budget the
+    A pass is everything that one context saves, with any number of backwards through it. Contexts that follow each
+    other without a backward in between share a pass, whatever their models, and one plan. Where passes overlap
+    otherwise, the budget still holds for all of them together: later ones offload more than planned, and plans become
+    smaller until it does. Without a budget the
     process's peak memory counters are reset in the two recorded passes. An `OutOfMemoryError` in a planned pass makes
     the next plan smaller. Threads that train side by side need an offloader each.
 
@@ -126,26 +128,31 @@ class ActivationOffloader:
         if not self.enabled or not torch.is_grad_enabled() or _is_captured():
             yield self
             return
-        self._review(model)
         fixed = storages_of(model)
-        op_recorder = self._op_recorder(model, fixed)
+        # Passes are planned for the model whose context began them.
+        owner, begun = self._open_pass() or (self._key(model), None)
+        if begun is None:
+            self._review(owner)
+            op_recorder = self._op_recorder(model, owner, fixed)
+        else:
+            op_recorder = self._go_on(begun, model, fixed)
         context = OffloadContext(
             self._threshold_bytes,
             fixed,
-            lambda device: self._begin_pass(model, device, op_recorder),
+            lambda device: self._begin_pass(owner, device, op_recorder),
             self._counters,
             inputs_only=self.mode == "inputs",
             leave_node=None if op_recorder is None else op_recorder.leave_node,
         )
         try:
-            with saved_tensors_hooks(context.pack, context.unpack), self._noting(op_recorder, model):
+            with saved_tensors_hooks(context.pack, context.unpack), self._noting(op_recorder, owner, model):
                 yield self
-        except torch.OutOfMemoryError:
-            for plan in self._plans_of(model).values():
-                plan.out_of_memory()
+        except BaseException as error:
+            for plan in self._plans_of(owner).values():
+                plan.break_off(ran_out=isinstance(error, torch.OutOfMemoryError))
             raise
-        if op_recorder is not None and not context.has_begun:
-            self._note_idle(model)
+        if op_recorder is not None and begun is None and not context.has_begun:
+            self._note_idle(owner)
 
     def wrap(self, model: nn.Module) -> WrappedModule:
         """Run every forward of `model` in an `offload_context`; returns a handle whose `remove()` undoes it.
@@ -194,18 +201,35 @@ class ActivationOffloader:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
         return functools.partial(ActivationOffloader, **self._options), ()
 
+    def _open_pass(self) -> tuple[nn.Module, ForwardPass] | None:
+        """Return the pass that a new context goes on with, and the model whose context began it."""
+        for model, modes in self._plans.items():
+            for mode in modes.values():
+                if mode.open_pass is not None:
+                    return model, mode.open_pass
+        return None
+
+    def _go_on(self, begun: ForwardPass, model: nn.Module | None, fixed: frozenset[int]) -> OpRecorder | None:
+        """Prepare a pass for another context, and return what notes its operations."""
+        if begun.recorder is not None:
+            begun.recorder.name_modules(model)
+        if begun.op_recorder is not None:
+            begun.op_recorder.weights |= fixed
+        return begun.op_recorder
+
     def _begin_pass(
-        self, model: nn.Module | None, device: torch.device, op_recorder: OpRecorder | None
+        self, owner: nn.Module, device: torch.device, op_recorder: OpRecorder | None
     ) -> ForwardPass | None:
         context = self._context(device)
         if context is None:
             return None
         if self.mode != "auto":
             return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
-        plans = self._plans_of(model)
+        plans = self._plans_of(owner)
         if device not in plans:
+            model = None if owner is self._no_model else owner
             plans[device] = AutoMode(context, self._limits, self._counters, model, self._note_end, room_on(device))
-        return plans[device].begin_pass(op_recorder)
+        return plans[device].open_pass or plans[device].begin_pass(op_recorder)
 
     def _note_end(self, forward: ForwardPass) -> None:
         self._ended = forward
@@ -213,19 +237,32 @@ class ActivationOffloader:
     def _key(self, model: nn.Module | None) -> nn.Module:
         return self._no_model if model is None else model
 
-    def _plans_of(self, model: nn.Module | None) -> dict[torch.device, AutoMode]:
-        return self._plans.setdefault(self._key(model), {})
+    def _plans_of(self, owner: nn.Module) -> dict[torch.device, AutoMode]:
+        return self._plans.setdefault(owner, {})
 
-    def _review(self, model: nn.Module | None) -> None:
+    def _review(self, owner: nn.Module) -> None:
         # Each rank by itself: ranks owe each other no equal number of passes.
-        for plan in self._plans_of(model).values():
+        for plan in self._plans_of(owner).values():
             plan.review()
 
-    def _noting(self, op_recorder: OpRecorder | None, model: nn.Module | None) -> AbstractContextManager[object]:
-        """Where operations are noted: everywhere while recording, then in the modules whose results come again."""
-        plans = self._plans_of(model).values()
-        if op_recorder is None:
-            return nullcontext()
+    @contextmanager
+    def _noting(self, op_recorder: OpRecorder | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:
+        """Note operations, unless a context around this one does."""
+        if op_recorder is None or op_recorder.is_noting:
+            yield
+            return
+        op_recorder.is_noting = True
+        try:
+            with self._scope(op_recorder, owner, model):
+                yield
+        finally:
+            op_recorder.is_noting = False
+
+    def _scope(
+        self, op_recorder: OpRecorder, owner: nn.Module, model: nn.Module | None
+    ) -> AbstractContextManager[object]:
+        """Return where operations are noted: everywhere while recording, then in the modules that a plan repeats."""
+        plans = self._plans_of(owner).values()
         if op_recorder.is_timing:
             return op_recorder
         makers = set().union(*(plan.makers() for plan in plans))
@@ -233,19 +270,21 @@ class ActivationOffloader:
         everywhere = any(module is None or module is model for module in modules)
         return active_in(op_recorder, [module for module in modules if module is not None], everywhere)
 
-    def _op_recorder(self, model: nn.Module | None, fixed: frozenset[int]) -> OpRecorder | None:
+    def _op_recorder(
+        self, model: nn.Module | None, owner: nn.Module, fixed: frozenset[int]
+    ) -> OpRecorder | None:
         context = self._context(_device_of(model, self._given_copier))
         if self.mode != "auto" or context is None:
             return None
-        plans = self._plans_of(model).values()
-        if any(plan.is_recording for plan in plans) or (not plans and self._key(model) not in self._idle):
+        plans = self._plans_of(owner).values()
+        if any(plan.is_recording for plan in plans) or (not plans and owner not in self._idle):
             return OpRecorder(fixed, context.clock)
         return OpRecorder(fixed, None) if any(plan.makers() for plan in plans) else None
 
-    def _note_idle(self, model: nn.Module | None) -> None:
+    def _note_idle(self, owner: nn.Module) -> None:
         """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
-        if self._key(model) not in self._idle:
-            self._idle.add(self._key(model))
+        if owner not in self._idle:
+            self._idle.add(owner)
             threshold_mb = self._options["offload_threshold_mb"]
             logger.info("activation offloading: no saved tensor reaches offload_threshold_mb=%g", threshold_mb)
 

@@ -114,6 +114,11 @@ class Recorder:
         self._pins: list[StoragePin] = []
         self._begun = clock.mark()
 
+    def name_modules(self, model: nn.Module | None) -> None:
+        """Give the modules of another model their names."""
+        for name, module in model.named_modules() if model is not None else ():
+            self._names.setdefault(id(module), name)
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Take the time inside for the offloader's, not the model's."""

@@ -211,7 +211,7 @@ def test_a_log_that_is_kept_keeps_no_errors(
     offloader = make(card, budget_gib=error.value.smallest_bytes / 2**30)
     for _ in range(3):
         train_step(model, x, card, offloader)
-    plan_of(offloader, model).out_of_memory()
+    plan_of(offloader, model).break_off(ran_out=True)
     with caplog.at_level(logging.INFO):
         train_step(model, x, card, offloader)
     assert "going on with the smallest" in caplog.text

@@ -110,14 +110,19 @@ class OpRecorder(TorchDispatchMode):
     Versions do not tell whether a storage still has the bytes that an operation read or left: `.data` and the parts of
     `unsafe_chunk` are counted apart. So writes are counted by storage, as far as they are seen.
 
-    Args:
+    Attributes:
         weights: keys of storages that stay where they are until backward is over.
+        is_noting: whether a context has it switched on.
+
+    Args:
+        weights: see above.
         clock: times each operation, and has the module noted that performed it; None does not.
     """
 
     def __init__(self, weights: frozenset[int], clock: Clock | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = weights
+        self.weights = weights
+        self.is_noting = False
         self._clock = clock
         self._records: dict[int, OpRecord] = {}
         self._num_writes: dict[int, int] = {}
@@ -175,7 +180,7 @@ class OpRecorder(TorchDispatchMode):
 
     def operand(self, tensor: Tensor) -> TensorRef:
         """A tensor as it is now."""
-        return TensorRef(tensor, self._weights, self.num_writes(tensor.untyped_storage()._cdata))
+        return TensorRef(tensor, self.weights, self.num_writes(tensor.untyped_storage()._cdata))
 
     def num_writes(self, key: int) -> int:
         """How many writes to a storage have been seen."""

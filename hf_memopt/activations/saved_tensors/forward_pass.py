@@ -53,9 +53,10 @@ class View(Protocol):
 
 
 class ForwardPass:
-    """The storages of one device that one context saved, and how far backward has come through them.
+    """The storages of one device that are saved before a backward begins, and how far backward has come through them.
 
-    Mostly that is one forward and one backward pass, but there may be any number of either, in any order.
+    Mostly that is one forward and one backward pass. Several contexts share a pass if no backward begins in between; a
+    pass may go on saving after a backward, and have any number of backwards.
 
     Args:
         device: copies from and to it.
@@ -101,6 +102,9 @@ class ForwardPass:
         self.sizes: list[int] = []
         self.peak_bytes = 0
         self.is_other_work = False
+        self.op_recorder = op_recorder
+        self._num_views = 0
+        self._is_closed = False
         self.begun: Any = device.clock.mark()
         self.ended: Any = None
         # Whether saving a tensor has to be kept out of the notes on the model's own operations.
@@ -108,7 +112,6 @@ class ForwardPass:
         # Whether torch.profiler runs, and is to show copies.
         self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._counters = counters
-        self._op_recorder = op_recorder
         self._prefetch_ahead = prefetch_ahead
         self._recording = recording
         self._foreseen = ForeseenReads(foreseen_reads)
@@ -124,6 +127,15 @@ class ForwardPass:
         self._pending: list[weakref.ref[LiveStorage]] = []
         self._recorded: list[weakref.ref[LiveStorage]] = []
         self._prefetcher = Prefetcher(device.orders, plan.reload_order if plan else None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another context goes on with this pass: its saved tensors wait for a backward that has not begun."""
+        return self._num_views > 0 and not self._is_closed
+
+    def close(self) -> None:
+        """Have the next context begin a pass of its own."""
+        self._is_closed = True
 
     @property
     def is_in_backward(self) -> bool:
@@ -183,9 +195,9 @@ class ForwardPass:
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
         recomputation = None
-        is_noted = self._op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE)
-        if self._op_recorder is not None and is_noted and not of_function:
-            recomputation = Resolver(self._op_recorder, self._get).resolve(self._op_recorder.operand(tensor))
+        is_noted = self.op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE)
+        if self.op_recorder is not None and is_noted and not of_function:
+            recomputation = Resolver(self.op_recorder, self._get).resolve(self.op_recorder.operand(tensor))
         if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
             recomputation, self.is_other_work = None, True
         # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
@@ -202,7 +214,7 @@ class ForwardPass:
             live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
             live.foreseen = self._foreseen
             live.is_weight = stays
-            live.num_writes = None if self._op_recorder is None else self._op_recorder.num_writes(key)
+            live.num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(key)
             if live.is_pending:
                 self._pending.append(weakref.ref(live))
             if self.recorder is not None:
@@ -214,8 +226,8 @@ class ForwardPass:
     def _distrust(self, live: LiveStorage, tensor: Tensor) -> None:
         """Note that a custom function has a storage, whose kernels may write to it in forward and in backward."""
         live.of_function = True
-        if self._op_recorder is not None:
-            self._op_recorder.distrust(tensor.untyped_storage())
+        if self.op_recorder is not None:
+            self.op_recorder.distrust(tensor.untyped_storage())
         if self.recorder is not None:
             self.recorder.not_computable(live.index)
 
@@ -313,8 +325,8 @@ class ForwardPass:
         if live is None or not live.serves(tensor, _NO_NODE, of_function=False) or live.of_function or live.is_kept:
             stays = self._action(index, source.num_bytes) is Action.KEEP
             live = OwnCopy(tensor, self.device, index) if stays else self._offload(tensor, index, is_private=True)
-            assert self._op_recorder is not None
-            live.num_writes = self._op_recorder.num_writes(source.key)
+            assert self.op_recorder is not None
+            live.num_writes = self.op_recorder.num_writes(source.key)
             live.foreseen = self._foreseen
         source.live, source.tensor = live, None
 
@@ -372,9 +384,15 @@ class ForwardPass:
                 view.read_in = backward
         storage.read_in = backward
 
+    def add_view(self, storage: LiveStorage) -> None:
+        """Note a saved tensor."""
+        storage.num_views += 1
+        self._num_views += 1
+
     def drop_view(self, storage: LiveStorage) -> None:
         """Note that a saved tensor is gone."""
         storage.num_views -= 1
+        self._num_views -= 1
         if self.recorder is not None and storage.num_views == 0 and not sys.is_finalizing():
             self.recorder.freed(storage.index)
 
@@ -397,6 +415,7 @@ class ForwardPass:
         if task == NO_BACKWARD:
             return 0
         if task not in self._backwards:
+            self._is_closed = True
             if not self._backwards and (self._pending or self._recorded):
                 with self.working():
                     self._begin_backward()

@@ -52,7 +52,7 @@ class KeptView:
         self._storage, self._forward = storage, forward
         self._kept = tensor.detach(), tensor._version
         self.read_in = 0
-        storage.num_views += 1
+        forward.add_view(storage)
 
     def restore(self) -> Tensor:
         self._forward.note_use(self._storage, self)
@@ -75,7 +75,7 @@ class MovedView(ViewMeta):
         super().__init__(tensor)
         self._storage, self._forward = storage, forward
         self.read_in = 0
-        storage.num_views += 1
+        forward.add_view(storage)
 
     def restore(self) -> Tensor:
         storage = self._storage
