@@ -104,7 +104,7 @@ quality: $(READY) installed-tree ## what continuous integration checks before th
 # Without lerobot, whose pins decide everybody's versions. Warnings of new versions are shown, not errors.
 LATEST := .newest/latest
 LATEST_EXTRAS := neuralop,fluxflow,deepspeed,lightning,sentence-transformers,peft,trl,report,completion
-LATEST_TOOLS := pytest pytest-xdist hypothesis expecttest tensorboard torchao
+LATEST_TOOLS := pytest pytest-xdist hypothesis expecttest tensorboard torchao torchdiffeq
 LATEST_PYTEST := $(LATEST)/bin/python -m pytest -W default -k "not smolvla and not for_a_policy" --ignore-glob="*lerobot*" \
   --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling_canaries*" --ignore-glob="*reflow_plan*" \
   --ignore-glob="*recipes/reflow*" --ignore-glob="*metaworld*"

@@ -1,0 +1,83 @@
+"""Steps of a small model with every kind of plan, compared with the plain run: gradients to the bit, or the same error."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import COPIERS
+from random_plans import RandomPlanner
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.activations import auto_mode
+
+# Of one step, given the number of the step; it makes its own context and runs its own backward.
+Context = Callable[[nn.Module], AbstractContextManager[Any]]
+Step = Callable[[nn.Module, Context, int], Any]
+NUM_STEPS = 6
+MODES = ("all", "inputs", "keep", "offload", "recompute", "random")
+
+
+def plain(model: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class _Planner(RandomPlanner):
+    """Does the same with every storage where it can."""
+
+    wanted: str = "random"
+
+    def _action(self, storage: Any) -> auto_mode.Action:
+        if self.wanted == "random":
+            return super()._action(storage)
+        if self.wanted == "recompute" and storage.recompute_s is not None:
+            return auto_mode.Action.RECOMPUTE
+        return auto_mode.Action.KEEP if self.wanted == "keep" else auto_mode.Action.OFFLOAD
+
+
+@contextmanager
+def planned(mode: str) -> Iterator[_Planner]:
+    planner = _Planner(random.Random(0))
+    planner.wanted = mode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_mode, "make_plan", planner)
+        yield planner
+
+
+def results(step: Step, model: nn.Module, context: Context, num_steps: int = NUM_STEPS) -> list[Any]:
+    """Gradients and what each step returns; the last entry is the message of an error."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(model)
+    found: list[Any] = []
+    for number in range(num_steps):
+        try:
+            returned = step(model, context, number)
+        except RuntimeError as error:
+            found.append("modified" if "modified by an inplace operation" in str(error) else str(error))
+            break
+        found.append((returned, [None if p.grad is None else p.grad.clone() for p in model.parameters()]))
+        model.zero_grad()
+    return found
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def assert_as_plain(step: Step, model: nn.Module, mode: str, copier: str = "late") -> ActivationOffloader:
+    """Compare one mode with the plain run, with a copier that is as late as it may be."""
+    want = results(step, model, plain)
+    options: dict[str, Any] = {"mode": mode if mode in ("all", "inputs") else "auto"}
+    offloader = ActivationOffloader(offload_threshold_mb=0, copier=COPIERS[copier](), **options)
+    with planned(mode):
+        found = results(step, model, offloader.offload_context)
+    assert same(found, want), f"mode {mode}: {[type(entry).__name__ for entry in found]}, {found[-1]}"
+    return offloader
