@@ -19,7 +19,8 @@ from hf_memopt.activations import auto_mode
 Context = Callable[[nn.Module], AbstractContextManager[Any]]
 Step = Callable[[nn.Module, Context, int], Any]
 NUM_STEPS = 6
-MODES = ("all", "inputs", "keep", "offload", "recompute", "random")
+# The last four are plans: to keep or to offload what is not computed again, of which there is all or every second one.
+MODES = ("all", "inputs", "keep", "offload", "recompute", "even", "odd", "random")
 
 
 def plain(model: nn.Module) -> AbstractContextManager[None]:
@@ -30,13 +31,16 @@ class _Planner(RandomPlanner):
     """Does the same with every storage where it can."""
 
     wanted: str = "random"
+    _number: int = 0
 
     def _action(self, storage: Any) -> auto_mode.Action:
         if self.wanted == "random":
             return super()._action(storage)
-        if self.wanted == "recompute" and storage.recompute_s is not None:
+        self._number += 1
+        again = self.wanted == "recompute" or self.wanted == ("even", "odd")[self._number % 2]
+        if again and storage.recompute_s is not None:
             return auto_mode.Action.RECOMPUTE
-        return auto_mode.Action.KEEP if self.wanted == "keep" else auto_mode.Action.OFFLOAD
+        return auto_mode.Action.OFFLOAD if self.wanted in ("offload", "recompute") else auto_mode.Action.KEEP
 
 
 @contextmanager

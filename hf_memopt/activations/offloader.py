@@ -16,7 +16,7 @@ from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
-from hf_memopt.activations.recompute.recording_scope import active_in
+from hf_memopt.activations.recompute.recording_scope import active_in, in_dual_level, off_in_dual_levels
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
@@ -247,13 +247,13 @@ class ActivationOffloader:
 
     @contextmanager
     def _noting(self, op_recorder: OpRecorder | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:
-        """Note operations, unless a context around this one does."""
-        if op_recorder is None or op_recorder.is_noting:
+        """Note operations, unless a context around this one does, or forward-mode AD is at work."""
+        if op_recorder is None or op_recorder.is_noting or in_dual_level():
             yield
             return
         op_recorder.is_noting = True
         try:
-            with self._scope(op_recorder, owner, model):
+            with off_in_dual_levels(op_recorder), self._scope(op_recorder, owner, model):
                 yield
         finally:
             op_recorder.is_noting = False

@@ -17,7 +17,8 @@ class WrappedModule:
 
     def __init__(self, model: nn.Module, offloader: Offloads) -> None:
         self.offloader = offloader
-        self._entered: list[AbstractContextManager[Any]] = []
+        # Of the calls at work; None where entering the context failed.
+        self._entered: list[AbstractContextManager[Any] | None] = []
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True),
             # Also after an exception, or the hooks would go on packing whatever runs next.
@@ -30,12 +31,15 @@ class WrappedModule:
             handle.remove()
 
     def _enter(self, model: nn.Module, inputs: Any) -> None:
+        self._entered.append(None)
         context = self.offloader.offload_context(model)
         context.__enter__()
-        self._entered.append(context)
+        self._entered[-1] = context
 
     def _exit(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        context = self._entered.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_entered": []}

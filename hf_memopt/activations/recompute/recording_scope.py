@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from hf_memopt.activations.recompute.op_recorder import is_innermost
 
@@ -33,6 +34,41 @@ def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywher
             handle.remove()
 
 
+@contextmanager
+def off_in_dual_levels(mode: TorchDispatchMode) -> Iterator[None]:
+    """Have a dispatch mode off inside of levels of forward-mode AD that are entered meanwhile.
+
+    torch's formulas for derivatives forward look whether there is any mode: those of layer norms then take another
+    path, whose results are rounded otherwise. Levels are entered and left by two functions of `torch.autograd`, which
+    are replaced for as long as this context lasts.
+    """
+    enter_level, exit_level = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    left: list[bool] = []
+
+    def enter() -> int:
+        left.append(is_innermost(mode))
+        if left[-1]:
+            _pop_mode()
+        level: int = enter_level()
+        return level
+
+    def leave(*, level: int | None = None) -> None:
+        exit_level(level=level)
+        if left and left.pop():
+            _push_mode(mode)
+
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_level, exit_level
+
+
+def in_dual_level() -> bool:
+    """Return whether a level of forward-mode AD is entered."""
+    return forward_ad._current_level >= 0
+
+
 class _Switch:
     """Turns a mode on and off where modules begin and end."""
 
@@ -45,7 +81,7 @@ class _Switch:
     def attach(self, module: nn.Module, is_covered: bool) -> "list[torch.utils.hooks.RemovableHandle]":
         def enter(module: nn.Module, inputs: object) -> None:
             self._entered.append((id(module), self._is_on))
-            self._turn(is_covered)
+            self._turn(is_covered and not in_dual_level())
 
         def leave(module: nn.Module, inputs: object, output: object) -> None:
             # A module that was being called already when it got its hooks is left without having been entered.

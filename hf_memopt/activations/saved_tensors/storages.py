@@ -210,9 +210,10 @@ class LiveStorage(VersionGuard, ABC):
     def _count_read(self, backward: int, is_first: bool) -> None:
         # The first read in this backward: from now on as many are left as there are readers.
         if self.read_in != backward:
-            is_retained = graph_is_retained()
+            # Without a plan all readers are taken to be of the graph that is retained.
+            is_foreseen = self.foreseen.comes_again(self.index)
             num_readers = self.num_views + self.num_dependents
-            self._num_left = num_readers if is_retained else self.foreseen.in_this_backward(self.index)
+            self._num_left = self.foreseen.in_this_backward(self.index) if is_foreseen else num_readers
         self._num_left -= is_first
         if self._num_left <= 0 or backward == 0:
             self._give_up()

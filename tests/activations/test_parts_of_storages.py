@@ -1,0 +1,189 @@
+"""Saved tensors that are parts of a larger storage: copied at most once, and only where that frees anything."""
+
+from typing import Any
+
+import pytest
+import torch
+from as_plain import MODES, Context, assert_as_plain
+from gradients import equal, take_gradients
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.activations.saved_tensors.shown_elements import ShownElements, elements_of
+
+NUM_BYTES = 4 * 64
+
+
+def make(**options: Any) -> ActivationOffloader:
+    return ActivationOffloader(**{"offload_threshold_mb": 0, "mode": "all", "copier": SyncCopier(), **options})
+
+
+class Part(nn.Module):
+    """Makes `(8, 8)` of its batch and saves parts of that, at different times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        gate, value = x.chunk(2, 1)
+        gated = nn.functional.silu(gate)  # saves one half; what follows saves the other one
+        return self.last(torch.cat([gated * value.sin(), value * gated.cos()], 1)).square().mean()
+
+
+def step(model: nn.Module, context: Context, number: int) -> Tensor:
+    with context(model):
+        loss = model(torch.randn(8, 8))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_halves_that_are_saved_apart(mode: str) -> None:
+    assert_as_plain(step, Part(), mode)
+
+
+def test_a_storage_of_which_halves_are_saved_is_copied_once() -> None:
+    model, offloader = Part(), make()
+    step(model, offloader.offload_context, 0)
+    # The batch, the linear layer's result once for both halves, both activations, two cosines' operands, their
+    # products, and the last layer's result.
+    x = torch.randn(8, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        seen: list[Tensor] = []
+        model(x)
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in seen}
+    unique = sum(size for key, size in sizes.items() if key not in weights)
+    assert 0 < offloader.stats.bytes_moved <= unique
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_written_to_a_part_that_was_not_shown_yet(mode: str) -> None:
+    """A buffer that is filled column by column behind autograd's back."""
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            columns, x = torch.zeros(4, 6, len(self.layers)), batch
+            for place, layer in enumerate(self.layers):
+                columns.data[..., place] = torch.tanh(layer(x)).data
+                # Saves what has been filled by now, and shows what it saved before once more.
+                x = layer(x) + (columns[..., : place + 1] * layer.bias[:, None]).sum(-1)
+            return x.square().mean()
+
+    def fill(model: nn.Module, context: Context, number: int) -> Tensor:
+        with context(model):
+            loss = model(torch.randn(4, 6))
+        loss.backward()
+        return loss.detach()
+
+    assert_as_plain(fill, Filled(), mode)
+
+
+def test_a_part_of_what_the_model_lets_go_of_leaves_with_all_of_it() -> None:
+    """The first row alone is saved, and holds the whole storage."""
+    first, last, offloader = nn.Linear(8, 8), nn.Linear(8, 1), make()
+    x = torch.randn(8, 8)
+    with offloader.offload_context():
+        loss = last(first(x).detach()[0].exp()).sum() + last(torch.randn(2, 8)).sum()
+    loss.backward()
+    assert offloader.stats.host_bytes_live == 0
+
+
+@pytest.mark.parametrize("mode", ["all", "auto"])
+def test_slices_of_a_lasting_data_set_stay_where_they_are(mode: str) -> None:
+    data = torch.randn(1000, 8)
+    model, offloader = nn.Linear(8, 8), make(mode=mode)
+    for number in range(5):
+        batch = data[10 * number : 10 * number + 10]
+        model(batch).square().mean().backward()
+        want = take_gradients(model)
+        with offloader.offload_context(model):
+            loss = model(batch).square().mean()
+        loss.backward()
+        assert equal(take_gradients(model), want)
+    stats = offloader.stats
+    assert stats.bytes_moved <= 5 * 10 * 8 * 4  # the layer's results
+    assert stats.host_bytes_pinned < data.nbytes
+    assert stats.measured_peak_gib is not None and stats.measured_peak_gib * 2**30 <= 2 * 10 * 8 * 4
+
+
+def test_a_budget_is_for_what_goes_with_the_step() -> None:
+    """All of the data, and results that are kept for longer, are there anyway."""
+    data, model = torch.randn(1000, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    offloader = make(mode="auto", budget_gib=2 * 10 * 8 * 4 / 2**30)
+    for number in range(6):
+        with offloader.offload_context(model):
+            kept = model[1](model[0](data[10 * number : 10 * number + 10]))
+            loss = model[2](kept).square().mean()
+        loss.backward()
+    assert offloader.stats.predicted_peak_gib == offloader.stats.measured_peak_gib
+
+
+def test_what_ceases_to_last_is_counted_from_then_on() -> None:
+    """A result is kept in some passes, and dropped in later ones."""
+    model, offloader = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), make(mode="auto", max_slowdown=1e9)
+    for number in range(8):
+        x = torch.randn(4, 8)
+        model(x).sin().square().mean().backward()
+        want = take_gradients(model)
+        with offloader.offload_context(model):
+            result = model(x)
+            loss = result.sin().square().mean()
+            if number > 3:
+                del result
+        loss.backward()
+        assert equal(take_gradients(model), want)
+
+
+# ------------------------------------------------------------------------------------------------- elements
+
+
+def test_views_of_the_same_elements_are_equal() -> None:
+    x = torch.zeros(4, 6, 8)
+    same = [x[:, :, 2:4], x[:, :, 2:4].transpose(0, 1), x.view(24, 8)[:, 2:4], x.view(24, 4, 2)[:, 1]]
+    assert len({elements_of(view) for view in same}) == 1
+    assert elements_of(x).runs == elements_of(x.permute(2, 0, 1)).runs == ((4 * 6 * 8 * 4, 1),)
+    assert elements_of(x[1:3]) == (6 * 8 * 4, ((2 * 6 * 8 * 4, 1),))
+    assert elements_of(x.view(torch.uint8)) == elements_of(x)
+
+
+def random_view(x: Tensor, lots: torch.Generator) -> Tensor:
+    sizes, strides = [], []
+    for _ in range(int(torch.randint(1, 4, (), generator=lots))):
+        sizes.append(int(torch.randint(0, 4, (), generator=lots)))
+        strides.append(int(torch.randint(0, 7, (), generator=lots)))
+    offset = int(torch.randint(0, 10, (), generator=lots))
+    return x.as_strided(sizes, strides, offset)
+
+
+def shown(view: Tensor, size: int) -> set[int]:
+    places = torch.arange(size, dtype=torch.int64)
+    return set(places.as_strided(view.size(), view.stride(), view.storage_offset()).flatten().tolist())
+
+
+def test_no_view_is_said_to_be_shown_that_was_not() -> None:
+    """Compared with the elements counted one by one."""
+    lots = torch.Generator().manual_seed(0)
+    x = torch.zeros(64)
+    num_included = 0
+    for _ in range(2000):
+        first, second, third = (random_view(x, lots) for _ in range(3))
+        found = ShownElements(first, 4 * 64)
+        found.add(second)
+        included = found.include_all_of(third)
+        num_included += included
+        assert not included or shown(third, 64) <= shown(first, 64) | shown(second, 64)
+        if elements_of(first) == elements_of(third):
+            assert shown(first, 64) == shown(third, 64)
+    assert num_included > 100
+    assert ShownElements(x, 4 * 64).is_whole
+    assert not ShownElements(x[:32].expand(2, 32), 4 * 64).is_whole
+    assert ShownElements(x.view(8, 8).t(), 4 * 64).is_whole
