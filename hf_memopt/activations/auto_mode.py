@@ -2,11 +2,15 @@
 
 Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
 a whole, and where it was faster the plan is made again for times in proportion.
+
+Without a budget a pass after the recorded ones is neither recorded nor planned, but offloaded as they are (on a CPU,
+kept): its time without copies is the plain one, for which `max_slowdown` is meant. A plan whose passes take longer is made again for
+less: first nothing is computed again, which has operations noted, and then fewer bytes go.
 """
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +21,16 @@ from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
 from hf_memopt.activations.recompute.op_recorder import OpRecorder
-from hf_memopt.activations.recording import Makers, Recorder, Recording, grown, scaled
+from hf_memopt.activations.recording import (
+    Makers,
+    Recorder,
+    Recording,
+    grown,
+    keeping_everything,
+    scaled,
+    with_cost_of_noting,
+    without_recomputing,
+)
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.memory.ranks import rank_among_several
@@ -35,6 +48,11 @@ _TOLERATED = 0.02
 _SLOWER_LINK = 0.8
 # What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
+# Passes of which the fastest counts when a plan is compared with `max_slowdown`, and by how much it may miss it.
+_NUM_COMPARED = 2
+_MISSED = 0.02
+# How often a plan is made for less, without computing again and then for half the slowdown, before it keeps everything.
+_MAX_REDUCTIONS = 2
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,13 @@ class AutoMode:
         # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
+        # Without a budget: whether the next pass shows how long a plain one takes, and how long that is.
+        self._wants_plain = False
+        self._plain_s: float | None = None
+        self._num_operations: Mapping[Any, int] = {}
+        # How long the newest passes took that followed the plan in force, and how often that was too long.
+        self._compared_s: list[float] = []
+        self._num_too_slow = 0
         self._ran_out = False
         self._stalled_ms = 0.0
         # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting
@@ -110,7 +135,7 @@ class AutoMode:
 
     def makers(self) -> Makers:
         """Return the modules that perform what the plan computes again; None stands for outside of modules."""
-        if self.plan is None or self.recording is None:
+        if self.plan is None or self.recording is None or self._wants_plain:
             return set()
         makers = self.recording.makers
         recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
@@ -128,8 +153,10 @@ class AutoMode:
             self._device,
             self._limits.prefetch_ahead,
             self._counters,
-            plan=self.plan,
+            plan=None if self._wants_plain else self.plan,
             recorder=recorder,
+            # A CPU has room for everything, and computes more slowly in memory that comes and goes.
+            keeps_all=self._wants_plain and isinstance(self._device.clock, HostClock),
             op_recorder=op_recorder,
             recording=self.recording,
             foreseen_reads=self._foreseen_reads(),
@@ -165,9 +192,14 @@ class AutoMode:
             return
         if forward.recorder is not None:
             self.recording = forward.recorder.finish()
+            self._num_operations = {} if forward.op_recorder is None else forward.op_recorder.num_by_module
             self._num_recorded += 1
             self._is_timed = False
+            self._wants_plain = not self.is_recording and self._limits.budget_bytes is None
             self._replan()
+        elif self._wants_plain:
+            self._wants_plain = False
+            self._take_times(self._computed_s)
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
         elif forward.is_other_work:
@@ -222,6 +254,55 @@ class AutoMode:
         )
         self._replan()
 
+    def _take_times(self, plain_s: float) -> None:
+        """Plan for the time of a pass that was not recorded, and for the time that noting operations takes."""
+        assert self.recording is not None
+        recorded_s, num_operations = self.recording.profile.step_s, sum(self._num_operations.values())
+        self._is_timed = True
+        if plain_s <= 0 or recorded_s <= 0:
+            return
+        self._plain_s = plain_s
+        if abs(plain_s - recorded_s) <= _TOLERATED * recorded_s:
+            return
+        logger.info(
+            "activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", 1e3 * plain_s, 1e3 * recorded_s
+        )
+        self.recording = scaled(self.recording, plain_s / recorded_s)
+        if num_operations:
+            cost_s = max(0.0, recorded_s - plain_s) / num_operations
+            self.recording = with_cost_of_noting(self.recording, self._num_operations, cost_s)
+        self._replan()
+        self._trims_left = 2  # it may need less host memory
+
+    def _hurry(self, elapsed_s: float) -> None:
+        """Plan for less where passes take longer than `max_slowdown` allows."""
+        assert self._plain_s is not None
+        assert self.recording is not None
+        self._compared_s.append(elapsed_s)
+        if len(self._compared_s) < _NUM_COMPARED or self._num_too_slow > _MAX_REDUCTIONS:
+            return
+        slowdown = min(self._compared_s) / self._plain_s - 1
+        self._compared_s.clear()
+        if slowdown <= self._limits.max_slowdown + _MISSED:
+            return
+        self._num_too_slow += 1
+        logger.info(
+            "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now on "
+            "less is computed again or offloaded",
+            100 * slowdown,
+            self._limits.max_slowdown,
+        )
+        before, is_last = self.recording, self._num_too_slow > _MAX_REDUCTIONS
+        self.recording = keeping_everything(before) if is_last else without_recomputing(before)
+        self._replan()
+        if self.plan is None:  # for which the device has no room
+            self.recording = before
+            self._replan()
+
+    def _allowed_slowdown(self) -> float:
+        """Return for which slowdown the next plan is made: less each time that passes took longer."""
+        return self._limits.max_slowdown / 2 ** max(0, self._num_too_slow - 1)
+
     def _has_less_room(self) -> bool:
         """Whether the plan holds more than the device now has left: optimizer states are there, or other processes."""
         if self.plan is None or self._room is None or self._limits.budget_bytes is not None:
@@ -258,15 +339,16 @@ class AutoMode:
 
     def _is_to_be_timed(self, forward: ForwardPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
+        if self._wants_plain:
+            return forward.recorder is None
         has_time_of_its_own = not isinstance(self._device.clock, HostClock)  # whose copies never run beside compute
         follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
         return has_time_of_its_own and follows_plan and not self._is_timed
 
     def _compare(self, forward: ForwardPass, plan: Plan) -> None:
         """Plan again where passes are not as they were predicted."""
-        if isinstance(self._device.clock, HostClock):
-            return
-        if not self._is_timed:
+        has_time_of_its_own = not isinstance(self._device.clock, HostClock)
+        if has_time_of_its_own and not self._is_timed:
             self._is_timed = True
             self._adjust_times(plan)
             return
@@ -274,7 +356,10 @@ class AutoMode:
         # A host that runs ahead asks again when the next pass begins.
         if self._device.clock.reached(self._watched.ended):
             watched, self._watched = self._watched, None
-            self._correct(watched, plan)
+            if has_time_of_its_own:
+                self._correct(watched, plan)
+            if self._plain_s is not None and self.plan is plan:
+                self._hurry(watched.elapsed_s())
 
     def _adjust_times(self, plan: Plan) -> None:
         """Plan for the times of a pass that was not recorded."""
@@ -316,6 +401,7 @@ class AutoMode:
         else:
             self.plan = self._plan_for_the_budget(is_first)
         self._watched = None
+        self._compared_s.clear()
         self._newly_stalled_s()
         if self.plan is not None:
             logger.info("activation offloading: %s", self.plan.summary())
@@ -353,4 +439,5 @@ class AutoMode:
         assert self.recording is not None
         assert self._link is not None
         limits: dict[str, Any] = vars(self._limits) | {"budget_bytes": budget_bytes}
+        limits["max_slowdown"] = self._allowed_slowdown()
         return make_plan(self.recording.profile, self._link, device_limit_bytes=device_limit_bytes, **limits)

@@ -2,6 +2,7 @@
 
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -335,6 +336,47 @@ def scaled(recording: Recording, ratio: float) -> Recording:
     )
     ends_s = tuple(ratio * end_s for end_s in profile.backward_ends_s)
     return replace(recording, profile=Profile(storages, ratio * profile.step_s, ends_s))
+
+
+def with_cost_of_noting(
+    recording: Recording, num_operations: Mapping[weakref.ref[nn.Module] | None, int], s_per_operation: float
+) -> Recording:
+    """Return the recording with the time for which a plan has the operations noted that it is to repeat.
+
+    They are noted in the modules that perform them, all of a module's for each storage that is computed again. So each
+    of these storages takes its part of that.
+
+    Args:
+        recording: of a pass.
+        num_operations: by module.
+        s_per_operation: seconds for which noting one delays the pass.
+    """
+    num_sharing = Counter(maker for makers in recording.makers.values() for maker in makers)
+
+    def cost_s(index: int) -> float:
+        makers = recording.makers.get(index, ())
+        return s_per_operation * sum(num_operations.get(maker, 0) / num_sharing[maker] for maker in makers)
+
+    storages = tuple(
+        storage
+        if storage.recompute_s is None
+        else replace(storage, recompute_s=storage.recompute_s + cost_s(index))
+        for index, storage in enumerate(recording.profile.storages)
+    )
+    return replace(recording, profile=replace(recording.profile, storages=storages))
+
+
+def keeping_everything(recording: Recording) -> Recording:
+    """Return the recording of a pass in which nothing can be done but to keep what is saved."""
+    recording = without_recomputing(recording)
+    storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
+    return replace(recording, profile=replace(recording.profile, storages=storages))
+
+
+def without_recomputing(recording: Recording) -> Recording:
+    """Return the recording of a pass in which nothing can be computed again."""
+    storages = tuple(replace(storage, recompute_s=None, sources=()) for storage in recording.profile.storages)
+    return replace(recording, profile=replace(recording.profile, storages=storages), makers={})
 
 
 def grown(recording: Recording, sizes: list[int]) -> Recording:

@@ -4,6 +4,7 @@ Notes hold no tensors except weights, so they keep no memory alive.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -113,6 +114,7 @@ class OpRecorder(TorchDispatchMode):
     Attributes:
         weights: keys of storages that stay where they are until backward is over.
         is_noting: whether a context has it switched on.
+        num_by_module: operations that each module itself performed, None for outside of modules; counted with a clock.
 
     Args:
         weights: see above.
@@ -127,6 +129,7 @@ class OpRecorder(TorchDispatchMode):
         self._records: dict[int, OpRecord] = {}
         self._num_writes: dict[int, int] = {}
         self._distrusted: dict[int, StoragePin] = {}
+        self.num_by_module: Counter[weakref.ref[nn.Module] | None] = Counter()
 
     @property
     def is_timing(self) -> bool:
@@ -208,6 +211,7 @@ class OpRecorder(TorchDispatchMode):
         read = {tensor.untyped_storage()._cdata for tensor in tensors}
         module = calling_module() if marks is not None else None
         maker = None if module is None else weakref.ref(module)
+        self.num_by_module[maker] += marks is not None
         hash(maker)  # a reference knows its hash once it was asked, and a module made for one call is soon gone
         for position, output in enumerate(outputs):
             # An output that is a view of an operand (_unsafe_view) was not made here.
