@@ -151,7 +151,8 @@ def _can_be_copied(tensor: Tensor) -> bool:
 
 
 def _pack(tensor: Tensor) -> Any:
-    return (_copy(tensor),) if _can_be_copied(tensor) and not tensor.is_leaf else tensor
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return (_copy(tensor),) if _can_be_copied(tensor) and not is_weight else tensor
 
 
 def _unpack(payload: Any) -> Tensor:

@@ -25,6 +25,8 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     num_failures = 0
+    if chosen.isolated:  # what every process would import anew
+        look(20, 0, frozenset(FEATURES))
     for seed in range(chosen.seed, chosen.seed + chosen.seeds):
         begun = time.perf_counter()
         how = check_in_child if chosen.isolated else check
