@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from program_operations import OPERATIONS, Line, Shape, part_shape, twice_shape
 
-FEATURES = ("aten", "data", "in place", "forward AD", "slices", "other bodies")
+FEATURES = ("aten", "data", "in place", "forward AD", "slices", "other bodies", "double backward", "retained", "next")
 COPIERS = ("early", "late", "random", "slices")
 PARTS = ("left", "right", "top", "bottom")
 _SIZES = (4, 8, 16, 32)
@@ -213,7 +213,9 @@ def programs(draw: Any, without: frozenset[str] = frozenset()) -> Program:
     if "other bodies" not in without and draw(st.booleans()):
         both = (first, draw(st.one_of(exchanged(first, without), bodies(without))))
     num_passes = draw(st.integers(3, 6))
-    backward = st.sampled_from(["after"] * 6 + ["inside", "inside", "next", "twice", "never"])
+    ways = ["after"] * 6 + ["inside", "inside", "next", "twice", "never"]
+    left_out = {"retained": "twice", "next": "next"}
+    backward = st.sampled_from([way for way in ways if way not in {left_out.get(name) for name in without}])
     passes = tuple(
         Pass(
             draw(st.sampled_from([0, 0, len(both) - 1])) if number > 1 else 0,
