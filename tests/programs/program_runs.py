@@ -7,7 +7,7 @@ their gradients differ from those of a run in which autograd saves copies.
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -215,12 +215,12 @@ MODES = ("all", "inputs", "auto", "plan by lot", "another plan by lot")
 def offloaded(program: Program, mode: str) -> list[str]:
     """Return what is wrong with an offloaded run."""
     lots = RandomPlanner(random.Random(f"{mode} {program.seed}"))
+    want = _EXPECTED[0]
     name = mode if mode in ("all", "inputs") else "auto"
     options: dict[str, Any] = {"mode": name, "offload_threshold_mb": 0, "copier": COPIERS[program.copier](program.seed)}
     offloader = ActivationOffloader(**options, max_slowdown=100.0)
     with patch.object(auto_mode, "make_plan", lots) if "lot" in mode else nullcontext():
         run = Run(program, lambda run: offloader.offload_context(run.model if program.is_known else None))
-    want = _EXPECTED[0]
     return [*_differences(run, want), *_left_behind(offloader)]
 
 
@@ -251,7 +251,7 @@ def _left_behind(offloader: ActivationOffloader) -> Iterator[str]:
         yield f"{offloader.stats.host_bytes_live} bytes of host memory are held when no graph is alive"
 
 
-def check(program: Program) -> None:
+def check(program: Program, modes: Sequence[str] = MODES) -> None:
     """Compare each mode with the plain run.
 
     Raises:
@@ -260,6 +260,6 @@ def check(program: Program) -> None:
     torch.manual_seed(0)
     _EXPECTED[:] = [plain(program)]
     with repeatable():
-        for mode in MODES:
+        for mode in modes:
             faults = offloaded(program, mode)
             assert not faults, f"{mode}: {'; '.join(faults)}"

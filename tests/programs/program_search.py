@@ -2,13 +2,13 @@
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
-from program_runs import check
+from program_runs import MODES, check
 from program_strategy import Program, programs
 
 
@@ -19,12 +19,14 @@ class Search:
     Attributes:
         num_valid: programs that say something, until the first failure.
         num_tried: those that had to be left out included.
+        first: the first that was found to fail, as it was made.
         program: the smallest that was found to fail, None if none did.
         message: what is wrong with it.
     """
 
     num_valid: int = 0
     num_tried: int = 0
+    first: Program | None = None
     program: Program | None = None
     message: str = ""
 
@@ -52,6 +54,8 @@ def look(
             check(program)
             found.num_valid += found.program is None
         except AssertionError as error:
+            if found.program is None:
+                found.first = program
             found.program, found.message = program, str(error).partition("\n")[0]
             raise
 
@@ -62,13 +66,13 @@ def look(
     return found
 
 
-def check_in_child(program: Program) -> None:
+def check_in_child(program: Program, modes: Sequence[str] = MODES) -> None:
     """The same in a process of its own, whose death is a failure."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        os.write(writer, pickle.dumps(_result(program)))
+        os.write(writer, pickle.dumps(_result(program, modes)))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -80,9 +84,9 @@ def check_in_child(program: Program) -> None:
     assert kind == "right", message
 
 
-def _result(program: Program) -> tuple[str, Any]:
+def _result(program: Program, modes: Sequence[str]) -> tuple[str, Any]:
     try:
-        check(program)
+        check(program, modes)
     except hypothesis.errors.UnsatisfiedAssumption:
         return "nothing said", None
     except BaseException as error:

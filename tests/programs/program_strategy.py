@@ -80,6 +80,36 @@ class _Writer:
         self.lines: list[Line] = []
         self.variables = [_Variable("x", (-1, 16), False, False, frozenset("x"))]
 
+    def write_several(self, without: frozenset[str]) -> None:
+        """Patterns that single lines make rarely."""
+        square = [each for each in self.variables if not each.is_spent and each.shape == (-1, 16)]
+        first = self._pick([each for each in square if each.has_grad])
+        if first is None:
+            return
+        if self._draw(st.booleans()):
+            # A buffer is filled half by half, and each half is used as soon as it is there.
+            near, far = self._draw(st.sampled_from([("left", "right"), ("top", "bottom")]))
+            how = self._draw(st.sampled_from([name for name in ("assign", "fill.data") if "data" not in without]))
+            buffer = self._then("buffer", [first], near)
+            buffer = self._then(how, [buffer, first], near)
+            part = self._then("part", [buffer], near)
+            used = self._then("scale", [part])
+            buffer = self._then(how, [buffer, used], far)
+            self._then("add", [used, self._then("part", [self._then("scale", [buffer])], far)])
+        else:
+            # A function overwrites in backward what another saved tensor can be computed from.
+            ways = {"aten": "aten", "by data": "data", "attribute": "data"}
+            how = self._draw(st.sampled_from([name for name, feature in ways.items() if feature not in without]))
+            read = self._then(self._draw(st.sampled_from(["tanh", "sigmoid", "exp"])), [first])
+            self._then("add", [self._then("scale", [read]), self._then(how, [first])])
+
+    def _then(self, operation: str, operands: list[_Variable], *options: str) -> _Variable:
+        shape = operands[0].shape
+        if operation in ("part", "buffer"):
+            shape = (part_shape if operation == "part" else twice_shape)(shape, options[0])
+        self.add(operation, operands, shape, options)
+        return self.variables[-1] if OPERATIONS[operation].makes else operands[0]
+
     def write(self) -> None:
         operation = self._draw(st.sampled_from(self._weighted))
         found = self._operands(operation)
@@ -174,7 +204,10 @@ def bodies(draw: Any, without: frozenset[str]) -> Body:
     writer = _Writer(draw, without)
     writer.add("linear", writer.variables[:1], (-1, 16), (0,))
     for _ in range(draw(st.integers(1, 14))):
-        writer.write()
+        if "data" not in without and draw(st.integers(0, 11)) == 11:
+            writer.write_several(without)
+        else:
+            writer.write()
     fitting = [each.name for each in writer.variables if each.has_grad and not each.is_spent][::-1]
     if not fitting:
         writer.add("linear", writer.variables[:1], (-1, 16), (1,))

@@ -6,12 +6,13 @@ python tests/programs/try_programs.py --programs 500 --seed 3 --without slices "
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
-from program_search import check, check_in_child, look  # noqa: E402
+from program_search import MODES, check, check_in_child, look  # noqa: E402
 from program_strategy import FEATURES  # noqa: E402
 
 
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--without", nargs="*", default=[], choices=FEATURES)
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
     parser.add_argument("--isolated", action="store_true", help="survive crashes: each program in a process of its own")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -30,7 +32,7 @@ def main() -> int:
     for seed in range(chosen.seed, chosen.seed + chosen.seeds):
         begun = time.perf_counter()
         how = check_in_child if chosen.isolated else check
-        found = look(chosen.programs, seed, frozenset(chosen.without), how)
+        found = look(chosen.programs, seed, frozenset(chosen.without), partial(how, modes=chosen.modes))
         num_failures += found.program is not None
         took = f"{time.perf_counter() - begun:.0f} s"
         print(f"seed {seed}: {found.num_valid} programs hold (of {found.num_tried} made), {took}")
