@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import torch  # noqa: E402
-from program_search import MODES, check, check_in_child, look  # noqa: E402
-from program_strategy import FEATURES  # noqa: E402
+import torch
+from program_search import MODES, check, check_in_child, look
+from program_strategy import FEATURES
 
 
 def main() -> int:
