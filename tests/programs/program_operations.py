@@ -258,7 +258,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "jvp": Operation(_jvp, "jvp(block, {0}.detach(), ones)", "linear", feature="forward AD"),
     "dual": Operation(_dual, "tangent(block(make_dual({0}, ones)))", "linear", feature="forward AD"),
-    "grad": Operation(_grad, "grad({0}.square().mean(), {1}, create_graph=True)", "grad", weight=2, feature="double backward"),
+    "grad": Operation(
+        _grad, "grad({0}.square().mean(), {1}, create_graph=True)", "grad", weight=2, feature="double backward"
+    ),
     "backward": Operation(lambda run, x: run.backward(x), "{0}.mean().backward()", "backward", False),
     "backward, retained": Operation(
         lambda run, x: run.backward(x, retain_graph=True), "{0}.mean().backward(retain_graph=True)", "backward", False,
