@@ -1,0 +1,265 @@
+"""Runs a program plainly and offloaded, and compares them bit by bit.
+
+Programs of which plain torch itself reads bytes that were overwritten behind its back say nothing, and are left out:
+their gradients differ from those of a run in which autograd saves copies.
+"""
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import hypothesis
+import torch
+from adversarial_copier import AdversarialCopier
+from program_operations import OPERATIONS, last_uses
+from program_strategy import Program
+from random_plans import RandomPlanner
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.activations import auto_mode
+from hf_memopt.activations.planner import refinement, search
+from hf_memopt.activations.saved_tensors import device_context
+
+Around = Callable[["Run"], AbstractContextManager[object]]
+
+
+class SlicingCopier(AdversarialCopier):
+    """Its device memory is a part of larger memory, as an allocator of its own would give it out."""
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        self.tick()
+        self.live_bytes += num_bytes
+        buffer = self._poisoned(num_bytes + 128)[64 : 64 + num_bytes]
+        self._on_device.add(buffer.data_ptr())
+        return buffer
+
+
+COPIERS: dict[str, Callable[[int], AdversarialCopier]] = {
+    "early": lambda seed: AdversarialCopier("early"),
+    "late": lambda seed: AdversarialCopier("late"),
+    "random": lambda seed: AdversarialCopier("random", seed),
+    "slices": lambda seed: SlicingCopier("random", seed),
+}
+
+
+class Run:
+    """One run of a program.
+
+    Attributes:
+        seen: losses and gradients, pass by pass.
+        error: what ended it, None if nothing did.
+        where: the pass that it came to.
+    """
+
+    def __init__(self, program: Program, around: Around) -> None:
+        self.seen: list[Tensor | None] = []
+        self.error: tuple[str, str] | None = None
+        self.where = 0
+        self.model = nn.ParameterDict()
+        self._program, self._around = program, around
+        self._left_over: list[Tensor] = []
+        self._generator = torch.Generator().manual_seed(0)
+        try:
+            for self.where, each in enumerate(program.passes):
+                self._pass(each)
+        except Exception as error:
+            self.error = type(error).__name__, str(error)
+        self._left_over.clear()
+
+    def parameter(self, key: tuple[Any, ...], size: tuple[int, ...]) -> Tensor:
+        name = " ".join(map(str, key)).replace(".", "_")
+        if name not in self.model:
+            values = torch.randn(size, generator=torch.Generator().manual_seed(sum(map(ord, name))), dtype=key[-1])
+            self.model[name] = nn.Parameter(values / size[-1] ** 0.5 if len(size) > 1 else values)
+        parameter: Tensor = self.model[name]
+        return parameter
+
+    def linear(self, width: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weight = self.parameter(("weight", width, number, dtype), (width, width))
+        return weight, self.parameter(("bias", width, number, dtype), (width,))
+
+    def backward(self, x: Tensor, retain_graph: bool = False) -> None:
+        self._note(loss := x.mean())
+        loss.backward(retain_graph=retain_graph)
+
+    def _pass(self, each: Any) -> None:
+        self._make_parameters()
+        with self._around(self):
+            loss = self._forward(each)
+            if each.backward == "inside":
+                loss.backward()
+        if each.backward == "next":
+            self._left_over.append(loss)
+        elif each.backward in ("after", "twice"):
+            loss = sum(self._left_over, loss)
+            self._left_over.clear()
+            loss.backward(retain_graph=each.backward == "twice")
+            if each.backward == "twice":
+                loss.backward()
+        for parameter in self.model.values():
+            self._note(parameter.grad)
+            if each.steps and parameter.grad is not None:
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+    def _forward(self, each: Any) -> Tensor:
+        body = self._program.bodies[each.body]
+        values = {"x": torch.randn(each.rows, 16, generator=self._generator)}
+        for line, dying in zip(body.lines, last_uses(body.lines, body.losses), strict=True):
+            operation = OPERATIONS[line.operation]
+            result = operation.function(self, *(values[name] for name in line.operands), *line.options)
+            if line.target:
+                values[line.target] = result
+            del result
+            for name in dying if self._program.frees else ():
+                del values[name]
+        loss = sum(values[name].double().mean() for name in body.losses)
+        assert isinstance(loss, Tensor)
+        self._note(loss)
+        return loss
+
+    def _make_parameters(self) -> None:
+        """Before the first context, which has to know the model."""
+        for width, dtype in itertools.product((4, 8, 16, 32), (torch.float32, torch.float64)):
+            for number in (0, 1):
+                self.linear(width, number, dtype)
+            self.parameter(("scale", width, dtype), (width,))
+
+    def _note(self, tensor: Tensor | None) -> None:
+        self.seen.append(None if tensor is None else tensor.detach().clone())
+
+
+# ------------------------------------------------------------------------------------------------ plain
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same bytes with the same strides in other memory."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.detach().as_strided((reach,), (1,), tensor.storage_offset()).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _can_be_copied(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.numel() > 0 and not tensor._is_zerotensor()
+
+
+def _pack(tensor: Tensor) -> Any:
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return (_copy(tensor),) if _can_be_copied(tensor) and not is_weight else tensor
+
+
+def _unpack(payload: Any) -> Tensor:
+    return _copy(payload[0]) if isinstance(payload, tuple) else payload
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
+def plain(program: Program) -> Run:
+    """Run it plainly; programs that say nothing are rejected."""
+    run = Run(program, lambda run: nullcontext())
+    finite = all(bool(tensor.isfinite().all()) for tensor in run.seen if tensor is not None)
+    hypothesis.assume(finite)
+    copied = Run(program, lambda run: saved_tensors_hooks(_pack, _unpack))
+    # A run that plain torch ends with an error says something of the passes before.
+    hypothesis.assume(all(map(_same, run.seen, copied.seen)))
+    hypothesis.assume(run.error is not None or copied.error is None)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ offloaded
+
+
+class CountingClock:
+    """Each mark is 0.1 ms after the last, so that plans do not depend on the machine."""
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def mark(self) -> float:
+        self._now += 1
+        return 1e-4 * self._now
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Plans are the same in each run, and are searched for less long."""
+    with (
+        patch.object(device_context, "clock_for", lambda device: CountingClock()),
+        patch.object(auto_mode, "measure_link", lambda *_: (1e7, 1e7)),
+        patch.object(search, "_MAX_EVENTS", 500),
+        patch.object(search, "_MIN_PLANS", 20),
+        patch.object(refinement, "_MAX_EVENTS", 500),
+        patch.object(refinement, "_MIN_PLANS", 10),
+    ):
+        yield
+
+
+MODES = ("all", "inputs", "auto", "plan by lot", "another plan by lot")
+
+
+def offloaded(program: Program, mode: str) -> list[str]:
+    """Return what is wrong with an offloaded run."""
+    lots = RandomPlanner(random.Random(f"{mode} {program.seed}"))
+    want = _EXPECTED[0]
+    name = mode if mode in ("all", "inputs") else "auto"
+    options: dict[str, Any] = {"mode": name, "offload_threshold_mb": 0, "copier": COPIERS[program.copier](program.seed)}
+    offloader = ActivationOffloader(**options, max_slowdown=100.0)
+    with patch.object(auto_mode, "make_plan", lots) if "lot" in mode else nullcontext():
+        run = Run(program, lambda run: offloader.offload_context(run.model if program.is_known else None))
+    return [*_differences(run, want), *_left_behind(offloader)]
+
+
+# The plain run of the program that is being checked: it is the same for all modes.
+_EXPECTED: list[Run] = []
+
+
+def _differences(run: Run, want: Run) -> Iterator[str]:
+    for got, expected in zip(run.seen, want.seen, strict=False):
+        if not _same(got, expected):
+            yield "another loss or gradient than plain"
+            return
+    if (run.error is None) != (want.error is None):
+        yield f"pass {run.where}: {run.error}; plain in pass {want.where}: {want.error}"
+    elif run.error and want.error:
+        in_place = "modified by an inplace operation"
+        same = run.error[0] == want.error[0] and (in_place in run.error[1]) == (in_place in want.error[1])
+        if not same or run.where != want.where:
+            yield f"pass {run.where}: {run.error}; plain in pass {want.where}: {want.error}"
+    elif len(run.seen) != len(want.seen):
+        yield "more or fewer losses than plain"
+
+
+def _left_behind(offloader: ActivationOffloader) -> Iterator[str]:
+    if offloader.stats.host_bytes_live:
+        gc.collect()
+    if offloader.stats.host_bytes_live:
+        yield f"{offloader.stats.host_bytes_live} bytes of host memory are held when no graph is alive"
+
+
+def check(program: Program, modes: Sequence[str] = MODES) -> None:
+    """Compare each mode with the plain run.
+
+    Raises:
+        AssertionError: names the mode and what is wrong.
+    """
+    torch.manual_seed(0)
+    _EXPECTED[:] = [plain(program)]
+    with repeatable():
+        for mode in modes:
+            faults = offloaded(program, mode)
+            assert not faults, f"{mode}: {'; '.join(faults)}"
