@@ -1,4 +1,4 @@
-"""Steps of a small model with every kind of plan, compared with the plain run: gradients to the bit, or the same error."""
+"""Steps of a small model with every kind of plan, compared with the plain run: to the bit, or the same error."""
 
 import copy
 import random

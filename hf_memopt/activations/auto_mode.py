@@ -3,9 +3,10 @@
 Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
 a whole, and where it was faster the plan is made again for times in proportion.
 
-Without a budget a pass after the recorded ones is neither recorded nor planned, but offloaded as they are (on a CPU,
-kept): its time without copies is the plain one, for which `max_slowdown` is meant. A plan whose passes take longer is made again for
-less: first nothing is computed again, which has operations noted, and then fewer bytes go.
+Without a budget a pass after the recorded ones is neither recorded nor planned. Everything is offloaded as in those, or
+kept on a CPU: the time without copies is the plain one, for which `max_slowdown` is meant. A plan whose passes take
+longer is made again for less: first nothing is computed again, for which operations have to be noted, and then fewer
+bytes go.
 """
 
 import logging
@@ -265,7 +266,9 @@ class AutoMode:
         if abs(plain_s - recorded_s) <= _TOLERATED * recorded_s:
             return
         logger.info(
-            "activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", 1e3 * plain_s, 1e3 * recorded_s
+            "activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms",
+            1e3 * plain_s,
+            1e3 * recorded_s,
         )
         self.recording = scaled(self.recording, plain_s / recorded_s)
         if num_operations:
@@ -301,7 +304,7 @@ class AutoMode:
 
     def _allowed_slowdown(self) -> float:
         """Return for which slowdown the next plan is made: less each time that passes took longer."""
-        return self._limits.max_slowdown / 2 ** max(0, self._num_too_slow - 1)
+        return self._limits.max_slowdown * 0.5 ** max(0, self._num_too_slow - 1)
 
     def _has_less_room(self) -> bool:
         """Whether the plan holds more than the device now has left: optimizer states are there, or other processes."""

@@ -4,7 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from hf_memopt.activations.recompute.recording_scope import active_in, in_dual_l
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
+from hf_memopt.activations.uncompiled import graph_break, uncompiled
 from hf_memopt.activations.wrapped_module import WrappedModule
+from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
 from hf_memopt.transfer.device_types import device_type
@@ -114,8 +116,11 @@ class ActivationOffloader:
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
         self._ended: ForwardPass | None = None
+        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 
+    @graph_break
     @contextmanager
+    @uncompiled
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload what is saved for backward inside. Backward may run inside the context or after it.
 
@@ -128,6 +133,8 @@ class ActivationOffloader:
         if not self.enabled or not torch.is_grad_enabled() or _is_captured():
             yield self
             return
+        if any(begun.is_in_backward for begun in self._passes):
+            forget_failed_backward()
         fixed = storages_of(model)
         # Passes are planned for the model whose context began them.
         owner, begun = self._open_pass() or (self._key(model), None)
@@ -166,6 +173,8 @@ class ActivationOffloader:
     def stats(self) -> OffloadStats:
         """Return what has been moved so far, and how the newest pass compares with its plan."""
         devices = [device for device in self._devices.values() if device is not None]
+        if any(device.arena.bytes_live for device in devices):
+            forget_failed_backward()
         ended = self._ended
         plan = ended.plan if ended else None
         return OffloadStats(
@@ -217,12 +226,17 @@ class ActivationOffloader:
             begun.op_recorder.weights |= fixed
         return begun.op_recorder
 
-    def _begin_pass(
-        self, owner: nn.Module, device: torch.device, op_recorder: OpRecorder | None
-    ) -> ForwardPass | None:
+    def _begin_pass(self, owner: nn.Module, device: torch.device, op_recorder: OpRecorder | None) -> ForwardPass | None:
         context = self._context(device)
         if context is None:
             return None
+        begun = self._begin_pass_on(context, device, owner, op_recorder)
+        self._passes.add(begun)
+        return begun
+
+    def _begin_pass_on(
+        self, context: DeviceContext, device: torch.device, owner: nn.Module, op_recorder: OpRecorder | None
+    ) -> ForwardPass:
         if self.mode != "auto":
             return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
         plans = self._plans_of(owner)
@@ -270,9 +284,7 @@ class ActivationOffloader:
         everywhere = any(module is None or module is model for module in modules)
         return active_in(op_recorder, [module for module in modules if module is not None], everywhere)
 
-    def _op_recorder(
-        self, model: nn.Module | None, owner: nn.Module, fixed: frozenset[int]
-    ) -> OpRecorder | None:
+    def _op_recorder(self, model: nn.Module | None, owner: nn.Module, fixed: frozenset[int]) -> OpRecorder | None:
         context = self._context(_device_of(model, self._given_copier))
         if self.mode != "auto" or context is None:
             return None

@@ -291,7 +291,9 @@ class _Timing:
     def _lasting_storage(self, noted: Recorder, index: int, uses: tuple[float, ...]) -> SavedStorage:
         """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
         saved_at_s = self._times[noted._placed[index]]
-        return SavedStorage(0, saved_at_s, uses, freed_s=self._freed_s(noted._freed.get(index), uses), can_offload=False)
+        return SavedStorage(
+            0, saved_at_s, uses, freed_s=self._freed_s(noted._freed.get(index), uses), can_offload=False
+        )
 
     def _outlive(self, sources: list[int | _Unsaved], uses: tuple[float, ...]) -> bool:
         """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
@@ -358,9 +360,7 @@ def with_cost_of_noting(
         return s_per_operation * sum(num_operations.get(maker, 0) / num_sharing[maker] for maker in makers)
 
     storages = tuple(
-        storage
-        if storage.recompute_s is None
-        else replace(storage, recompute_s=storage.recompute_s + cost_s(index))
+        storage if storage.recompute_s is None else replace(storage, recompute_s=storage.recompute_s + cost_s(index))
         for index, storage in enumerate(recording.profile.storages)
     )
     return replace(recording, profile=replace(recording.profile, storages=storages))

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hf_memopt.transfer.host_memory import driver_is_gone, pinned_empty
 
-
 ALIGNMENT = 16  # bytes, of the largest dtype
 
 

@@ -52,6 +52,6 @@ def test_fixed_grids(method: str, mode: str) -> None:
 
 @pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", (*ADAPTIVE, *FIXED))
+@pytest.mark.parametrize("method", [*ADAPTIVE, *FIXED])
 def test_adjoints(method: str, mode: str) -> None:
     assert_as_plain(solve("odeint_adjoint", method), Field(), mode)

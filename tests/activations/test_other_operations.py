@@ -1,4 +1,4 @@
-"""Plans that were made for one pass, in passes that save as much but do something else: as the plain run, or an error."""
+"""Plans that were made for one pass, in passes that save as much but do something else."""
 
 import pytest
 import torch

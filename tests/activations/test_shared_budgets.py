@@ -137,7 +137,8 @@ def test_predicted_is_measured_within_the_budget(case: str, share: float) -> Non
     budget_gib = share * refused.value.smallest_bytes / 2**30
     stats = train(case, budget_gib).stats
     assert stats.measured_peak_gib == stats.predicted_peak_gib
-    assert stats.measured_peak_gib is not None and 0 < stats.measured_peak_gib <= budget_gib
+    assert stats.measured_peak_gib is not None
+    assert 0 < stats.measured_peak_gib <= budget_gib
 
 
 def test_passes_that_overlap_otherwise_keep_to_the_budget_in_the_end() -> None:

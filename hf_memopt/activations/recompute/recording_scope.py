@@ -49,11 +49,11 @@ def off_in_dual_levels(mode: TorchDispatchMode) -> Iterator[None]:
         left.append(is_innermost(mode))
         if left[-1]:
             _pop_mode()
-        level: int = enter_level()
+        level: int = enter_level()  # type: ignore[no-untyped-call]
         return level
 
     def leave(*, level: int | None = None) -> None:
-        exit_level(level=level)
+        exit_level(level=level)  # type: ignore[no-untyped-call]
         if left and left.pop():
             _push_mode(mode)
 

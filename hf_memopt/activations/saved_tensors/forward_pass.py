@@ -78,7 +78,7 @@ class ForwardPass:
     Attributes:
         sizes: bytes of the storages that autograd saved, in order.
         peak_bytes: the most that saved activations held on the device until the last backward was over.
-        is_other_work: whether something that the plan has computed again came about otherwise than in the recorded pass.
+        is_other_work: whether something that the plan computes again came about otherwise than in the recorded pass.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class ForwardPass:
         Raises:
             RuntimeError: the tensor was modified in place since it was saved.
         """
-        storage.check()
         backward = self._note_backward()
+        storage.check()
         is_first = view.read_in != backward
         view.read_in = backward
         if self.recorder is None or backward == 0 or not is_first:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
+from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     ViewMeta,
     called_from_checkpoint,
@@ -120,6 +121,7 @@ class OffloadContext:
         """Whether anything was there to offload."""
         return bool(self._passes)
 
+    @uncompiled
     def pack(self, tensor: Tensor) -> Payload:
         """Return the payload that autograd keeps instead of `tensor`.
 
@@ -155,6 +157,7 @@ class OffloadContext:
                 live = forward.save(tensor, key, num_bytes, of_function)
         return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
 
+    @uncompiled
     def unpack(self, payload: Payload) -> Tensor:
         """Return the saved tensor, on its device and ready for the compute stream.
 

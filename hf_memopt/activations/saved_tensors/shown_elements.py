@@ -50,7 +50,7 @@ def elements(offset: int, size: Sequence[int], stride: Sequence[int], itemsize: 
 
 def elements_of(tensor: Tensor) -> Elements:
     """Return the elements of its storage that a plain tensor shows."""
-    return elements(tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize)
+    return elements(int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.itemsize)
 
 
 class ShownElements:

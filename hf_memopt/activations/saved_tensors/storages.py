@@ -80,8 +80,8 @@ class LiveStorage(VersionGuard, ABC):
     Attributes:
         foreseen: reads by the backwards to come.
         num_views: saved tensors that are alive.
-        is_pending: whether a part of it alone has been shown and the model still has it, so that other parts may follow.
-            Its memory is there anyway until then, and counts as the model's.
+        is_pending: whether it is left alone because the model still has it: its memory is there anyway, and counts as
+            the model's. A storage of which a part was saved is, since other parts may follow.
         has_late_views: whether other nodes have saved parts of it meanwhile.
         num_dependents: storages that are still to be computed from this one.
         saved_by: the pass that autograd last saved it in; None while it is only there to compute others from.
@@ -121,10 +121,12 @@ class LiveStorage(VersionGuard, ABC):
     is_kept: ClassVar[bool] = False
 
     def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+        # What `__del__` reads, should anything fail.
+        self.device, self.key = device, 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
         storage = tensor.untyped_storage()
-        self.device, self.index = device, index
+        self.index = index
         self.num_bytes = storage.nbytes()
         self.num_views = self.num_dependents = 0
         self.foreseen = _UNFORESEEN
