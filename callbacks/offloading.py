@@ -1,6 +1,7 @@
 """Activation offloading as a Trainer callback, and what has to hold before a Trainer can offload at all."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -9,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
-from hf_memopt.units import format_gib
+from hf_memopt.units import GIB, format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,10 @@ def log_stats(stats: OffloadStats, state: TrainerState) -> None:
 
 
 def log_what_was_done(stats: OffloadStats) -> None:
-    """One line with what offloading did; a warning where it did nothing."""
-    if stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
+    """One line with what offloading did; a warning where it did nothing, unless nothing was trained."""
+    if stats.bytes_kept == stats.bytes_weights == stats.bytes_moved == 0:
+        logger.info("activation offloading: no pass has saved anything for backward")
+    elif stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
         logger.warning(
             "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator reached "
             "offload_threshold_mb (on the CPU it needs copier=SyncCopier(), or the flag --cpu_copies)"
@@ -127,18 +130,22 @@ def log_what_was_done(stats: OffloadStats) -> None:
 def summary(stats: OffloadStats) -> str:
     """The figures of `stats` that tell whether offloading paid, in one line."""
     parts = [
-        f"{format_gib(stats.bytes_moved)} moved to the host",
-        f"{format_gib(stats.host_bytes_pinned)} of host memory used",
-        f"compute waited {stats.stall_ms:.0f} ms",
-        _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, "GiB"),
-        _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, "ms"),
+        f"{format_bytes(stats.bytes_moved)} moved to the host",
+        f"{format_bytes(stats.host_bytes_pinned)} of host memory used",
+        f"compute waited {format_ms(stats.stall_ms)}",
+        _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, _format_gib),
+        _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, format_ms),
     ]
     return "; ".join(part for part in parts if part)
 
 
-def _comparison(name: str, predicted: float | None, measured: float | None, unit: str) -> str:
+def _format_gib(gib: float) -> str:
+    return format_bytes(gib * GIB)
+
+
+def _comparison(name: str, predicted: float | None, measured: float | None, in_words: Callable[[float], str]) -> str:
     known = {"predicted": predicted, "measured": measured}
-    figures = [f"{value:.2f} {unit} {how}" for how, value in known.items() if value is not None]
+    figures = [f"{in_words(value)} {how}" for how, value in known.items() if value is not None]
     return f"{name} {', '.join(figures)}" if figures else ""
 
 

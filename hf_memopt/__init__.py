@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # spelled "x as x": what type checkers are to take for exported
     from hf_memopt import reflow as reflow
     from hf_memopt.activations import ActivationOffloader as ActivationOffloader
+    from hf_memopt.activations import InfeasibleBudgetError as InfeasibleBudgetError
     from hf_memopt.activations import SelectiveCheckpoint as SelectiveCheckpoint
     from hf_memopt.activations import apply_selective_checkpointing as apply_selective_checkpointing
     from hf_memopt.activations import estimate_offloading_memory_savings as estimate_offloading_memory_savings
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 
 # The names of each package.
 _NAMES = {
-    "activations": "ActivationOffloader SelectiveCheckpoint apply_selective_checkpointing "
+    "activations": "ActivationOffloader InfeasibleBudgetError SelectiveCheckpoint apply_selective_checkpointing "
     "estimate_offloading_memory_savings wrap_forward_with_offload",
     "callbacks": "ActivationOffloadCallback ClearCacheOnSaveCallback LeakDetectionCallback MemoptArguments "
     "MemoryLoggingCallback StopOnNonFiniteCallback attach",

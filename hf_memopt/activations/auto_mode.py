@@ -248,10 +248,10 @@ class AutoMode:
         before = self.plan.predicted_peak_bytes
         self._out_of_reach_bytes = int(_SMALLER * before)
         logger.warning(
-            "activation offloading: the device ran out of memory, or nearly did, with %.2f GiB of saved activations "
-            "on it; from now on they may hold at most %.2f GiB",
-            before / 2**30,
-            self._out_of_reach_bytes / 2**30,
+            "activation offloading: the device ran out of memory, or nearly did, with %s of saved activations on it; "
+            "from now on they may hold at most %s",
+            format_bytes(before),
+            format_bytes(self._out_of_reach_bytes),
         )
         self._replan()
 

@@ -203,6 +203,10 @@ class ActivationOffloader:
             for mode in modes.values()
             if mode.plan and mode.recording
         )
+        # The model whose plan was the newest may be gone.
+        newest = self._ended
+        if not plans and newest is not None and newest.plan is not None and newest.recording is not None:
+            plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
         none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
         return OffloadReport(plans, "" if plans else none_yet)
 

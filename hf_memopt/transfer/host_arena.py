@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier
-from hf_memopt.units import GIB
+from hf_memopt.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +107,10 @@ class HostArena:
         """Say in the log how much has been taken since the last call, and how long that has held up the host."""
         if self._new_bytes:
             logger.info(
-                "activation offloading: took %.2f GiB of host memory in %.1f s, holds %.2f GiB in %d allocations; "
-                "later passes use it again",
-                self._new_bytes / GIB,
-                self._new_s,
-                self.bytes_held / GIB,
+                "activation offloading: took %s of host memory in %s, holds %s in %d allocations; later passes use it again",
+                format_bytes(self._new_bytes),
+                format_ms(1e3 * self._new_s),
+                format_bytes(self.bytes_held),
                 len(self._regions),
             )
             self._new_bytes, self._new_s = 0, 0.0
@@ -132,8 +131,8 @@ class HostArena:
         self._sizes_change = False
         if self.bytes_held < before:
             logger.info(
-                "activation offloading: gave %.2f GiB of host memory back, which is not needed any more",
-                (before - self.bytes_held) / GIB,
+                "activation offloading: gave %s of host memory back, which is not needed any more",
+                format_bytes(before - self.bytes_held),
             )
 
     def _cut(self, num_bytes: int) -> Tensor | None:

@@ -116,7 +116,7 @@ class ForwardPass:
         self._counters = counters
         self._prefetch_ahead = prefetch_ahead
         self._keeps_all = keeps_all
-        self._recording = recording
+        self.recording = recording
         self._foreseen = ForeseenReads(foreseen_reads)
         self._budget_bytes = budget_bytes
         self._is_for_these_sizes = is_for_these_sizes
@@ -239,7 +239,7 @@ class ForwardPass:
 
         Other parts of it may be saved, or it outlives the backward pass, so that a copy would free nothing.
         """
-        is_lasting = self._recording is not None and index in self._recording.lasting
+        is_lasting = self.recording is not None and index in self.recording.lasting
         return is_lasting or not ShownElements(tensor, num_bytes).is_whole
 
     def _ripen(self) -> None:
@@ -337,10 +337,10 @@ class ForwardPass:
         """Return what becomes of a storage."""
         if self._keeps_all:
             return Action.KEEP
-        if self.plan is None or self._recording is None or not 0 <= index < len(self.plan.actions):
+        if self.plan is None or self.recording is None or not 0 <= index < len(self.plan.actions):
             return Action.OFFLOAD
-        planned = self._recording.profile.storages[index]
-        is_larger = num_bytes > planned.num_bytes and index not in self._recording.lasting
+        planned = self.recording.profile.storages[index]
+        is_larger = num_bytes > planned.num_bytes and index not in self.recording.lasting
         self._is_larger = self._is_larger or (self._is_for_these_sizes and is_larger)
         if self._is_larger and planned.can_offload:
             return Action.OFFLOAD
@@ -351,17 +351,17 @@ class ForwardPass:
 
     def _is_as_recorded(self, index: int, recomputation: Recomputation | None) -> bool:
         """Return whether a storage came about by the operations that the plan is to repeat."""
-        recorded = self._recording.operations.get(index) if self._recording is not None else None
+        recorded = self.recording.operations.get(index) if self.recording is not None else None
         return recomputation is not None and recomputation.operations() == recorded
 
     def _source_index(self, index: int, place: int) -> int:
         """Return the index of the storage that the computation of another one reads in this place."""
-        sources = self._recording.profile.storages[index].sources if self._recording else ()
+        sources = self.recording.profile.storages[index].sources if self.recording else ()
         return sources[place] if place < len(sources) else _UNFORESEEN
 
     def _owner(self, index: int) -> str:
         """Return the module that saved a storage, as far as it was recorded."""
-        owners = self._recording.owners if self._recording else ()
+        owners = self.recording.owners if self.recording else ()
         return owners[index] if index < len(owners) else ""
 
     # ----------------------------------------------------------------------------------------------- backward
