@@ -116,7 +116,6 @@ class ActivationOffloader:
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
         self._ended: ForwardPass | None = None
-        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 
     @graph_break
     @contextmanager
@@ -133,8 +132,7 @@ class ActivationOffloader:
         if not self.enabled or not torch.is_grad_enabled() or _is_captured():
             yield self
             return
-        if any(begun.is_in_backward for begun in self._passes):
-            forget_failed_backward()
+        self._drop_what_failed()
         fixed = storages_of(model)
         # Passes are planned for the model whose context began them.
         owner, begun = self._open_pass() or (self._key(model), None)
@@ -172,9 +170,8 @@ class ActivationOffloader:
     @property
     def stats(self) -> OffloadStats:
         """Return what has been moved so far, and how the newest pass compares with its plan."""
+        self._drop_what_failed()
         devices = [device for device in self._devices.values() if device is not None]
-        if any(device.arena.bytes_live for device in devices):
-            forget_failed_backward()
         ended = self._ended
         plan = ended.plan if ended else None
         return OffloadStats(
@@ -214,6 +211,11 @@ class ActivationOffloader:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
         return functools.partial(ActivationOffloader, **self._options), ()
 
+    def _drop_what_failed(self) -> None:
+        """Give back the host memory of a backward that raised, if any is held at all."""
+        if any(device is not None and device.arena.bytes_live for device in self._devices.values()):
+            forget_failed_backward()
+
     def _open_pass(self) -> tuple[nn.Module, ForwardPass] | None:
         """Return the pass that a new context goes on with, and the model whose context began it."""
         for model, modes in self._plans.items():
@@ -234,13 +236,6 @@ class ActivationOffloader:
         context = self._context(device)
         if context is None:
             return None
-        begun = self._begin_pass_on(context, device, owner, op_recorder)
-        self._passes.add(begun)
-        return begun
-
-    def _begin_pass_on(
-        self, context: DeviceContext, device: torch.device, owner: nn.Module, op_recorder: OpRecorder | None
-    ) -> ForwardPass:
         if self.mode != "auto":
             return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
         plans = self._plans_of(owner)

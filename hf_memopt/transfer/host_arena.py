@@ -107,7 +107,8 @@ class HostArena:
         """Say in the log how much has been taken since the last call, and how long that has held up the host."""
         if self._new_bytes:
             logger.info(
-                "activation offloading: took %s of host memory in %s, holds %s in %d allocations; later passes use it again",
+                "activation offloading: took %s of host memory in %s, holds %s in %d allocations; later passes use it "
+                "again",
                 format_bytes(self._new_bytes),
                 format_ms(1e3 * self._new_s),
                 format_bytes(self.bytes_held),

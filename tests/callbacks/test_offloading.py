@@ -89,7 +89,7 @@ def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureF
         assert offloader.stats.predicted_peak_gib is not None
         assert offloader.stats.predicted_peak_gib <= 100_000 / 2**30
         assert offloader.stats.host_bytes_live == 0
-    assert sum("GiB predicted" in record.message for record in caplog.records) == 2
+    assert sum("KiB predicted" in record.message for record in caplog.records) == 2
 
 
 class FailOnce:
@@ -200,6 +200,14 @@ def test_a_mode_by_name_and_a_cpu_on_which_nothing_moves(make: Any, caplog: pyte
     assert caplog.text.count("activation offloading moved nothing") == 2
 
 
+def test_nothing_is_said_to_be_at_fault_where_nothing_was_trained(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hf_memopt")
+    offloading.log_what_was_done(everything().stats)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "no pass has saved anything" in record.message
+
+
 def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     counters = {"bytes_kept": 0, "bytes_deduplicated": 0, "host_bytes_live": 0, "num_host_allocations": 0}
     counters |= {"bytes_recomputed": 0, "bytes_weights": 0}
@@ -210,5 +218,5 @@ def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     plainly = "3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
     assert offloading.summary(OffloadStats(**counters, **moved, **nothing)) == plainly
     assert offloading.summary(OffloadStats(**counters, **moved, **plan, **measured)) == (
-        f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured; step 100.00 ms predicted"
+        f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured; step 100 ms predicted"
     )

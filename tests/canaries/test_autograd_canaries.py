@@ -21,6 +21,8 @@ from hf_memopt.autograd_state import (
     current_node,
     graph_is_retained,
     in_backward,
+    next_node,
+    num_tensors_on,
     same_counter,
 )
 
@@ -229,3 +231,40 @@ def test_operations_inside_a_mode_are_those_outside_only_with_their_dispatch_key
             assert not torch.equal(compute(), plain)
         with AsPlain():
             assert torch.equal(compute(), plain)
+
+
+def test_tensors_on_a_storage_are_counted() -> None:
+    """As `num_tensors_on` counts them, views and detached aliases included."""
+    tensor = torch.zeros(4, 4)
+    key = tensor.untyped_storage()._cdata
+    assert num_tensors_on(key) == 1
+    alias = tensor.detach()
+    assert num_tensors_on(key) == 2
+    del alias
+    parts = tensor[:, :2], tensor[:, 2:]
+    assert num_tensors_on(key) == 3
+    del parts
+    assert num_tensors_on(key) == 1
+
+
+def test_tensors_of_one_node_are_saved_under_one_number() -> None:
+    """And those of two nodes under different ones."""
+    numbers: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        numbers.append(next_node())
+        return tensor
+
+    x, y = torch.zeros(2, requires_grad=True) * 1, torch.zeros(2, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        product = x * y
+        product.exp()
+    first, second, result = numbers
+    assert first == second != result
+
+
+def test_a_tensor_that_is_given_data_counts_its_modifications_with_its_alias() -> None:
+    guarded = torch.zeros(4)
+    counted = VersionGuard(guarded).counted_together(torch.zeros(2, 2, dtype=torch.float64))
+    counted.add_(1)
+    assert (guarded._version, counted.dtype, counted.shape) == (1, torch.float64, (2, 2))

@@ -209,3 +209,31 @@ def test_a_destructor_may_release_while_a_block_is_being_made() -> None:
         held += [block for block in blocks if block is not None]
     assert arena.acquire(4 * KIB) is not None
     assert arena.bytes_live == 4 * KIB + sum(block.nbytes for block in held)
+
+
+class Slab(SyncCopier):
+    """Cuts all host memory out of one storage, one piece right after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slab, self._taken = torch.zeros(2**20, dtype=torch.uint8), 0
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        piece = self._slab[self._taken : self._taken + num_bytes]
+        self._taken += num_bytes
+        return piece
+
+
+def test_regions_may_be_pieces_of_one_storage() -> None:
+    arena = HostArena(Slab())
+    blocks = [arena.acquire(size) for size in (64, 128, 192)]
+    for value, block in enumerate(blocks):
+        assert block is not None
+        block.fill_(value)
+    assert [set(block.tolist()) for block in blocks if block is not None] == [{0}, {1}, {2}]
+    for block in blocks:
+        assert block is not None
+        arena.release(block)
+    again = [arena.acquire(64) for _ in range(6)]
+    assert len({block.data_ptr() for block in again if block is not None}) == 6
+    assert arena.bytes_held == 64 + 128 + 192

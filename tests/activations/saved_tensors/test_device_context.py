@@ -1,7 +1,11 @@
 """What passes share: the bytes they hold, the queue of copies, and orders of reloading, of the newest shapes only."""
 
+import pytest
 import torch
+from as_plain import MODES, Context, plain, planned, results, same
+from torch import nn
 
+from hf_memopt import ActivationOffloader
 from hf_memopt.activations.saved_tensors import device_context
 from hf_memopt.activations.saved_tensors.device_context import DeviceBytes, DeviceContext, ReloadOrders
 from hf_memopt.transfer import SyncCopier
@@ -67,3 +71,37 @@ def test_the_oldest_copies_give_up_their_memory_first() -> None:
     assert [storage.is_leaving for storage in storages] == [False, False, True]
     context.stay(storages[2])
     assert not context.let_all_go()
+
+
+class Slices(SyncCopier):
+    """Cuts device memory out of larger storages."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def empty_device(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((self._begin + num_bytes + 7,), 255, dtype=torch.uint8)[self._begin : self._begin + num_bytes]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_begins_within_a_storage(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+
+    def step(model: nn.Module, context: Context, number: int) -> torch.Tensor:
+        with context(model):
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    want = results(step, model, plain)
+    options = {"mode": mode if mode in ("all", "inputs") else "auto"}
+    with planned(mode):
+        offloader = ActivationOffloader(offload_threshold_mb=0, copier=Slices(64), **options)
+        assert same(results(step, model, offloader.offload_context), want)
+
+
+def test_memory_that_fits_no_dtype_is_refused() -> None:
+    context = DeviceContext(torch.device("cpu"), Slices(3), None)
+    with pytest.raises(ValueError, match=r"Slices\.empty_device returned memory that begins at byte 3"):
+        context.empty_device(64)
