@@ -70,3 +70,28 @@ def test_gradients_are_those_that_inductor_computes(how: str, mode: str) -> None
     offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=SyncCopier())
     assert all(map(equal, train(how, "inductor", offloader), want))
     assert offloader.stats.bytes_moved > 0
+
+
+@pytest.mark.parametrize("mode", ["all", "auto"])
+def test_a_backward_inside_of_a_compiled_step(mode: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Destructors run there as they do elsewhere, and give back what was held."""
+    offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=SyncCopier())
+
+    def run(is_offloaded: bool) -> list[list[Tensor]]:
+        torch._dynamo.reset()
+        net = make_layers()
+
+        def step(x: Tensor) -> None:
+            with offloader.offload_context(net) if is_offloaded else nullcontext():
+                loss = net(x).square().mean()
+            loss.backward()
+
+        compiled, found = torch.compile(step, backend="aot_eager"), []
+        for number in range(NUM_STEPS):
+            compiled(torch.randn(8, 8, generator=torch.Generator().manual_seed(number)))
+            found.append(take_gradients(net))
+        return found
+
+    assert all(map(equal, run(True), run(False)))
+    assert offloader.stats.host_bytes_live == 0
+    assert not [warning for warning in recwarn if "__del__" in str(warning.message)]

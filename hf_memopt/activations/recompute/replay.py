@@ -19,6 +19,7 @@ from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, Te
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
+from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
 
 # How many operations may lie between a storage and what it is computed from.
@@ -306,6 +307,7 @@ class RecomputedStorage(LiveStorage):
         self._sources = []
         self._computation = None
 
+    @uncompiled
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._drop_sources()

@@ -28,7 +28,7 @@ from hf_memopt.activations.recompute.op_recorder import OpRecorder
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.recording import Recorder, Recording
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
-from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
+from hf_memopt.activations.saved_tensors.shown_elements import is_whole
 from hf_memopt.activations.saved_tensors.storages import (
     ForeseenReads,
     KeptStorage,
@@ -37,6 +37,7 @@ from hf_memopt.activations.saved_tensors.storages import (
     OwnCopy,
     TracedStorage,
 )
+from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 
 # How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
@@ -240,7 +241,7 @@ class ForwardPass:
         Other parts of it may be saved, or it outlives the backward pass, so that a copy would free nothing.
         """
         is_lasting = self.recording is not None and index in self.recording.lasting
-        return is_lasting or not ShownElements(tensor, num_bytes).is_whole
+        return is_lasting or not is_whole(tensor, num_bytes)
 
     def _ripen(self) -> None:
         """Begin what was pending on storages that the model has let go of by now."""
@@ -441,6 +442,7 @@ class ForwardPass:
         """Seconds from the first save to the end of the last backward; waits for the device."""
         return self.device.clock.elapsed_s(self.begun, self.ended)
 
+    @uncompiled
     def _end(self, task: int) -> None:
         if task not in self._backwards:
             return

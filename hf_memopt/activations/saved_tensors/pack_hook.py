@@ -50,15 +50,17 @@ class KeptView:
     __slots__ = ("_forward", "_kept", "_storage", "read_in")
 
     def __init__(self, storage: LiveStorage, forward: ForwardPass, tensor: Tensor) -> None:
+        # What `__del__` undoes comes first, should anything fail.
         self._storage, self._forward = storage, forward
+        forward.add_view(storage)
         self._kept = tensor.detach(), tensor._version
         self.read_in = 0
-        forward.add_view(storage)
 
     def restore(self) -> Tensor:
         self._forward.note_use(self._storage, self)
         return _unmodified(self._kept)
 
+    @uncompiled
     def __del__(self) -> None:
         self._forward.drop_view(self._storage)
 
@@ -73,15 +75,16 @@ class MovedView(ViewMeta):
     __slots__ = ("_forward", "_storage", "read_in")
 
     def __init__(self, storage: LiveStorage, forward: ForwardPass, tensor: Tensor) -> None:
-        super().__init__(tensor)
         self._storage, self._forward = storage, forward
-        self.read_in = 0
         forward.add_view(storage)
+        super().__init__(tensor)
+        self.read_in = 0
 
     def restore(self) -> Tensor:
         storage = self._storage
         return storage.counted_together(self.of(self._forward.use(storage, self)))
 
+    @uncompiled
     def __del__(self) -> None:
         self._forward.drop_view(self._storage)
 

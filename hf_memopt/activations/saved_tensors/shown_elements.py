@@ -53,6 +53,13 @@ def elements_of(tensor: Tensor) -> Elements:
     return elements(int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.itemsize)
 
 
+def is_whole(tensor: Tensor, num_bytes: int) -> bool:
+    """Return whether a plain tensor shows all of its storage, which has `num_bytes`."""
+    if tensor.nbytes != num_bytes:
+        return False
+    return tensor.is_contiguous() or elements_of(tensor) == Elements(0, ((num_bytes, 1),))
+
+
 class ShownElements:
     """The elements of one storage that its saved views have shown so far.
 
@@ -61,28 +68,22 @@ class ShownElements:
         num_bytes: of the storage.
     """
 
-    __slots__ = ("_parts", "_whole")
+    __slots__ = ("_num_bytes", "_parts")
 
     def __init__(self, tensor: Tensor, num_bytes: int) -> None:
-        self._whole = Elements(0, ((num_bytes, 1),))
+        self._num_bytes = num_bytes
         # None once there is nothing left to show; most storages are shown whole by their first view.
-        self._parts: list[Elements] | None = []
-        if tensor.nbytes == num_bytes and tensor.is_contiguous():
-            self._parts = None
-        else:
-            self.add(tensor)
+        self._parts: list[Elements] | None = None
+        if not is_whole(tensor, num_bytes):
+            self._parts = [elements_of(tensor)]
 
     def add(self, tensor: Tensor) -> None:
         """Note another view."""
-        if self._parts is not None:
-            self._parts.append(elements_of(tensor))
-            if self._parts[-1] == self._whole:
-                self._parts = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether there is nothing left to show."""
-        return self._parts is None
+        if self._parts is None:
+            return
+        self._parts.append(elements_of(tensor))
+        if is_whole(tensor, self._num_bytes):
+            self._parts = None
 
     def include_all_of(self, tensor: Tensor) -> bool:
         """Return whether a view shows nothing new."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
+from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     StoragePin,
     VersionGuard,
@@ -266,6 +267,7 @@ class KeptStorage(LiveStorage):
     def _give_up(self) -> None:
         """Kept memory goes with the graph."""
 
+    @uncompiled
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._forget(self._counted_bytes)
@@ -448,6 +450,7 @@ class OffloadedStorage(LiveStorage):
         self._outgoing.wait()
         self._source = None
 
+    @uncompiled
     def __del__(self) -> None:
         if sys.is_finalizing():
             return

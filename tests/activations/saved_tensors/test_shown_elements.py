@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.shown_elements import ShownElements, elements_of
+from hf_memopt.activations.saved_tensors.shown_elements import ShownElements, elements_of, is_whole
 
 
 def test_views_of_the_same_elements_are_equal() -> None:
@@ -44,6 +44,6 @@ def test_no_view_is_said_to_be_shown_that_was_not() -> None:
         if elements_of(first) == elements_of(third):
             assert shown(first, 64) == shown(third, 64)
     assert num_included > 100
-    assert ShownElements(x, 4 * 64).is_whole
-    assert not ShownElements(x[:32].expand(2, 32), 4 * 64).is_whole
-    assert ShownElements(x.view(8, 8).t(), 4 * 64).is_whole
+    assert is_whole(x, 4 * 64)
+    assert not is_whole(x[:32].expand(2, 32), 4 * 64)
+    assert is_whole(x.view(8, 8).t(), 4 * 64)
