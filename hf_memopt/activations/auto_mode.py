@@ -157,7 +157,7 @@ class AutoMode:
             plan=None if self._wants_plain else self.plan,
             recorder=recorder,
             # A CPU has room for everything, and computes more slowly in memory that comes and goes.
-            keeps_all=self._wants_plain and isinstance(self._device.clock, HostClock),
+            keeps_all=self._wants_plain and self._room is None and isinstance(self._device.clock, HostClock),
             op_recorder=op_recorder,
             recording=self.recording,
             foreseen_reads=self._foreseen_reads(),
