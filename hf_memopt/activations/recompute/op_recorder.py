@@ -178,7 +178,7 @@ class OpRecorder(TorchDispatchMode):
         self._distrusted[storage._cdata] = StoragePin.of(storage)
 
     def is_distrusted(self, operand: TensorRef) -> bool:
-        """Whether a custom `autograd.Function` has the operand's storage."""
+        """Return whether a custom `autograd.Function` has the operand's storage."""
         return operand.key in self._distrusted
 
     def operand(self, tensor: Tensor) -> TensorRef:

@@ -118,7 +118,7 @@ class Recomputation:
         return [operand for step in self.steps() for operand in step._operands if isinstance(operand, StoredInput)]
 
     def operations(self) -> tuple[Any, ...]:
-        """What tells whether another pass does the same: the operations, and which of their sources were saved."""
+        """Return the operations, and which of their sources were saved: equal in passes that do the same."""
         steps = tuple((step.record.func, step.record.output) for step in self.steps())
         return steps, tuple(source.is_saved for source in self.sources())
 

@@ -134,7 +134,7 @@ class ForwardPass:
 
     @property
     def is_open(self) -> bool:
-        """Whether another context goes on with this pass: its saved tensors wait for a backward that has not begun."""
+        """Return whether a new context goes on with this pass: its saved tensors wait for a first backward."""
         return self._num_views > 0 and not self._is_closed
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class ForwardPass:
             return
         pending = [storage for entry in self._pending if (storage := entry()) is not None]
         for storage in pending:
-            # What backward has read already is not needed any more.
+            # Backward needs no copy of a storage that it has read already.
             if storage.read_in == 0 and storage.is_left_alone():
                 storage.ripen()
                 if self.recorder is not None:
@@ -431,7 +431,7 @@ class ForwardPass:
 
     def _begin_backward(self) -> None:
         self._ripen()
-        # What the model still has when the first backward begins, it has for longer.
+        # Storages that the model still has when the first backward begins outlive the forward pass.
         recorded, self._recorded = self._recorded, []
         for entry in recorded:
             storage = entry()

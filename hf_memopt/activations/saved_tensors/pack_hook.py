@@ -50,7 +50,7 @@ class KeptView:
     __slots__ = ("_forward", "_kept", "_storage", "read_in")
 
     def __init__(self, storage: LiveStorage, forward: ForwardPass, tensor: Tensor) -> None:
-        # What `__del__` undoes comes first, should anything fail.
+        # Counted first, so that `__del__` undoes no more than that, should anything fail.
         self._storage, self._forward = storage, forward
         forward.add_view(storage)
         self._kept = tensor.detach(), tensor._version
