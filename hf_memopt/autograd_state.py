@@ -159,6 +159,12 @@ class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
             self[key] = torch.empty(0, dtype=key[0], device=key[1])
         return self[key]
 
+    def beside(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one on the device of a tensor, and fake if that is."""
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            return self[dtype, tensor.device]
+        return tensor.new_empty(0, dtype=dtype)
+
 
 _EMPTY = _Empty()
 
@@ -183,7 +189,7 @@ class ViewMeta:
 
         The memory may begin anywhere in a storage of its own, at a multiple of the view's elements.
         """
-        view = _EMPTY[self._dtype, memory.device].data
+        view = _EMPTY.beside(memory, self._dtype).data
         offset = self._offset + memory.storage_offset() * memory.itemsize // self._dtype.itemsize
         view.set_(memory.untyped_storage(), offset, self._size, self._stride)
         if self._conj:
@@ -275,7 +281,7 @@ class VersionGuard:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor, `(num_bytes,)` uint8."""
-    return _EMPTY[torch.uint8, tensor.device].data.set_(tensor.untyped_storage())
+    return _EMPTY.beside(tensor, torch.uint8).data.set_(tensor.untyped_storage())
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -306,5 +312,5 @@ def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> Runti
 
 def _alias_without_memory(tensor: Tensor) -> Tensor:
     alias = tensor.detach()
-    alias.data = _EMPTY[tensor.dtype, tensor.device]
+    alias.data = _EMPTY.beside(tensor, tensor.dtype)
     return alias

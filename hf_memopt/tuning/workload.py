@@ -10,8 +10,8 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 
 Settings = Mapping[str, Any]
 
-# Passes until an offloader's plan has settled: two are recorded, the third is planned, the fourth repeats it.
-PASSES_OF_AUTO = 4
+# Passes until an offloader's plan has settled: two are recorded, one is plain, one planned, and one repeats it.
+PASSES_OF_AUTO = 5
 
 
 def num_steps(offload: str, num_micro_batches: int) -> int:

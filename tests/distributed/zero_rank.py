@@ -29,6 +29,7 @@ from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.callbacks import attach
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+BATCH, LENGTH = 2, 16
 NUM_STEPS = 4  # two are recorded, the others follow the plan
 GLOO_LETS_GO_S = 5.0  # its threads hold what they gathered a moment longer
 
@@ -92,7 +93,7 @@ def with_accelerate(folder: Path, stage: int, offloader: ActivationOffloader | N
     gathered, left = GatheredWeights(model), 0
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(2 * step + distributed.get_rank())
-        batch = torch.randint(64, (2, 16), generator=generator)
+        batch = torch.randint(64, (BATCH, LENGTH), generator=generator)
         with nullcontext() if offloader is None else offloader.offload_context(model):
             loss = model(input_ids=batch, labels=batch).loss
         left = max(left, gathered.num_left() if stage == 3 else 0)
@@ -104,12 +105,12 @@ def with_accelerate(folder: Path, stage: int, offloader: ActivationOffloader | N
 
 def with_trainer(folder: Path, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(64, (16,), generator=generator) for _ in range(4 * NUM_STEPS)]
+    rows = [torch.randint(64, (LENGTH,), generator=generator) for _ in range(4 * NUM_STEPS)]
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": str(folder)}
     arguments = TrainingArguments(
         deepspeed=zero(stage),
         max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=BATCH,
         learning_rate=1e-2,
         dataloader_pin_memory=False,
         **quiet,
@@ -120,6 +121,15 @@ def with_trainer(folder: Path, stage: int, offloader: ActivationOffloader | None
     trainer.train()
     assert trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
     return whole_weights(trainer.model_wrapped), 0
+
+
+def shared_inputs() -> int:
+    """Bytes that linear functions save in all steps after other operations have saved them.
+
+    In each layer the inputs of the keys, the values, the upper projection and, after the attention, the output.
+    """
+    in_each_layer = 4 * BATCH * LENGTH * SIZES["hidden_size"] * torch.bfloat16.itemsize
+    return NUM_STEPS * SIZES["num_hidden_layers"] * in_each_layer
 
 
 def outcomes(folder: Path) -> dict[str, Any]:
@@ -138,6 +148,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
                     "learned": not any(map(torch.equal, plain, start)),
                     "gathered_left": left,
                     "moved": offloader.stats.bytes_moved,
+                    "shared_inputs": shared_inputs(),
                     "live": offloader.stats.host_bytes_live,
                 }
     return found

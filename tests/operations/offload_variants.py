@@ -22,6 +22,7 @@ from hf_memopt.transfer import Copier, SyncCopier
 
 # Two passes are recorded, the second of them planned already.
 _PLANNED_PASSES = 4
+_AMPLE_GIB = 1024
 
 COPIERS: dict[str, Callable[[int], Copier]] = {
     "sync": lambda seed: SyncCopier(),
@@ -100,6 +101,8 @@ class Variant:
             mode="auto" if self.strategy in PLANS else self.strategy,
             offload_threshold_mb=self.threshold_mb,
             copier=COPIERS[self.copier](self.seed),
+            # Without a budget one pass would not be planned.
+            budget_gib=_AMPLE_GIB if self.strategy in PLANS else None,
         )
         if self.strategy not in PLANS:
             yield run(case, self.setting, offloader.offload_context(case.model))

@@ -111,12 +111,14 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     make: Callable[..., RecipeWorkload], tmp_path: Path
 ) -> None:
-    workload = make(tmp_path, "--offload_threshold_mb=0.001", effective_batch=4)
+    # With so small operations passes may take longer than the default allows, and plans are made for less later on.
+    flags = "--offload_threshold_mb=0.001", "--max_slowdown=0.5"
+    workload = make(tmp_path, *flags, effective_batch=4)
     step = workload.simulated(first_settings(workload) | {"activations": "offloaded where free"}, 2)
-    assert step.num_steps < 4
+    assert step.num_steps < 6
     found, longer = (
         estimate_peak_memory(step.setup, step.step, num_steps=num_steps, gpu="1GiB")
-        for num_steps in (step.num_steps, 4)
+        for num_steps in (step.num_steps, 6)
     )
     for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
         assert getattr(found, name) == getattr(longer, name), name

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations import OffloadStats
+from hf_memopt.autograd_state import VersionGuard
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.estimate import Like
@@ -199,6 +200,7 @@ def test_the_offloaders_own_plan_holds_in_virtual_time() -> None:
 
 def test_a_plan_is_made_and_holds_on_a_simulated_cpu_that_copies_at_once() -> None:
     """Without time of its own, the link would be as fast as can be and all of a step would happen in one moment."""
+    VersionGuard(torch.zeros(2))  # leaves nothing behind that a fake tensor could take for its own kind
     planned = estimate(num_steps=5, like="cpu", mode="auto", budget_gib=24 / 1024, copier=SyncCopier())
     plain = estimate(like="cpu")
     assert planned.step_ms > plain.step_ms > 0.0
