@@ -7,6 +7,7 @@ from typing import Literal, Self
 from transformers import HfArgumentParser, Trainer
 
 from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
+from hf_memopt.activations.skipped_modules import SkippedModules
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
@@ -42,6 +43,7 @@ class MemoptArguments(OffloadArguments):
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        SkippedModules(self.skip)  # refuses what names nothing
         if self.offload not in MODES:
             raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
         if self.frozen not in ("off", *TEACHER_MODES):
@@ -94,11 +96,16 @@ class MemoptArguments(OffloadArguments):
 
     def to_text(self) -> str:
         """Return the text that `from_text` reads: the fields that differ from their defaults."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = [f"{field.name}={given[field.name]}" for field in fields(self) if given[field.name] != field.default]
-        return ",".join(changed)
+        given, defaults = vars(self), vars(type(self)())
+        changed = {name: value for name, value in given.items() if value != defaults[name]}
+        texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in changed.items()}
+        return ",".join(f"{name}={text}" for name, text in texts.items())
 
 
 def words_of(text: str) -> list[str]:
-    """Return "offload=auto,budget_gib=6" as words of a command line."""
-    return [f"--{setting.strip()}" for setting in text.split(",") if setting.strip()]
+    """Return "offload=auto,skip=visual lm_head" as words of a command line."""
+    words: list[str] = []
+    for name, equals, value in (setting.strip().partition("=") for setting in text.split(",") if setting.strip()):
+        values = value.split()
+        words += [f"--{name}", *values] if len(values) > 1 else [f"--{name}{equals}{value}"]
+    return words

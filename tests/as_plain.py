@@ -76,10 +76,12 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def assert_as_plain(step: Step, model: nn.Module, mode: str, copier: str = "late") -> ActivationOffloader:
+def assert_as_plain(
+    step: Step, model: nn.Module, mode: str, copier: str = "late", **options: Any
+) -> ActivationOffloader:
     """Compare one mode with the plain run, with a copier that is as late as it may be."""
     want = results(step, model, plain)
-    options: dict[str, Any] = {"mode": mode if mode in ("all", "inputs") else "auto"}
+    options["mode"] = mode if mode in ("all", "inputs") else "auto"
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=COPIERS[copier](), **options)
     with planned(mode):
         found = results(step, model, offloader.offload_context)

@@ -183,6 +183,7 @@ TEXTS = {
     "save_dir": "FILE",
     "resume_from_checkpoint": "missing",
     "plan": "x",
+    "skip": "",
 }
 
 

@@ -12,7 +12,7 @@ from hf_memopt.transfer import SyncCopier
 
 MODES = ("off", "auto", "all", "inputs")
 # Fields that the offloader takes as they are.
-_PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib")
+_PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib", "skip")
 
 
 @dataclass
@@ -32,6 +32,9 @@ class OffloadArguments:
     prefetch_ahead: Annotated[int, COUNT_OR_ZERO] = flag(2, "how many storages backward brings back ahead of their use")
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "host memory to use at most, in GiB")
+    skip: list[str] = flag(
+        [], "names or classes of modules whose saved tensors stay on the device, with wildcards, such as vision_tower"
+    )
     cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
 
     def make_offloader(self, device: torch.device) -> ActivationOffloader | None:

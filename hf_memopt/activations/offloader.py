@@ -20,6 +20,7 @@ from hf_memopt.activations.recompute.recording_scope import active_in, in_dual_l
 from hf_memopt.activations.saved_tensors.device_context import DeviceContext
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
+from hf_memopt.activations.skipped_modules import Skip, SkippedModules
 from hf_memopt.activations.uncompiled import graph_break, uncompiled
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.autograd_state import forget_failed_backward
@@ -64,6 +65,9 @@ class ActivationOffloader:
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
             checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
             the second pass on which storages to keep, to offload and to compute again.
+        skip: modules whose saved tensors stay on the device, where a budget counts them: module objects, classes, and
+            patterns, with the wildcards of `fnmatch`, of names that end so or of class names. All modules inside of
+            them are meant too. Inside of a compiled graph no modules are told apart.
         copier: how bytes move. None: side streams on an accelerator, and nothing to do on the CPU. `SyncCopier()` makes
             a CPU run every step of an offloaded run.
 
@@ -95,6 +99,7 @@ class ActivationOffloader:
         max_slowdown: float = 0.03,
         host_budget_gib: float | None = None,
         mode: str = "auto",
+        skip: Skip = (),
         copier: Copier | None = None,
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name != "self"}
@@ -108,6 +113,7 @@ class ActivationOffloader:
         self.enabled, self.mode = enabled, mode
         self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory
+        self._skip = SkippedModules(skip)
         self._given_copier = copier
         self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
         self._devices: dict[torch.device, DeviceContext | None] = {}
@@ -148,6 +154,7 @@ class ActivationOffloader:
             self._counters,
             inputs_only=self.mode == "inputs",
             leave_node=None if op_recorder is None else op_recorder.leave_node,
+            skipped=self._skip.among(model),
         )
         try:
             with saved_tensors_hooks(context.pack, context.unpack), self._noting(op_recorder, owner, model):
@@ -209,7 +216,10 @@ class ActivationOffloader:
 
     def __reduce__(self) -> Any:
         # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
-        return functools.partial(ActivationOffloader, **self._options), ()
+        # Modules to skip are arguments, so that a copied model's offloader gets the copied ones.
+        options = dict(self._options)
+        skip = options.pop("skip")
+        return functools.partial(_with_skip, **options), (skip,)
 
     def _drop_what_failed(self) -> None:
         """Give back the host memory of a backward that raised, if any is held at all."""
@@ -318,6 +328,10 @@ class ActivationOffloader:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
             self._devices[device] = None if copier is None else DeviceContext(device, copier, self._host_bytes(device))
         return self._devices[device]
+
+
+def _with_skip(skip: Skip, **options: Any) -> ActivationOffloader:
+    return ActivationOffloader(skip=skip, **options)
 
 
 def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
   --prefetch_ahead N         how many storages backward brings back ahead of their use (default: 2)
   --no_pin_memory            ordinary host memory
   --host_budget_gib GIB      host memory to use at most
+  --skip NAME [NAME ...]     modules whose saved tensors stay on the device: names or classes, with wildcards
   --cpu_copies               on a CPU: perform the copies, to try it out
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
                              reward models wait for their calls

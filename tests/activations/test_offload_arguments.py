@@ -18,8 +18,8 @@ OWN = {"offload", "cpu_copies"}
 
 def test_defaults_are_the_offloaders() -> None:
     options = signature(ActivationOffloader).parameters
-    declared = {each.name: each.default for each in fields(OffloadArguments) if each.name not in OWN}
-    assert declared == {name: options[name].default for name in declared}
+    declared = {name: value for name, value in vars(OffloadArguments()).items() if name not in OWN}
+    assert declared | {"skip": tuple(declared["skip"])} == {name: options[name].default for name in declared}
     assert get_args(get_type_hints(OffloadArguments)["offload"]) == MODES
     assert all(each.metadata["help"] for each in fields(OffloadArguments))
 
@@ -37,7 +37,7 @@ def test_each_field_reaches_the_offloader(monkeypatch: pytest.MonkeyPatch) -> No
         "hf_memopt.activations.offload_arguments.ActivationOffloader", lambda **each: given.update(each)
     )
     changed = {"max_slowdown": 0.5, "offload_threshold_mb": 1.5, "prefetch_ahead": 7, "pin_memory": False}
-    changed |= {"budget_gib": 2.0, "host_budget_gib": 3.0}
+    changed |= {"budget_gib": 2.0, "host_budget_gib": 3.0, "skip": ["lm_head"]}
     OffloadArguments(cpu_copies=True, **changed).make_offloader(CPU)
     assert isinstance(given.pop("copier"), SyncCopier)
     assert given == {"mode": "auto", **changed}

@@ -56,6 +56,8 @@ def test_no_field_has_the_name_of_another_option() -> None:
         {"offload": "off"},
         {"budget_gib": 0.5, "prefetch_ahead": 0, "leak_check": True},
         {"pin_memory": False, "memory_log": False, "host_budget_gib": 3.0, "max_slowdown": 1e-9},
+        {"skip": ["visual"], "offload": "all"},
+        {"skip": ["*.visual", "LlamaMLP"], "leak_check": True},
     ],
 )
 def test_a_text_gives_what_it_was_made_of(given: dict[str, Any]) -> None:
@@ -72,6 +74,8 @@ def test_a_text_gives_what_it_was_made_of(given: dict[str, Any]) -> None:
         ({"budget_gib": -1.0}, "budget_gib=-1.0 must be at least 0"),
         ({"prefetch_ahead": 1.5}, "prefetch_ahead=1.5 must be a whole number"),
         ({"budget_gib": 1.0, "offload": "all"}, "budget_gib=1.0 needs offload=auto"),
+        ({"skip": "visual"}, "skip='visual' must be a sequence of modules, classes and name patterns"),
+        ({"skip": [""]}, "skip has '', which is no module"),
         ({"memory_report": True, "memory_log": False}, "memory_report=True .*switch memory_log on"),
     ],
 )

@@ -152,7 +152,9 @@ class ForwardPass:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def save(self, tensor: Tensor, key: int, num_bytes: int, of_function: bool = False) -> LiveStorage:
+    def save(
+        self, tensor: Tensor, key: int, num_bytes: int, of_function: bool = False, is_skipped: bool = False
+    ) -> LiveStorage:
         """Return the storage behind a tensor that autograd saves, put where the plan says.
 
         One copy serves all saved views of a storage, as long as they count modifications together and show nothing new.
@@ -162,13 +164,14 @@ class ForwardPass:
             key: of its storage.
             num_bytes: of its storage.
             of_function: whether a custom `autograd.Function` saves it.
+            is_skipped: whether a module saves it whose saved tensors stay on the device.
         """
         node = next_node()
         live = self._get(key)
-        if live is not None and not live.serves(tensor, node, of_function):
+        if live is not None and (not live.serves(tensor, node, of_function) or (is_skipped and not live.is_kept)):
             live = None
         if live is None or live.saved_by is not self:
-            live = self._place(tensor, key, num_bytes, live, of_function)
+            live = self._place(tensor, key, num_bytes, live, of_function, is_skipped)
             live.saved_by = self
         elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
@@ -190,7 +193,13 @@ class ForwardPass:
         return None if entry is None else entry()
 
     def _place(
-        self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None, of_function: bool
+        self,
+        tensor: Tensor,
+        key: int,
+        num_bytes: int,
+        live: LiveStorage | None,
+        of_function: bool,
+        is_skipped: bool,
     ) -> LiveStorage:
         """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
         self._backwards.clear()  # what has not ended by now was broken off by an exception
@@ -200,13 +209,14 @@ class ForwardPass:
         action = self._action(index, num_bytes)
         recomputation = None
         is_noted = self.op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE)
-        if self.op_recorder is not None and is_noted and not of_function:
+        if self.op_recorder is not None and is_noted and not of_function and not is_skipped:
             recomputation = Resolver(self.op_recorder, self._get).resolve(self.op_recorder.operand(tensor))
         if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
             recomputation, self.is_other_work = None, True
         # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
-        stays = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
-        stays = stays or (recomputation is not None and recomputation.reads_weights_alone())
+        is_weight = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
+        is_weight = is_weight or (recomputation is not None and recomputation.reads_weights_alone())
+        stays = is_weight or is_skipped
         if self.recorder is not None:
             self.recorder.saved(tensor.untyped_storage(), index, stays, of_function)
             if recomputation is not None:
@@ -217,7 +227,7 @@ class ForwardPass:
                 action = Action.KEEP
             live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
             live.foreseen = self._foreseen
-            live.is_weight = stays
+            live.is_weight = is_weight
             live.num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(key)
             if live.is_pending:
                 self._pending.append(weakref.ref(live))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
+from hf_memopt.activations.skipped_modules import SkippedCalls
 from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     ViewMeta,
@@ -102,6 +103,7 @@ class OffloadContext:
         counters: of the offloader.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks what it has saved, where operations are noted.
+        skipped: whose saved tensors stay on the device.
     """
 
     def __init__(
@@ -113,10 +115,12 @@ class OffloadContext:
         *,
         inputs_only: bool = False,
         leave_node: Callable[[], None] | None = None,
+        skipped: SkippedCalls | None = None,
     ) -> None:
         self._threshold_bytes, self._fixed = threshold_bytes, fixed
         self._begin_pass, self._counters = begin_pass, counters
         self._inputs_only, self._leave_node = inputs_only, leave_node
+        self._skipped = skipped
         self._passes: dict[torch.device, ForwardPass | None] = {}
 
     @property
@@ -152,12 +156,14 @@ class OffloadContext:
         forward = self._passes.get(tensor.device) or self._begin(tensor.device)
         if forward is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
-        of_function = called_from_function(sys._getframe().f_back)
+        caller = sys._getframe().f_back
+        of_function = called_from_function(caller)
+        is_skipped = self._skipped is not None and self._skipped.include(caller)
         if not forward.is_observed:
-            live = forward.save(tensor, key, num_bytes, of_function)
+            live = forward.save(tensor, key, num_bytes, of_function, is_skipped)
         else:  # our own operations are no part of the model's: neither timed nor noted
             with forward.working(), forward.device.hide_operations():
-                live = forward.save(tensor, key, num_bytes, of_function)
+                live = forward.save(tensor, key, num_bytes, of_function, is_skipped)
         return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
 
     @uncompiled

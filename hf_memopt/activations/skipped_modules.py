@@ -1,0 +1,143 @@
+"""Modules whose saved tensors stay on the device, as `ActivationOffloader(skip=...)` names them."""
+
+import fnmatch
+import logging
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Module objects, their classes, and patterns of their names or of the names of their classes.
+Skip = Sequence[nn.Module | type[nn.Module] | str]
+
+# Every call of a module runs this, also of one that is compiled in place.
+_CALL = nn.Module._wrapped_call_impl.__code__
+# What wrappers put into the names of the modules inside.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+class SkippedModules:
+    """The modules that a user's `skip` means, and all modules inside of them.
+
+    Args:
+        given: module objects, classes, and patterns.
+
+    Raises:
+        ValueError: it is no sequence of these.
+    """
+
+    def __init__(self, given: Skip) -> None:
+        if isinstance(given, str | nn.Module) or not isinstance(given, Sequence):
+            raise ValueError(
+                f"skip={given!r} must be a sequence of modules, classes and name patterns, as skip=('lm_head',)"
+            )
+        self._entries: list[nn.Module | type[nn.Module] | re.Pattern[str]] = []
+        for each in given:
+            is_class = isinstance(each, type) and issubclass(each, nn.Module)
+            if not each if isinstance(each, str) else not (is_class or isinstance(each, nn.Module)):
+                raise ValueError(f"skip has {each!r}, which is no module, no class of modules and no name pattern")
+            self._entries.append(_pattern(each) if isinstance(each, str) else each)
+        self._given = tuple(given)
+        self._unmatched = set(range(len(self._entries)))
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._by_class: dict[type, bool] = {}
+
+    def among(self, model: nn.Module | None) -> "SkippedCalls | None":
+        """Return what tells calls of skipped modules from others; None, nothing is skipped.
+
+        What no module of a model has matched when its second pass begins is named in a warning, once.
+
+        Args:
+            model: whose modules the names belong to. Without it patterns mean classes alone.
+        """
+        if not self._entries:
+            return None
+        skipped: set[int] = set()
+        for name, module in () if model is None else model.named_modules():
+            matched = [index for index, entry in enumerate(self._entries) if _is_meant(entry, name, module)]
+            if matched:
+                self._unmatched.difference_update(matched)
+                skipped.update(map(id, module.modules()))
+        if model is not None:
+            self._warn_of_unmatched(model)
+        skipped.update(id(entry) for entry in self._entries if isinstance(entry, nn.Module))
+        return SkippedCalls(skipped, self)
+
+    def has_class(self, kind: type[nn.Module]) -> bool:
+        """Return whether modules of a class are skipped, whatever their names."""
+        if kind not in self._by_class:
+            self._by_class[kind] = any(
+                issubclass(kind, entry) if isinstance(entry, type) else _matches_class(entry, kind)
+                for entry in self._entries
+                if not isinstance(entry, nn.Module)
+            )
+        return self._by_class[kind]
+
+    def _warn_of_unmatched(self, model: nn.Module) -> None:
+        if model in self._seen and self._unmatched:
+            unmatched = ", ".join(_as_given(self._given[index]) for index in sorted(self._unmatched))
+            self._unmatched.clear()
+            logger.warning(
+                "activation offloading: skip: %s is no module, class or name in %s; its named_modules() show the names",
+                unmatched,
+                type(model).__name__,
+            )
+        self._seen.add(model)
+
+
+class SkippedCalls:
+    """Tells whether code runs for a skipped module.
+
+    Args:
+        modules: ids of skipped modules that a model has, and of all modules inside of them.
+        skipped: knows further ones by their classes.
+    """
+
+    def __init__(self, modules: set[int], skipped: SkippedModules) -> None:
+        self._modules, self._skipped = modules, skipped
+
+    def include(self, frame: FrameType | None) -> bool:
+        """Return whether a frame runs in the call of a skipped module, at any depth. Costs some us per 100 frames."""
+        return any(
+            id(module) in self._modules or self._skipped.has_class(type(module)) for module in _modules_called(frame)
+        )
+
+
+def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
+    """Yield the modules at work, from the innermost on, compiled ones as what was compiled."""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            yield module._modules.get("_orig_mod") or module
+        frame = frame.f_back
+
+
+def _is_meant(entry: nn.Module | type[nn.Module] | re.Pattern[str], name: str, module: nn.Module) -> bool:
+    if isinstance(entry, nn.Module):
+        return entry is module
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    inner = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return (
+        entry.fullmatch(name) is not None or entry.fullmatch(inner) is not None or _matches_class(entry, type(module))
+    )
+
+
+def _matches_class(pattern: re.Pattern[str], kind: type[nn.Module]) -> bool:
+    """Return whether a pattern matches the name of a class or of one that it derives from."""
+    bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    return any(pattern.fullmatch(base.__name__) for base in bases)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return what matches a whole name or the end of one from a dot on."""
+    return re.compile(rf"(?:.*\.)?{fnmatch.translate(text)}")
+
+
+def _as_given(each: Any) -> str:
+    return repr(each) if isinstance(each, str) else getattr(each, "__name__", type(each).__name__)
