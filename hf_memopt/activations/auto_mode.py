@@ -3,10 +3,10 @@
 Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
 a whole, and where it was faster the plan is made again for times in proportion.
 
-Without a budget a pass after the recorded ones is neither recorded nor planned. Everything is offloaded as in those, or
-kept on a CPU: the time without copies is the plain one, for which `max_slowdown` is meant. A plan whose passes take
-longer is made again for less: first nothing is computed again, for which operations have to be noted, and then fewer
-bytes go.
+Without a budget a pass after the recorded ones is neither recorded nor planned. On a CPU it runs without hooks, else
+everything is offloaded as in those: the time without copies is the plain one, for which `max_slowdown` is meant. A plan
+whose passes take longer is made again for less: first nothing is computed again, for which operations have to be noted,
+then fewer storages go, and in the end everything is kept, on a CPU without hooks.
 """
 
 import logging
@@ -28,6 +28,7 @@ from hf_memopt.activations.recording import (
     Recording,
     grown,
     keeping_everything,
+    offloading_fewer,
     scaled,
     with_cost_of_noting,
     without_recomputing,
@@ -51,8 +52,8 @@ _SLOWER_LINK = 0.8
 _SMALLER = 0.7
 # Passes of which the fastest counts when a plan is compared with `max_slowdown`, and by how much it may miss it.
 _NUM_COMPARED = 2
-_MISSED = 0.02
-# How often a plan is made for less, without computing again and then for half the slowdown, before it keeps everything.
+_MISSED = 0.01
+# How often a plan that computes nothing again is made for less before it keeps everything.
 _MAX_REDUCTIONS = 2
 
 
@@ -88,6 +89,8 @@ class AutoMode:
         room: DeviceRoom | None = None,
     ) -> None:
         self.plan: Plan | None = None
+        # Whether passes are left alone for good.
+        self.rests = False
         self.recording: Recording | None = None
         self._device, self._limits, self._room = device, limits, room
         self._counters = counters
@@ -110,13 +113,15 @@ class AutoMode:
         # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
-        # Without a budget: whether the next pass shows how long a plain one takes, and how long that is.
-        self._wants_plain = False
+        # Without a budget: how many passes are still to show how long a plain one takes, and how long that is.
+        self._num_plain_left = 0
         self._plain_s: float | None = None
         self._num_operations: Mapping[Any, int] = {}
-        # How long the newest passes took that followed the plan in force, and how often that was too long.
-        self._compared_s: list[float] = []
-        self._num_too_slow = 0
+        # How much longer than a plain pass the newest ones took that followed the plan in force, and whether that is
+        # little enough.
+        self._compared: list[float] = []
+        self._is_fast_enough = False
+        self._num_reductions = 0
         self._ran_out = False
         self._stalled_ms = 0.0
         # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting
@@ -136,7 +141,7 @@ class AutoMode:
 
     def makers(self) -> Makers:
         """Return the modules that perform what the plan computes again; None stands for outside of modules."""
-        if self.plan is None or self.recording is None or self._wants_plain:
+        if self.plan is None or self.recording is None or self._num_plain_left:
             return set()
         makers = self.recording.makers
         recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
@@ -154,10 +159,9 @@ class AutoMode:
             self._device,
             self._limits.prefetch_ahead,
             self._counters,
-            plan=None if self._wants_plain else self.plan,
+            plan=None if self._num_plain_left else self.plan,
             recorder=recorder,
-            # A CPU has room for everything, and computes more slowly in memory that comes and goes.
-            keeps_all=self._wants_plain and self._room is None and isinstance(self._device.clock, HostClock),
+            keeps_all=self._num_plain_left > 0 and self._has_room_for_everything(),
             op_recorder=op_recorder,
             recording=self.recording,
             foreseen_reads=self._foreseen_reads(),
@@ -196,11 +200,15 @@ class AutoMode:
             self._num_operations = {} if forward.op_recorder is None else forward.op_recorder.num_by_module
             self._num_recorded += 1
             self._is_timed = False
-            self._wants_plain = not self.is_recording and self._limits.budget_bytes is None
+            if not self.is_recording and self._limits.budget_bytes is None:
+                self._plain_s = None
+                self._num_plain_left = _NUM_COMPARED if self._has_room_for_everything() else 1
             self._replan()
-        elif self._wants_plain:
-            self._wants_plain = False
-            self._take_times(self._computed_s)
+        elif self._num_plain_left:
+            self._num_plain_left -= 1
+            self._plain_s = self._computed_s if self._plain_s is None else min(self._plain_s, self._computed_s)
+            if not self._num_plain_left:
+                self._take_times(self._plain_s)
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
         elif forward.is_other_work:
@@ -261,8 +269,8 @@ class AutoMode:
         recorded_s, num_operations = self.recording.profile.step_s, sum(self._num_operations.values())
         self._is_timed = True
         if plain_s <= 0 or recorded_s <= 0:
+            self._plain_s = None
             return
-        self._plain_s = plain_s
         if abs(plain_s - recorded_s) <= _TOLERATED * recorded_s:
             return
         logger.info(
@@ -277,34 +285,51 @@ class AutoMode:
         self._replan()
         self._trims_left = 2  # it may need less host memory
 
-    def _hurry(self, elapsed_s: float) -> None:
+    def _hurry(self, plan: Plan, slowdown: float) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows."""
-        assert self._plain_s is not None
+        self._compared.append(slowdown)
+        if len(self._compared) < _NUM_COMPARED:
+            return
+        least, allowed = min(self._compared), self._limits.max_slowdown
+        self._compared.clear()
+        self._is_fast_enough = least <= allowed + _MISSED
+        if not self._is_fast_enough:
+            logger.info(
+                "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now "
+                "on less is computed again or offloaded",
+                100 * least,
+                allowed,
+            )
+            self._reduce(plan, allowed / least)
+
+    def _reduce(self, plan: Plan, share: float) -> None:
+        """Compute nothing again; if that is so, offload a share of the storages; if that does not help, keep them all.
+
+        The smallest stay: copying one takes as long on the host as copying a large one.
+        """
         assert self.recording is not None
-        self._compared_s.append(elapsed_s)
-        if len(self._compared_s) < _NUM_COMPARED or self._num_too_slow > _MAX_REDUCTIONS:
-            return
-        slowdown = min(self._compared_s) / self._plain_s - 1
-        self._compared_s.clear()
-        if slowdown <= self._limits.max_slowdown + _MISSED:
-            return
-        self._num_too_slow += 1
-        logger.info(
-            "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now on "
-            "less is computed again or offloaded",
-            100 * slowdown,
-            self._limits.max_slowdown,
-        )
-        before, is_last = self.recording, self._num_too_slow > _MAX_REDUCTIONS
-        self.recording = keeping_everything(before) if is_last else without_recomputing(before)
+        if Action.RECOMPUTE in plan.actions:
+            self.recording = without_recomputing(self.recording)
+            self._replan()
+        elif self._num_reductions < _MAX_REDUCTIONS:
+            self._num_reductions += 1
+            self.recording = offloading_fewer(self.recording, plan.actions, share)
+            self._replan()
+        else:
+            self._keep_everything()
+
+    def _keep_everything(self) -> None:
+        assert self.recording is not None
+        before, self.recording = self.recording, keeping_everything(self.recording)
         self._replan()
         if self.plan is None:  # for which the device has no room
             self.recording = before
             self._replan()
+        self.rests = self._has_room_for_everything()
 
-    def _allowed_slowdown(self) -> float:
-        """Return for which slowdown the next plan is made: less each time that passes took longer."""
-        return self._limits.max_slowdown * 0.5 ** max(0, self._num_too_slow - 1)
+    def _has_room_for_everything(self) -> bool:
+        """Return whether saved activations are in host memory in any case."""
+        return self._room is None and isinstance(self._device.clock, HostClock)
 
     def _has_less_room(self) -> bool:
         """Whether the plan holds more than the device now has left: optimizer states are there, or other processes."""
@@ -342,7 +367,7 @@ class AutoMode:
 
     def _is_to_be_timed(self, forward: ForwardPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
-        if self._wants_plain:
+        if self._num_plain_left:
             return forward.recorder is None
         has_time_of_its_own = not isinstance(self._device.clock, HostClock)  # whose copies never run beside compute
         follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
@@ -361,8 +386,8 @@ class AutoMode:
             watched, self._watched = self._watched, None
             if has_time_of_its_own:
                 self._correct(watched, plan)
-            if self._plain_s is not None and self.plan is plan:
-                self._hurry(watched.elapsed_s())
+            if self._plain_s is not None and self.plan is plan and not self._is_fast_enough:
+                self._hurry(plan, watched.elapsed_s() / self._plain_s - 1)
 
     def _adjust_times(self, plan: Plan) -> None:
         """Plan for the times of a pass that was not recorded."""
@@ -404,7 +429,8 @@ class AutoMode:
         else:
             self.plan = self._plan_for_the_budget(is_first)
         self._watched = None
-        self._compared_s.clear()
+        self._compared.clear()
+        self._is_fast_enough = False
         self._newly_stalled_s()
         if self.plan is not None:
             logger.info("activation offloading: %s", self.plan.summary())
@@ -442,5 +468,4 @@ class AutoMode:
         assert self.recording is not None
         assert self._link is not None
         limits: dict[str, Any] = vars(self._limits) | {"budget_bytes": budget_bytes}
-        limits["max_slowdown"] = self._allowed_slowdown()
         return make_plan(self.recording.profile, self._link, device_limit_bytes=device_limit_bytes, **limits)

@@ -1,6 +1,7 @@
 """Saved activations go to host memory after the forward pass has used them and come back in time for backward."""
 
 import functools
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.auto_mode import AutoMode, OffloadLimits
 from hf_memopt.activations.device_room import room_on
@@ -135,7 +135,7 @@ class ActivationOffloader:
             model: its parameters and buffers are never moved, and its passes have a plan of their own. Without it
                 weights are recognised where autograd shows them as parameters, which casts and sharded weights do not.
         """
-        if not self.enabled or not torch.is_grad_enabled() or _is_captured():
+        if not self.enabled or not torch.is_grad_enabled() or _is_captured() or self._rests(model):
             yield self
             return
         self._drop_what_failed()
@@ -157,7 +157,7 @@ class ActivationOffloader:
             skipped=self._skip.among(model),
         )
         try:
-            with saved_tensors_hooks(context.pack, context.unpack), self._noting(op_recorder, owner, model):
+            with context, self._noting(op_recorder, owner, model):
                 yield self
         except BaseException as error:
             for plan in self._plans_of(owner).values():
@@ -226,6 +226,10 @@ class ActivationOffloader:
         if any(device is not None and device.arena.bytes_live for device in self._devices.values()):
             forget_failed_backward()
 
+    def _rests(self, model: nn.Module | None) -> bool:
+        """Return whether hooks alone cost more of a model's passes than `max_slowdown` allows."""
+        return any(plan.rests for plan in self._plans_of(self._key(model)).values())
+
     def _open_pass(self) -> tuple[nn.Module, ForwardPass] | None:
         """Return the pass that a new context goes on with, and the model whose context began it."""
         for model, modes in self._plans.items():
@@ -287,7 +291,7 @@ class ActivationOffloader:
         """Return where operations are noted: everywhere while recording, then in the modules that a plan repeats."""
         plans = self._plans_of(owner).values()
         if op_recorder.is_timing:
-            return op_recorder
+            return _timing(op_recorder)
         makers = set().union(*(plan.makers() for plan in plans))
         modules = [maker() if maker is not None else None for maker in makers]
         everywhere = any(module is None or module is model for module in modules)
@@ -350,6 +354,19 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
             return forward(*args, **kwargs)
 
     return wrapped
+
+
+@contextmanager
+def _timing(op_recorder: OpRecorder) -> Iterator[None]:
+    """Have operations timed, without full collections of garbage, of which one may take longer than a small step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with op_recorder:
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_captured() -> bool:

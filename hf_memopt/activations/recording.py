@@ -3,7 +3,7 @@
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.planner.profile import Profile, SavedStorage
+from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
 from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
 from hf_memopt.autograd_state import StoragePin, VersionGuard, calling_module, current_node
@@ -371,6 +371,22 @@ def keeping_everything(recording: Recording) -> Recording:
     recording = without_recomputing(recording)
     storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages))
+
+
+def offloading_fewer(recording: Recording, actions: Sequence[Action], share: float) -> Recording:
+    """Return the recording of a pass in which only the largest of the storages that a plan offloads can go.
+
+    Args:
+        recording: of the pass.
+        actions: the plan's.
+        share: how many of them can.
+    """
+    storages = list(recording.profile.storages)
+    offloaded = [index for index, action in enumerate(actions) if action is Action.OFFLOAD]
+    largest = sorted(offloaded, key=lambda index: storages[index].num_bytes, reverse=True)[: int(share * len(offloaded))]
+    for index in set(range(len(storages))) - set(largest):
+        storages[index] = replace(storages[index], can_offload=False)
+    return replace(recording, profile=replace(recording.profile, storages=tuple(storages)))
 
 
 def without_recomputing(recording: Recording) -> Recording:

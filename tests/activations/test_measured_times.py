@@ -1,5 +1,6 @@
 """Mode "auto" on a device whose time is made up: what recording slows down, stalls, a host that is ahead."""
 
+import gc
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
 from hf_memopt.activations.planner.offload_plan import Plan, make_plan
-from hf_memopt.activations.planner.profile import Link, Profile
+from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.saved_tensors import device_context
+from hf_memopt.transfer.clock import HostClock
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -140,23 +142,66 @@ def test_a_plan_that_is_slower_than_allowed_is_made_again_for_less(monkeypatch: 
     run = Run(Device(), monkeypatch)
     run.offloader = ActivationOffloader(offload_threshold_mb=0, copier=run.device.copier, max_slowdown=1.0)
     run.go(NUM_RECORDED + 1)
-    moved = run.offloader.stats.bytes_moved + run.offloader.stats.bytes_recomputed
-
-    def work_done() -> int:
-        return run.offloader.stats.bytes_moved + run.offloader.stats.bytes_recomputed
-
+    run.device.layer_s = 4 * LAYER_S
+    worked: list[int] = []
     for _ in range(16):
-        before = work_done()
+        before = run.offloader.stats
         run.go(1)
-        run.device.now_s += 0.0
-        if work_done() > before:
-            run.device.layer_s = 4 * LAYER_S
-        else:
-            run.device.layer_s = LAYER_S
-    assert moved > 0
-    before = work_done()
+        after = run.offloader.stats
+        worked.append(after.bytes_moved + after.bytes_recomputed - before.bytes_moved - before.bytes_recomputed)
+        run.device.layer_s = (4 if worked[-1] else 1) * LAYER_S
+    assert worked[0] > worked[2] > 0  # each plan for two passes, a third of it, and nothing
+    assert worked == sorted(worked, reverse=True)
+    assert worked[-1] == 0
+
+
+def test_a_plan_that_was_fast_enough_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that becomes slower, as hot ones do, says nothing of plans."""
+    run = Run(Device(), monkeypatch)
+    run.go(NUM_RECORDED + 1 + 3)
+    (mode,) = next(iter(run.offloader._plans.values())).values()
+    plan = mode.plan
+    run.device.layer_s = 2 * LAYER_S
+    run.go(6)
+    assert mode.plan is plan
+
+
+class HostDevice(Device, HostClock):
+    """A CPU, whose memory is the host's."""
+
+
+class Watched(Layers):
+    """Takes four times as long in backward where saved tensors are packed until forward ends."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.are_packed: list[bool] = []
+        self.collects: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collects.append(gc.isenabled())
+        self._device.layer_s = LAYER_S
+        x = super().forward(x)
+        self.are_packed.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        self._device.layer_s = (4 if self.are_packed[-1] else 1) * LAYER_S
+        return x
+
+
+def test_in_host_memory_nothing_is_done_where_hooks_alone_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(HostDevice(), monkeypatch)
+    run.model = Watched(run.device)
+    run.go(NUM_RECORDED + 2)
+    # Plain passes are packed only until their begin is known.
+    assert run.model.are_packed == [True] * NUM_RECORDED + [False] * 2
+    run.go(12)
+    assert run.model.collects == [False] * NUM_RECORDED + [True] * 14
+    num_tried = run.model.are_packed[NUM_RECORDED + 2 :].index(False)
+    assert run.model.are_packed[NUM_RECORDED + 2 :] == [True] * num_tried + [False] * (12 - num_tried)
+    moved_bytes = run.offloader.stats.bytes_moved
     run.go(1)
-    assert work_done() == before
+    assert run.offloader.stats.bytes_moved == moved_bytes > 0
+    (mode,) = next(iter(run.offloader._plans.values())).values()
+    assert set(mode.plan.actions) == {Action.KEEP}
 
 
 def test_times_that_were_right_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

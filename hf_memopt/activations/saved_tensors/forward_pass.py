@@ -72,7 +72,7 @@ class ForwardPass:
         is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because what
             they need besides is not known.
         recorder: notes what happens when, for the planner.
-        keeps_all: whether everything stays on the device, whatever the plan.
+        keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
         op_recorder: notes on the operations performed, where storages may be computed again.
         on_end: called at the end of each backward through this pass.
 
@@ -116,7 +116,7 @@ class ForwardPass:
         self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._counters = counters
         self._prefetch_ahead = prefetch_ahead
-        self._keeps_all = keeps_all
+        self.keeps_all = keeps_all
         self.recording = recording
         self._foreseen = ForeseenReads(foreseen_reads)
         self._budget_bytes = budget_bytes
@@ -346,7 +346,7 @@ class ForwardPass:
 
     def _action(self, index: int, num_bytes: int) -> Action:
         """Return what becomes of a storage."""
-        if self._keeps_all:
+        if self.keeps_all:
             return Action.KEEP
         if self.plan is None or self.recording is None or not 0 <= index < len(self.plan.actions):
             return Action.OFFLOAD

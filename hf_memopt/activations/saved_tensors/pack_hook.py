@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.offload_stats import OffloadCounters
@@ -94,7 +95,7 @@ Payload = Kept | KeptView | MovedView
 
 
 class OffloadContext:
-    """The hooks of one `offload_context`.
+    """The hooks of one `offload_context`, on as long as it is entered, or until a pass that keeps everything has begun.
 
     Args:
         threshold_bytes: smaller storages are kept.
@@ -122,6 +123,14 @@ class OffloadContext:
         self._inputs_only, self._leave_node = inputs_only, leave_node
         self._skipped = skipped
         self._passes: dict[torch.device, ForwardPass | None] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._take_off()
 
     @property
     def has_begun(self) -> bool:
@@ -164,6 +173,8 @@ class OffloadContext:
         else:  # our own operations are no part of the model's: neither timed nor noted
             with forward.working(), forward.device.hide_operations():
                 live = forward.save(tensor, key, num_bytes, of_function, is_skipped)
+        if forward.keeps_all:
+            self._take_off()  # the first storage tells when backward ends, and that is all there is to learn
         return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
 
     @uncompiled
@@ -181,6 +192,11 @@ class OffloadContext:
         if tensor._version != version:
             raise modified_in_place(tensor, tensor.shape, version)
         return tensor
+
+    def _take_off(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
 
     def _begin(self, device: torch.device) -> ForwardPass | None:
         if device not in self._passes:

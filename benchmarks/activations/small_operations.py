@@ -1,0 +1,151 @@
+"""How much longer a step takes with mode "auto", where operations are many and small, on the CPU.
+
+    python -m benchmarks.activations.small_operations
+
+RWKV and Mamba loop over tokens in Python, an LSTM reads packed sequences, and a UNet has few large operations beside
+them. Each is trained plainly, with `ActivationOffloader` and its default `max_slowdown`, and with torch's
+`save_on_cpu`, which copies everything, from the CPU too. Mode "auto" first takes as many steps as it needs to record,
+plan, and compare its plans with the plain step. Then kinds take turns within each round. The clock is the process's CPU
+time, so that other processes disturb little; the ratio is that of medians.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.utils.rnn import pack_sequence
+
+from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.timing import median_and_spread
+from hf_memopt import ActivationOffloader, SyncCopier
+
+THRESHOLD_MB = 0.25
+NUM_WARM_UPS = 12  # two are recorded, one is plain, three plans are compared in two steps each, and some more
+TARGET_RATIO = 1.05
+HEADER = ["model", "plain ms", "ours", "save_on_cpu", "target of ours", "ours moves MiB a step"]
+
+CPU = torch.device("cpu")
+Forward = Callable[[], Tensor]
+Model = tuple[nn.Module, Forward]
+
+
+def rwkv() -> Model:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    sizes = {"hidden_size": 512, "attention_hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    return _causal_lm(RwkvForCausalLM(RwkvConfig(vocab_size=96, **sizes)), 4, 128)
+
+
+def mamba() -> Model:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return _causal_lm(MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=256, num_hidden_layers=2)), 4, 128)
+
+
+def unet() -> Model:
+    from diffusers import UNet2DModel
+
+    blocks = {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    model = UNet2DModel(sample_size=32, layers_per_block=1, norm_num_groups=8, **blocks)
+    images, times = torch.randn(4, 3, 32, 32), torch.tensor([1, 50, 200, 900])
+    return model, lambda: model(images, times).sample.square().mean()
+
+
+def packed_lstm() -> Model:
+    model = nn.LSTM(128, 256, num_layers=2)
+    packed = pack_sequence([torch.randn(length, 128) for length in range(128, 96, -2)])
+    return model, lambda: model(packed)[0].data.square().mean()
+
+
+MODELS: dict[str, Callable[[], Model]] = {"RWKV": rwkv, "Mamba": mamba, "UNet": unet, "packed LSTM": packed_lstm}
+
+
+def _causal_lm(model: Any, batch_size: int, length: int) -> Model:
+    tokens = torch.randint(0, 96, (batch_size, length))
+    return model.train(), lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+def step_ms(model: nn.Module, forward: Forward, hooks: AbstractContextManager[Any]) -> float:
+    """Milliseconds of CPU of a forward and backward pass."""
+    start = time.process_time()
+    with hooks:
+        loss = forward()
+    loss.backward()
+    elapsed_s = time.process_time() - start
+    model.zero_grad()
+    return 1e3 * elapsed_s
+
+
+def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
+    """Step times of each kind, ratios to the plain one, and bytes that the settled plan moves and computes again."""
+    torch.manual_seed(0)
+    model, forward = make()
+    offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, copier=SyncCopier())
+    kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "plain": nullcontext,
+        "ours": lambda: offloader.offload_context(model),
+        "save_on_cpu": save_on_cpu,
+    }
+    for _ in range(NUM_WARM_UPS):
+        step_ms(model, forward, kinds["ours"]())
+    before = offloader.stats
+    rounds = [{name: step_ms(model, forward, hooks()) for name, hooks in kinds.items()} for _ in range(num_rounds)]
+    after = offloader.stats
+    times = {name: median_and_spread([each[name] for each in rounds]) for name in kinds}
+    return {
+        "step_ms": times,
+        "ratio": {name: times[name]["median"] / times["plain"]["median"] for name in kinds},
+        "moved_bytes": (after.bytes_moved - before.bytes_moved) / num_rounds,
+        "recomputed_bytes": (after.bytes_recomputed - before.bytes_recomputed) / num_rounds,
+    }
+
+
+def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
+    """The whole benchmark."""
+    return {
+        **environment(CPU),
+        "benchmark": "activations.small_operations",
+        "num_rounds": num_rounds,
+        "offload_threshold_mb": THRESHOLD_MB,
+        "target_ratio": TARGET_RATIO,
+        "models": {name: measure(MODELS[name], num_rounds) for name in names},
+    }
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """The table, with targets."""
+    rows = []
+    for name, found in results["models"].items():
+        ratio, target = found["ratio"], results["target_ratio"]
+        verdict = f"{target:g} {'met' if ratio['ours'] <= target else 'missed'}"
+        ratios = f"{ratio['ours']:.2f}", f"{ratio['save_on_cpu']:.2f}"
+        moved = f"{found['moved_bytes'] / 2**20:.1f}"
+        rows.append([name, f"{found['step_ms']['plain']['median']:.0f}", *ratios, verdict, moved])
+    print(f"CPU time of a step over the plain one's, medians of {results['num_rounds']} rounds")
+    print_table(HEADER, rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="per model (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = run(options.rounds, options.models)
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("small-operations", CPU)))
+
+
+if __name__ == "__main__":
+    main()
