@@ -383,7 +383,8 @@ def offloading_fewer(recording: Recording, actions: Sequence[Action], share: flo
     """
     storages = list(recording.profile.storages)
     offloaded = [index for index, action in enumerate(actions) if action is Action.OFFLOAD]
-    largest = sorted(offloaded, key=lambda index: storages[index].num_bytes, reverse=True)[: int(share * len(offloaded))]
+    by_size = sorted(offloaded, key=lambda index: storages[index].num_bytes, reverse=True)
+    largest = by_size[: int(share * len(by_size))]
     for index in set(range(len(storages))) - set(largest):
         storages[index] = replace(storages[index], can_offload=False)
     return replace(recording, profile=replace(recording.profile, storages=tuple(storages)))

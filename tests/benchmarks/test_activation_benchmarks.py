@@ -279,6 +279,21 @@ def test_what_is_copied_away_leaves_the_device_until_it_is_copied_back_or_read(l
         assert (counter.copied_bytes, counter.weight_bytes) == (512, 256)
 
 
+# --------------------------------------------------------------------------------------------- small_operations
+
+
+def test_small_operations_compares_with_the_plain_step(
+    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    load("activations.small_operations").main(["--rounds", "1", "--models", "UNet", "--output", str(output)])
+    found = json.loads(output.read_text())["models"]["UNet"]
+    assert found["ratio"]["plain"] == 1
+    for name in ("ours", "save_on_cpu"):
+        assert found["ratio"][name] == found["step_ms"][name]["median"] / found["step_ms"]["plain"]["median"]
+    assert "UNet" in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------------------------- offload_cost
 
 

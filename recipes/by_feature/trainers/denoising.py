@@ -19,9 +19,8 @@ LENGTH, WIDTH, NUM_CLASSES = 6, 32, 4  # of a text: tokens and numbers per token
 
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes: dict[str, Any]
     if name == "dit":
-        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "norm_num_groups": 1}
+        sizes: Any = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "norm_num_groups": 1}
         kinds = {"in_channels": 4, "out_channels": 4, "sample_size": 16, "num_embeds_ada_norm": NUM_CLASSES}
         return DiTTransformer2DModel(**sizes, **kinds)
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
@@ -68,7 +67,9 @@ def main() -> None:
     on_cpu = not torch.accelerator.is_available()
     plain = train(name, ActivationOffloader(enabled=False))
     # A GPU needs no more than ActivationOffloader(). A CPU moves nothing by itself; this shows what would.
-    offloader = ActivationOffloader(offload_threshold_mb=0.0, copier=SyncCopier() if on_cpu else None)
+    offloader = ActivationOffloader(
+        offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+    )
     offloaded = train(name, offloader)
     print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
     equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))

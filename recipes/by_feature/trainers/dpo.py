@@ -54,7 +54,9 @@ def main() -> None:
         plain, trainer = make_trainer(folder), make_trainer(folder)
         plain.train()
         # A GPU needs no more than attach(trainer, frozen="auto"). A CPU moves nothing by itself; this shows what would.
-        offloader = ActivationOffloader(offload_threshold_mb=0.0, copier=SyncCopier() if on_cpu else None)
+        offloader = ActivationOffloader(
+            offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+        )
         attach(trainer, offloader=offloader, frozen="swap" if on_cpu else "auto")  # hf_memopt: before train()
         trainer.train()
     print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")  # hf_memopt

@@ -58,7 +58,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, trainer = make_trainer(folder), make_trainer(folder)
         # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows what would move.
-        offloader = ActivationOffloader(offload_threshold_mb=0.0, copier=SyncCopier() if on_cpu else None)
+        offloader = ActivationOffloader(
+            offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+        )
         attach(trainer, offloader=offloader)  # hf_memopt: the loss alone; generation is left as it is
         for each in (plain, trainer):
             torch.manual_seed(1)  # the completions are drawn

@@ -59,7 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _, plain = train(folder, [])
         # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows what would.
-        offloader = ActivationOffloader(offload_threshold_mb=0.0, copier=SyncCopier() if on_cpu else None)
+        offloader = ActivationOffloader(
+            offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+        )
         trainer, offloaded = train(folder, [ActivationOffloading(offloader), MemoryMonitor()])  # hf_memopt
     figures = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("memory/")}
     print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
