@@ -26,7 +26,7 @@ from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
 
 THRESHOLD_MB = 0.25
-NUM_WARM_UPS = 16  # two are recorded, two plain, five plans compared in two steps each at most, and some more
+NUM_WARM_UPS = 40  # two are recorded, one is plain, and each plan is compared in two to twelve, and with one more plain
 TARGET_RATIO = 1.05
 HEADER = ["model", "plain ms", "ours", "save_on_cpu", "target of ours", "ours moves MiB a step"]
 

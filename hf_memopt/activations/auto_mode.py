@@ -50,8 +50,11 @@ _TOLERATED = 0.02
 _SLOWER_LINK = 0.8
 # What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
-# Passes of which the fastest counts when a plan is compared with `max_slowdown`, and by how much it may miss it.
+# Passes of which the fastest counts when a plan is compared with `max_slowdown`: at first, and once more where a second
+# plain pass costs no memory.
 _NUM_COMPARED = 2
+_NUM_COMPARED_AGAIN = 12
+# By how much a plan may miss it.
 _MISSED = 0.01
 # How often a plan that computes nothing again is made for less before it keeps everything.
 _MAX_REDUCTIONS = 2
@@ -113,14 +116,12 @@ class AutoMode:
         # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
-        # Without a budget: how many passes are still to show how long a plain one takes, and how long that is.
-        self._num_plain_left = 0
+        # Without a budget: whether the next pass shows how long a plain one takes, and how long that is.
+        self._wants_plain = False
         self._plain_s: float | None = None
         self._num_operations: Mapping[Any, int] = {}
-        # How much longer than a plain pass the newest ones took that followed the plan in force, and whether that is
-        # little enough.
-        self._compared: list[float] = []
-        self._is_fast_enough = False
+        # How long passes took that followed the plan in force, as far as they are compared with a plain one.
+        self._compared_s: list[float] = []
         self._num_reductions = 0
         self._ran_out = False
         self._stalled_ms = 0.0
@@ -141,7 +142,7 @@ class AutoMode:
 
     def makers(self) -> Makers:
         """Return the modules that perform what the plan computes again; None stands for outside of modules."""
-        if self.plan is None or self.recording is None or self._num_plain_left:
+        if self.plan is None or self.recording is None or self._wants_plain:
             return set()
         makers = self.recording.makers
         recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
@@ -159,9 +160,9 @@ class AutoMode:
             self._device,
             self._limits.prefetch_ahead,
             self._counters,
-            plan=None if self._num_plain_left else self.plan,
+            plan=None if self._wants_plain else self.plan,
             recorder=recorder,
-            keeps_all=self._num_plain_left > 0 and self._has_room_for_everything(),
+            keeps_all=self._wants_plain and self._has_room_for_everything(),
             op_recorder=op_recorder,
             recording=self.recording,
             foreseen_reads=self._foreseen_reads(),
@@ -178,7 +179,9 @@ class AutoMode:
         return forward
 
     def _foreseen_reads(self) -> list[list[int]]:
-        if self.plan is None or self.recording is None or not self.recording.profile.backward_ends_s:
+        if self.plan is None or self.recording is None or self._wants_plain:
+            return []
+        if not self.recording.profile.backward_ends_s:
             return []
         return needs_by_backward(self.recording.profile, self.plan.actions)
 
@@ -200,15 +203,18 @@ class AutoMode:
             self._num_operations = {} if forward.op_recorder is None else forward.op_recorder.num_by_module
             self._num_recorded += 1
             self._is_timed = False
-            if not self.is_recording and self._limits.budget_bytes is None:
-                self._plain_s = None
-                self._num_plain_left = _NUM_COMPARED if self._has_room_for_everything() else 1
-            self._replan()
-        elif self._num_plain_left:
-            self._num_plain_left -= 1
-            self._plain_s = self._computed_s if self._plain_s is None else min(self._plain_s, self._computed_s)
-            if not self._num_plain_left:
-                self._take_times(self._plain_s)
+            self._compared_s.clear()
+            self._wants_plain = not self.is_recording and self._limits.budget_bytes is None
+            if not self._wants_plain:  # else the plan is made for the plain pass's time, which is not to be disturbed
+                self._replan()
+        elif self._wants_plain:
+            self._wants_plain = False
+            if self._plain_s is not None and self._compared_s:
+                self._plain_s = min(self._plain_s, self._computed_s)
+                self._judge()
+            else:
+                self._take_times(self._computed_s)
+                self._replan()
         elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
             self._adapt(forward.sizes)
         elif forward.is_other_work:
@@ -219,7 +225,7 @@ class AutoMode:
             self._replan()
         elif self.plan is not None and forward.plan is self.plan:
             self._compare(forward, self.plan)
-        if not self.is_recording and self._trims_left:
+        if not self.is_recording and not self._wants_plain and self._trims_left:
             self._trims_left -= 1
             self._device.arena.trim()
 
@@ -269,8 +275,8 @@ class AutoMode:
         recorded_s, num_operations = self.recording.profile.step_s, sum(self._num_operations.values())
         self._is_timed = True
         if plain_s <= 0 or recorded_s <= 0:
-            self._plain_s = None
             return
+        self._plain_s = plain_s
         if abs(plain_s - recorded_s) <= _TOLERATED * recorded_s:
             return
         logger.info(
@@ -282,38 +288,42 @@ class AutoMode:
         if num_operations:
             cost_s = max(0.0, recorded_s - plain_s) / num_operations
             self.recording = with_cost_of_noting(self.recording, self._num_operations, cost_s)
-        self._replan()
-        self._trims_left = 2  # it may need less host memory
 
-    def _hurry(self, plan: Plan, slowdown: float) -> None:
-        """Plan for less where passes take longer than `max_slowdown` allows."""
-        self._compared.append(slowdown)
-        if len(self._compared) < _NUM_COMPARED:
+    def _compare_with_plain(self, elapsed_s: float) -> None:
+        if len(self._compared_s) == _NUM_COMPARED_AGAIN:
             return
-        least, allowed = min(self._compared), self._limits.max_slowdown
-        self._compared.clear()
-        self._is_fast_enough = least <= allowed + _MISSED
-        if not self._is_fast_enough:
+        self._compared_s.append(elapsed_s)
+        if len(self._compared_s) == _NUM_COMPARED:
+            self._judge()
+        elif len(self._compared_s) == _NUM_COMPARED_AGAIN:
+            self._wants_plain = self._has_room_for_everything()
+
+    def _judge(self) -> None:
+        """Plan for less where passes take longer than `max_slowdown` allows."""
+        assert self._plain_s is not None
+        slowdown, allowed = min(self._compared_s) / self._plain_s - 1, self._limits.max_slowdown
+        if slowdown > allowed + _MISSED:
             logger.info(
                 "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now "
                 "on less is computed again or offloaded",
-                100 * least,
+                100 * slowdown,
                 allowed,
             )
-            self._reduce(plan, allowed / least)
+            self._reduce(allowed / slowdown)
 
-    def _reduce(self, plan: Plan, share: float) -> None:
+    def _reduce(self, share: float) -> None:
         """Compute nothing again; if that is so, offload a share of the storages; if that does not help, keep them all.
 
         The smallest stay: copying one takes as long on the host as copying a large one.
         """
+        assert self.plan is not None
         assert self.recording is not None
-        if Action.RECOMPUTE in plan.actions:
+        if Action.RECOMPUTE in self.plan.actions:
             self.recording = without_recomputing(self.recording)
             self._replan()
         elif self._num_reductions < _MAX_REDUCTIONS:
             self._num_reductions += 1
-            self.recording = offloading_fewer(self.recording, plan.actions, share)
+            self.recording = offloading_fewer(self.recording, self.plan.actions, share)
             self._replan()
         else:
             self._keep_everything()
@@ -367,7 +377,7 @@ class AutoMode:
 
     def _is_to_be_timed(self, forward: ForwardPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
-        if self._num_plain_left:
+        if self._wants_plain:
             return forward.recorder is None
         has_time_of_its_own = not isinstance(self._device.clock, HostClock)  # whose copies never run beside compute
         follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
@@ -386,8 +396,8 @@ class AutoMode:
             watched, self._watched = self._watched, None
             if has_time_of_its_own:
                 self._correct(watched, plan)
-            if self._plain_s is not None and self.plan is plan and not self._is_fast_enough:
-                self._hurry(plan, watched.elapsed_s() / self._plain_s - 1)
+            if self._plain_s is not None and self.plan is plan:
+                self._compare_with_plain(watched.elapsed_s())
 
     def _adjust_times(self, plan: Plan) -> None:
         """Plan for the times of a pass that was not recorded."""
@@ -429,8 +439,7 @@ class AutoMode:
         else:
             self.plan = self._plan_for_the_budget(is_first)
         self._watched = None
-        self._compared.clear()
-        self._is_fast_enough = False
+        self._compared_s.clear()
         self._newly_stalled_s()
         if self.plan is not None:
             logger.info("activation offloading: %s", self.plan.summary())

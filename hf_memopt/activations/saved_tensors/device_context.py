@@ -105,6 +105,8 @@ def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Offloaded(Protocol):
     """A storage that the host has, as the prefetcher sees it."""
 
+    index: int
+
     @property
     def has_left(self) -> bool:
         """Whether the device has given up the memory that was saved."""
@@ -118,14 +120,19 @@ class Prefetcher:
 
     Args:
         orders: in which order passes like this one used theirs.
+        prefetch_ahead: how many storages to bring back ahead of their use without a plan, in bytes of the largest.
         planned: the order that a plan foresees; None to learn it.
+        planned_bytes: how many to bring back ahead with a plan.
 
     Attributes:
         largest_bytes: the size of the largest offloaded storage so far.
     """
 
-    def __init__(self, orders: ReloadOrders, planned: Sequence[int] | None) -> None:
+    def __init__(
+        self, orders: ReloadOrders, prefetch_ahead: int, planned: Sequence[int] | None, planned_bytes: int
+    ) -> None:
         self._orders, self._planned = orders, planned
+        self._prefetch_ahead, self._planned_bytes = prefetch_ahead, planned_bytes
         self.largest_bytes = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
@@ -145,17 +152,20 @@ class Prefetcher:
             self.largest_bytes = num_bytes
         self._order = self._largest_to_fetch = None
 
-    def about_to_use(self, index: int, room: int) -> None:
-        """Note a use, and start the copies of what follows it in the order, as far as `room` bytes."""
+    def begin_use(self, storage: Offloaded) -> None:
+        """Note a use, and start the copies of what follows it in the order."""
+        index = storage.index
         self._used_now.add(index)
         if index not in self._used:
             self._used[index] = None
             if self._planned is None and len(self._used) == len(self._storages):
                 self._orders.learn(self._sizes, list(self._used))
+        is_planned = self._planned is not None
+        room = self._planned_bytes if is_planned else self._prefetch_ahead * self._find_largest_to_fetch()
         if room:
             self._fetch_after(index, room)
 
-    def largest_to_fetch(self) -> int:
+    def _find_largest_to_fetch(self) -> int:
         """Return the bytes of the largest storage that had left the device when this backward first asked.
 
         What backward uses before it leaves is not fetched: a language model's logits, with which backward begins, would

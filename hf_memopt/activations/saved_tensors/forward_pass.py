@@ -115,7 +115,6 @@ class ForwardPass:
         # Whether torch.profiler runs, and is to show copies.
         self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._counters = counters
-        self._prefetch_ahead = prefetch_ahead
         self.keeps_all = keeps_all
         self.recording = recording
         self._foreseen = ForeseenReads(foreseen_reads)
@@ -130,7 +129,10 @@ class ForwardPass:
         # Storages that the model still has, and those that were saved in a recorded pass.
         self._pending: list[weakref.ref[LiveStorage]] = []
         self._recorded: list[weakref.ref[LiveStorage]] = []
-        self._prefetcher = Prefetcher(device.orders, plan.reload_order if plan else None)
+        planned = (None, 0) if plan is None else (plan.reload_order, plan.prefetch_bytes)
+        self._prefetcher = Prefetcher(device.orders, prefetch_ahead, *planned)
+        # Made once: each bound method is an object for the garbage collector.
+        self._begin_use = self._prefetcher.begin_use
 
     @property
     def is_open(self) -> bool:
@@ -299,7 +301,7 @@ class ForwardPass:
         block = None if is_pending else device.arena.acquire(tensor.untyped_storage().nbytes())
         if block is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
-        place = tensor, device, index, block, self._about_to_use, is_private
+        place = tensor, device, index, block, self._begin_use, is_private
         storage = TracedStorage(*place, self._owner(index)) if self._is_traced else OffloadedStorage(*place)
         self._movable.append(weakref.ref(storage))
         if not is_pending:
@@ -419,11 +421,6 @@ class ForwardPass:
             storage = entry()
             if isinstance(storage, OffloadedStorage):
                 storage.release()
-
-    def _about_to_use(self, storage: OffloadedStorage) -> None:
-        """Start the copies of what follows."""
-        ahead = self.plan.prefetch_bytes if self.plan else self._prefetch_ahead * self._prefetcher.largest_to_fetch()
-        self._prefetcher.about_to_use(storage.index, ahead)
 
     def _note_backward(self) -> int:
         """The number of the backward at work, 0 for none; has its end noted."""

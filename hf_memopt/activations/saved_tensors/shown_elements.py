@@ -64,18 +64,21 @@ class ShownElements:
     """The elements of one storage that its saved views have shown so far.
 
     Args:
-        tensor: the first of them.
         num_bytes: of the storage.
+        first: the part that the first of them has shown; None, everything.
     """
 
     __slots__ = ("_num_bytes", "_parts")
 
-    def __init__(self, tensor: Tensor, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, first: Elements | None) -> None:
         self._num_bytes = num_bytes
-        # None once there is nothing left to show; most storages are shown whole by their first view.
-        self._parts: list[Elements] | None = None
-        if not is_whole(tensor, num_bytes):
-            self._parts = [elements_of(tensor)]
+        # None once there is nothing left to show.
+        self._parts = None if first is None else [first]
+
+    @classmethod
+    def of(cls, tensor: Tensor, num_bytes: int) -> "ShownElements":
+        """Return what the first view of a storage of so many bytes has shown: most show it whole."""
+        return _EVERYTHING if is_whole(tensor, num_bytes) else cls(num_bytes, elements_of(tensor))
 
     def add(self, tensor: Tensor) -> None:
         """Note another view."""
@@ -92,3 +95,6 @@ class ShownElements:
     def include(self, part: Elements) -> bool:
         """Return whether one of the views has shown all of a part."""
         return self._parts is None or any(shown.include(part) for shown in self._parts)
+
+
+_EVERYTHING = ShownElements(0, None)

@@ -134,7 +134,7 @@ class LiveStorage(VersionGuard, ABC):
         self.saved_by: object = None
         self.saved_in_node: int | None = None
         self.of_function = self.is_weight = False
-        self.shown = ShownElements(tensor, self.num_bytes)
+        self.shown = ShownElements.of(tensor, self.num_bytes)
         self.num_writes: int | None = None
         # Of a retained graph's saved tensors, how many the backward `read_in` has not read yet.
         self.read_in = self._num_left = 0
@@ -143,9 +143,13 @@ class LiveStorage(VersionGuard, ABC):
         # What else was saved of the same storage: of other versions, or by custom functions.
         entry = device.storages.get(self.key)
         earlier = entry() if entry is not None else None
-        self._siblings: list[weakref.ref[LiveStorage]] = [] if earlier is None else earlier._siblings
-        device.storages[self.key] = weakref.ref(self)
-        self._siblings.append(device.storages[self.key])
+        entry = device.storages[self.key] = weakref.ref(self)
+        self._siblings: list[weakref.ref[LiveStorage]] | None = None
+        if earlier is not None:
+            if earlier._siblings is None:
+                earlier._siblings = [weakref.ref(earlier)]
+            earlier._siblings.append(entry)
+            self._siblings = earlier._siblings
 
     def fetch(self, backward: int, is_first: bool) -> Tensor:
         """Return the bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
@@ -199,7 +203,7 @@ class LiveStorage(VersionGuard, ABC):
 
     def is_left_alone(self) -> bool:
         """Return whether the model has no tensor of the storage any more, so that no other view of it can be saved."""
-        siblings = [storage for entry in self._siblings if (storage := entry()) is not None]
+        siblings = [storage for entry in self._siblings or () if (storage := entry()) is not None] or [self]
         return num_tensors_on(self.key) <= sum(storage._num_own_tensors() for storage in siblings)
 
     @abstractmethod

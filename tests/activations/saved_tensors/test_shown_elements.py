@@ -36,7 +36,7 @@ def test_no_view_is_said_to_be_shown_that_was_not() -> None:
     num_included = 0
     for _ in range(2000):
         first, second, third = (random_view(x, lots) for _ in range(3))
-        found = ShownElements(first, 4 * 64)
+        found = ShownElements.of(first, 4 * 64)
         found.add(second)
         included = found.include_all_of(third)
         num_included += included
