@@ -356,6 +356,7 @@ class AutoMode:
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = grown(self.recording, sizes)
+            self._plain_s = None  # nobody knows how long a plain pass of this size takes
             self._replan()
 
     def _hold_the_budget(self, excess_bytes: int) -> None:

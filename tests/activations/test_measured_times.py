@@ -89,10 +89,10 @@ class Run:
         self.steps_s.append(profile.step_s)
         return make_plan(profile, link, **limits)
 
-    def go(self, num_steps: int, stall_s: float = 0.0, stall_between_s: float = 0.0) -> None:
+    def go(self, num_steps: int, stall_s: float = 0.0, stall_between_s: float = 0.0, batch_size: int = 4) -> None:
         for _ in range(num_steps):
             with self.offloader.offload_context(self.model):
-                loss = self.model(torch.ones(4, 8)).sum()
+                loss = self.model(torch.ones(batch_size, 8)).sum()
             self.device.stall(stall_s)
             loss.backward()
             self.device.stall(stall_between_s)
@@ -164,6 +164,17 @@ def test_a_plan_that_was_fast_enough_stays(monkeypatch: pytest.MonkeyPatch) -> N
     run.device.layer_s = 2 * LAYER_S
     run.go(6)
     assert mode.plan is plan
+
+
+def test_a_larger_pass_is_not_compared_with_a_smaller_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Device(), monkeypatch)
+    run.go(NUM_RECORDED + 1)
+    run.device.layer_s = 2 * LAYER_S
+    run.go(1, batch_size=8)
+    (mode,) = next(iter(run.offloader._plans.values())).values()
+    run.go(6, batch_size=8)
+    assert len(run.steps_s) == 3  # after the first, the plain and the larger pass
+    assert Action.OFFLOAD in mode.plan.actions
 
 
 class HostDevice(Device, HostClock):
