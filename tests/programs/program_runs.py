@@ -25,6 +25,7 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.activations import auto_mode
 from hf_memopt.activations.planner import refinement, search
 from hf_memopt.activations.saved_tensors import device_context
+from hf_memopt.transfer.clock import HostClock
 
 Around = Callable[["Run"], AbstractContextManager[object]]
 
@@ -178,7 +179,7 @@ def plain(program: Program) -> Run:
 # ------------------------------------------------------------------------------------------------ offloaded
 
 
-class CountingClock:
+class CountingClock(HostClock):
     """Each mark is 0.1 ms after the last, so that plans do not depend on the machine."""
 
     def __init__(self) -> None:
@@ -218,6 +219,8 @@ def offloaded(program: Program, mode: str) -> list[str]:
     want = _EXPECTED[0]
     name = mode if mode in ("all", "inputs") else "auto"
     options: dict[str, Any] = {"mode": name, "offload_threshold_mb": 0, "copier": COPIERS[program.copier](program.seed)}
+    if "lot" in mode:
+        options["budget_gib"] = 1024.0  # without a budget one pass more is not planned
     offloader = ActivationOffloader(**options, max_slowdown=100.0)
     with patch.object(auto_mode, "make_plan", lots) if "lot" in mode else nullcontext():
         run = Run(program, lambda run: offloader.offload_context(run.model if program.is_known else None))

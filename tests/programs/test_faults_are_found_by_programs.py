@@ -11,17 +11,20 @@ from program_strategy import FEATURES, Program
 from torch import Tensor
 
 from hf_memopt import autograd_state
-from hf_memopt.activations.saved_tensors import storages
+from hf_memopt.activations.saved_tensors import forward_pass, pack_hook, shown_elements, storages
 
 Put = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is put in, and how many programs of which features find it.
+    """What is put in, and how many programs find it.
 
-    `features` are those that the programs may use. The fewer, the sooner it is found, and nothing else is. `says` is
-    a part of what is wrong then; other failures do not count.
+    Attributes:
+        put: puts it in.
+        num_programs: how many it took with hypothesis 6.170; other versions draw others.
+        features: those that the programs may use. The fewer, the sooner it is found, and nothing else is.
+        says: a part of what is wrong then; other failures do not count.
     """
 
     put: Put
@@ -78,20 +81,61 @@ def double_backward_reads_zeros(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(storages.LiveStorage, "fetch", fetch)
 
 
+def a_copy_serves_what_nobody_had_shown(patch: pytest.MonkeyPatch) -> None:
+    """A storage is copied when a part of it is saved, and other parts, written by `.data` later, come from the copy."""
+    patch.setattr(shown_elements.ShownElements, "include_all_of", lambda self, tensor: True)
+    patch.setattr(shown_elements.ShownElements, "include", lambda self, part: True)
+    patch.setattr(forward_pass, "is_whole", lambda tensor, num_bytes: True)
+
+
+def restored_views_count_for_themselves(patch: pytest.MonkeyPatch) -> None:
+    """A backward that overwrites what it has saved goes unnoticed by the other nodes that have saved it."""
+    patch.setattr(autograd_state.VersionGuard, "counted_together", lambda self, tensor: tensor)
+
+
+def custom_functions_are_like_others(patch: pytest.MonkeyPatch) -> None:
+    """Other tensors are computed again from what a custom function has saved, and overwrites."""
+    patch.setattr(pack_hook, "called_from_function", lambda frame: False)
+
+
+def sources_are_the_models_own(patch: pytest.MonkeyPatch) -> None:
+    """Plans act by number, in passes that do something else too, and compute from what the model modifies there."""
+    patch.setattr(forward_pass, "OwnCopy", storages.KeptStorage)
+    patch.setattr(forward_pass.ForwardPass, "_is_as_recorded", lambda self, index, found: found is not None)
+
+
+def memory_begins_where_its_storage_does(patch: pytest.MonkeyPatch) -> None:
+    """The offset of a slice that a copier returns is ignored."""
+
+    def of(self: Any, memory: Tensor) -> Tensor:
+        return memory.view(self._dtype).as_strided(self._size, self._stride, self._offset)
+
+    patch.setattr(autograd_state.ViewMeta, "of", of)
+
+
 FAULTS = {
     fault.put.__name__: fault
     for fault in (
-        Fault(views_have_no_offset, 60),
-        Fault(views_have_no_strides, 60),
-        Fault(one_copy_serves_all_versions, 200, ("in place",), "; plain in pass"),
-        Fault(modifications_go_unnoticed, 200, ("in place",), "None; plain in pass"),
-        Fault(nobody_waits_for_what_comes_back, 40),
-        Fault(double_backward_reads_zeros, 100, ("double backward",), "another loss or gradient"),
+        Fault(views_have_no_offset, 56),
+        Fault(views_have_no_strides, 2),
+        Fault(one_copy_serves_all_versions, 68, ("in place",), "; plain in pass"),
+        Fault(modifications_go_unnoticed, 5, ("in place",), "None; plain in pass"),
+        Fault(nobody_waits_for_what_comes_back, 3),
+        Fault(double_backward_reads_zeros, 5, ("double backward",), "another loss or gradient"),
+        Fault(a_copy_serves_what_nobody_had_shown, 3, ("data",), "another loss or gradient"),
+        Fault(restored_views_count_for_themselves, 23, ("aten",), "None; plain in pass"),
+        Fault(custom_functions_are_like_others, 267, ("data",), "another loss or gradient"),
+        Fault(sources_are_the_models_own, 171, ("in place", "other bodies")),
+        Fault(memory_begins_where_its_storage_does, 3, ("slices",), "another loss or gradient"),
     )
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+def _param(fault: Fault) -> Any:
+    return pytest.param(fault.put.__name__, marks=[pytest.mark.slow] * (fault.num_programs > 100))
+
+
+@pytest.mark.parametrize("name", [_param(fault) for fault in FAULTS.values()])
 def test_it_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.put(monkeypatch)
@@ -104,7 +148,8 @@ def test_it_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             if fault.says in str(error):
                 raise
 
-    assert look(fault.num_programs, seed=0, without=without, check=check_for_it, shrinks=False).program is not None
+    found = look(2 * fault.num_programs + 100, seed=0, without=without, check=check_for_it, shrinks=False)
+    assert found.program is not None
 
 
 def test_nothing_is_found_in_a_sound_offloader() -> None:
