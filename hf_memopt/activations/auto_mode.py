@@ -327,6 +327,9 @@ class AutoMode:
             self._replan()
         else:
             self._keep_everything()
+            return
+        if self.plan is not None and set(self.plan.actions) == {Action.KEEP}:
+            self._keep_everything()
 
     def _keep_everything(self) -> None:
         assert self.recording is not None
