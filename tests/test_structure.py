@@ -107,7 +107,7 @@ def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("hf_memopt.activations.auto_mode.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()
-        monkeypatch.setattr("hf_memopt.activations.offloader.saved_tensors_hooks", journey.hooks)
+        monkeypatch.setattr("hf_memopt.activations.saved_tensors.pack_hook.saved_tensors_hooks", journey.hooks)
         with offloader.offload_context(model):
             model(x).square().sum().backward()
         if num_steps >= 2:

@@ -82,8 +82,8 @@ def write_options(path: Path, options: Any) -> Path:
 
 
 def as_words(name: str, value: Any) -> list[str]:
-    """Return a flag and its value, or values, as words of a command line; none for None, the default of such flags."""
-    if value is None:
+    """Return a flag and its value, or values, as words of a command line; none for None and for no values."""
+    if value is None or value == []:
         return []
     return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
 
