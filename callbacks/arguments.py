@@ -7,7 +7,6 @@ from typing import Literal, Self
 from transformers import HfArgumentParser, Trainer
 
 from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
-from hf_memopt.activations.skipped_modules import SkippedModules
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
@@ -43,7 +42,7 @@ class MemoptArguments(OffloadArguments):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        SkippedModules(self.skip)  # refuses what names nothing
+        super().__post_init__()
         if self.offload not in MODES:
             raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
         if self.frozen not in ("off", *TEACHER_MODES):

@@ -23,6 +23,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from trl.models.activation_offloading import OffloadActivations
 
 from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.targets import Verdict
 from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
 
@@ -111,15 +112,12 @@ def print_report(results: dict[str, Any]) -> None:
     rows = []
     for name, found in results["hooks"].items():
         over, target = found["us_over_no_op"], results["targets_us_over_no_op"].get(name)
-        rows.append([name, f"{found['us_per_tensor']['median']:.1f}", f"{over:+.1f}", _verdict(over, target)])
+        verdict = "-" if target is None else f"{target:g} {Verdict(name, over, target).outcome}"
+        rows.append([name, f"{found['us_per_tensor']['median']:.1f}", f"{over:+.1f}", verdict])
     print(
         f"{results['num_tensors']} saved tensors, medians of {results['num_rounds']} rounds, Python {results['python']}"
     )
     print_table(HEADER, rows)
-
-
-def _verdict(value: float, target: float | None) -> str:
-    return "-" if target is None else f"{target:g} {'met' if value <= target else 'missed'}"
 
 
 def main(arguments: list[str] | None = None) -> None:

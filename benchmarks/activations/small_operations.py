@@ -1,4 +1,4 @@
-"""How much longer a step takes with mode "auto", where operations are many and small, on the CPU.
+"""Slowdown of a step by mode "auto" where operations are many and small, on the CPU.
 
     python -m benchmarks.activations.small_operations
 
@@ -22,6 +22,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.rnn import pack_sequence
 
 from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.targets import Verdict
 from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
 
@@ -127,7 +128,7 @@ def print_report(results: dict[str, Any]) -> None:
     rows = []
     for name, found in results["models"].items():
         ratio, target = found["ratio"], results["target_ratio"]
-        verdict = f"{target:g} {'met' if ratio['ours'] <= target else 'missed'}"
+        verdict = f"{target:g} {Verdict(name, ratio['ours'], target).outcome}"
         ratios = f"{ratio['ours']:.2f}", f"{ratio['save_on_cpu']:.2f}"
         moved = f"{found['moved_bytes'] / 2**20:.1f}"
         rows.append([name, f"{found['step_ms']['plain']['median']:.0f}", *ratios, verdict, moved])

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_memopt.activations.comparison import Comparison
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offload_stats import OffloadCounters
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
@@ -50,11 +51,7 @@ _TOLERATED = 0.02
 _SLOWER_LINK = 0.8
 # What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
-# Passes of which the fastest counts when a plan is compared with `max_slowdown`: at first, and once more where a second
-# plain pass costs no memory.
-_NUM_COMPARED = 2
-_NUM_COMPARED_AGAIN = 12
-# By how much a plan may miss it.
+# By how much a plan may miss `max_slowdown`.
 _MISSED = 0.01
 # How often a plan that computes nothing again is made for less before it keeps everything.
 _MAX_REDUCTIONS = 2
@@ -116,12 +113,10 @@ class AutoMode:
         # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
-        # Without a budget: whether the next pass shows how long a plain one takes, and how long that is.
+        # Without a budget: whether the next pass shows how long a plain one takes, and what that shows.
         self._wants_plain = False
-        self._plain_s: float | None = None
+        self._comparison = Comparison(takes_turns=self._has_room_for_everything())
         self._num_operations: Mapping[Any, int] = {}
-        # How long passes took that followed the plan in force, as far as they are compared with a plain one.
-        self._compared_s: list[float] = []
         self._num_reductions = 0
         self._ran_out = False
         self._stalled_ms = 0.0
@@ -140,12 +135,18 @@ class AutoMode:
         forward = self._begun() if self._begun is not None else None
         return forward if forward is not None and forward.is_open else None
 
+    @property
+    def _plan_to_follow(self) -> Plan | None:
+        """Return the plan of the next pass; a plain pass has none."""
+        return None if self._wants_plain else self.plan
+
     def makers(self) -> Makers:
         """Return the modules that perform what the plan computes again; None stands for outside of modules."""
-        if self.plan is None or self.recording is None or self._wants_plain:
+        plan = self._plan_to_follow
+        if plan is None or self.recording is None:
             return set()
         makers = self.recording.makers
-        recomputed = [index for index, action in enumerate(self.plan.actions) if action is Action.RECOMPUTE]
+        recomputed = [index for index, action in enumerate(plan.actions) if action is Action.RECOMPUTE]
         return set().union(*(makers.get(index, set()) for index in recomputed))
 
     def begin_pass(self, op_recorder: OpRecorder | None) -> ForwardPass:
@@ -160,7 +161,7 @@ class AutoMode:
             self._device,
             self._limits.prefetch_ahead,
             self._counters,
-            plan=None if self._wants_plain else self.plan,
+            plan=self._plan_to_follow,
             recorder=recorder,
             keeps_all=self._wants_plain and self._has_room_for_everything(),
             op_recorder=op_recorder,
@@ -179,11 +180,10 @@ class AutoMode:
         return forward
 
     def _foreseen_reads(self) -> list[list[int]]:
-        if self.plan is None or self.recording is None or self._wants_plain:
+        plan = self._plan_to_follow
+        if plan is None or self.recording is None or not self.recording.profile.backward_ends_s:
             return []
-        if not self.recording.profile.backward_ends_s:
-            return []
-        return needs_by_backward(self.recording.profile, self.plan.actions)
+        return needs_by_backward(self.recording.profile, plan.actions)
 
     def review(self) -> None:
         """Learn from the passes since the last one, before another one begins.
@@ -203,15 +203,14 @@ class AutoMode:
             self._num_operations = {} if forward.op_recorder is None else forward.op_recorder.num_by_module
             self._num_recorded += 1
             self._is_timed = False
-            self._compared_s.clear()
+            self._comparison.restart()
             self._wants_plain = not self.is_recording and self._limits.budget_bytes is None
             if not self._wants_plain:  # else the plan is made for the plain pass's time, which is not to be disturbed
                 self._replan()
         elif self._wants_plain:
             self._wants_plain = False
-            if self._plain_s is not None and self._compared_s:
-                self._plain_s = min(self._plain_s, self._computed_s)
-                self._judge()
+            if self._comparison.wants_plain:
+                self._compare_plain(forward)
             else:
                 self._take_times(self._computed_s)
                 self._replan()
@@ -270,39 +269,29 @@ class AutoMode:
         self._replan()
 
     def _take_times(self, plain_s: float) -> None:
-        """Plan for the time of a pass that was not recorded, and for the time that noting operations takes."""
+        """Take the time of a pass that was not recorded, and the time that noting operations takes."""
         assert self.recording is not None
         recorded_s, num_operations = self.recording.profile.step_s, sum(self._num_operations.values())
         self._is_timed = True
         if plain_s <= 0 or recorded_s <= 0:
             return
-        self._plain_s = plain_s
-        if abs(plain_s - recorded_s) <= _TOLERATED * recorded_s:
-            return
-        logger.info(
-            "activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms",
-            1e3 * plain_s,
-            1e3 * recorded_s,
-        )
-        self.recording = scaled(self.recording, plain_s / recorded_s)
-        if num_operations:
+        self._comparison.plain_s = plain_s
+        if self._scale_times(plain_s, recorded_s) and num_operations:
             cost_s = max(0.0, recorded_s - plain_s) / num_operations
             self.recording = with_cost_of_noting(self.recording, self._num_operations, cost_s)
 
-    def _compare_with_plain(self, elapsed_s: float) -> None:
-        if len(self._compared_s) == _NUM_COMPARED_AGAIN:
-            return
-        self._compared_s.append(elapsed_s)
-        if len(self._compared_s) == _NUM_COMPARED:
-            self._judge()
-        elif len(self._compared_s) == _NUM_COMPARED_AGAIN:
-            self._wants_plain = self._has_room_for_everything()
+    def _compare_plain(self, forward: ForwardPass) -> None:
+        """Compare a plain pass with the planned one before it, if it saved the same sizes as far as that is noted."""
+        assert self.recording is not None
+        if tuple(forward.sizes) == self.recording.sizes[: len(forward.sizes)]:
+            self._judge(self._comparison.add_plain(self._computed_s))
+        else:
+            self._comparison.drop_planned()
 
-    def _judge(self) -> None:
+    def _judge(self, slowdown: float | None) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows."""
-        assert self._plain_s is not None
-        slowdown, allowed = min(self._compared_s) / self._plain_s - 1, self._limits.max_slowdown
-        if slowdown > allowed + _MISSED:
+        allowed = self._limits.max_slowdown
+        if slowdown is not None and slowdown > allowed + _MISSED:
             logger.info(
                 "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now "
                 "on less is computed again or offloaded",
@@ -359,7 +348,7 @@ class AutoMode:
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = grown(self.recording, sizes)
-            self._plain_s = None  # nobody knows how long a plain pass of this size takes
+            self._comparison.plain_s = None  # no plain pass of this size has been timed
             self._replan()
 
     def _hold_the_budget(self, excess_bytes: int) -> None:
@@ -400,20 +389,26 @@ class AutoMode:
             watched, self._watched = self._watched, None
             if has_time_of_its_own:
                 self._correct(watched, plan)
-            if self._plain_s is not None and self.plan is plan:
-                self._compare_with_plain(watched.elapsed_s())
+            if self.plan is plan:
+                self._judge(self._comparison.add_planned(watched.elapsed_s()))
+                self._wants_plain = self._comparison.wants_plain
 
     def _adjust_times(self, plan: Plan) -> None:
         """Plan for the times of a pass that was not recorded."""
-        assert self.recording is not None
         computed_s, expected_s = self._computed_s, plan.plain_step_s + plan.recompute_s
-        if computed_s <= 0 or abs(computed_s - expected_s) <= _TOLERATED * expected_s:
-            return
+        if computed_s > 0 and self._scale_times(computed_s, expected_s):
+            self._replan()
+            self._trims_left = 2  # it may need less host memory
+
+    def _scale_times(self, computed_s: float, expected_s: float) -> bool:
+        """Take the recorded times in proportion to a pass that was not recorded; return whether they differ."""
+        assert self.recording is not None
+        if abs(computed_s - expected_s) <= _TOLERATED * expected_s:
+            return False
         figures = 1e3 * computed_s, 1e3 * expected_s
         logger.info("activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", *figures)
         self.recording = scaled(self.recording, computed_s / expected_s)
-        self._replan()
-        self._trims_left = 2  # it may need less host memory
+        return True
 
     def _correct(self, forward: ForwardPass, plan: Plan) -> None:
         """Plan for a slower link when compute has waited longer than predicted, and the pass taken longer."""
@@ -443,7 +438,7 @@ class AutoMode:
         else:
             self.plan = self._plan_for_the_budget(is_first)
         self._watched = None
-        self._compared_s.clear()
+        self._comparison.restart()
         self._newly_stalled_s()
         if self.plan is not None:
             logger.info("activation offloading: %s", self.plan.summary())

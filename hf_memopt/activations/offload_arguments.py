@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import torch
 
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.activations.skipped_modules import SkippedModules
 from hf_memopt.command_line import flag
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import SyncCopier
@@ -17,7 +18,11 @@ _PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowd
 
 @dataclass
 class OffloadArguments:
-    """Which saved activations go to host memory. Each field's help text says what it means."""
+    """Which saved activations go to host memory. Each field's help text says what it means.
+
+    Raises:
+        ValueError: `skip` is no list of names.
+    """
 
     offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
     budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
@@ -36,6 +41,9 @@ class OffloadArguments:
         [], "names or classes of modules whose saved tensors stay on the device, with wildcards, such as vision_tower"
     )
     cpu_copies: bool = flag(False, "on a CPU: perform the copies, to try it out. It saves no memory there")
+
+    def __post_init__(self) -> None:
+        SkippedModules(self.skip)
 
     def make_offloader(self, device: torch.device) -> ActivationOffloader | None:
         """Return a new offloader for a model on `device`; None in mode "off"."""

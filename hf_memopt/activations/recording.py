@@ -233,6 +233,8 @@ class _Timing:
         self._ends: list[float] = []
         # The time of each event; at the end that of the last one, for what is never freed.
         self._times: list[float] = []
+        # Of the sources that autograd never saved: they come after the storages that it did.
+        self._unsaved_indices: dict[_Unsaved, int] = {}
         now, before, node, node_time = 0.0, begun, None, 0.0
         for event in events:
             # Only what lies between the offloader's own stretches is compute.
@@ -253,10 +255,8 @@ class _Timing:
         self._step_s = now
 
     def recording(self, noted: Recorder) -> Recording:
-        # Sources that autograd never saved come last, with indices after those that it did.
         unsaved = [source for source in noted._all_unsaved if source.index is None]
-        for place, source in enumerate(unsaved):
-            source.index = len(noted._sizes) + place
+        self._unsaved_indices = {source: len(noted._sizes) + place for place, source in enumerate(unsaved)}
         storages = [self._storage(noted, index) for index in noted._sizes]
         for source in unsaved:
             storages.append(SavedStorage(source.num_bytes, self._times[noted._placed[source.dependent]], ()))
@@ -283,7 +283,7 @@ class _Timing:
             self._saved_at[index],
             uses,
             None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
-            () if computable is None else tuple(dict.fromkeys(map(_index, computable.sources))),
+            () if computable is None else tuple(dict.fromkeys(map(self._index, computable.sources))),
             self._freed_s(noted._freed.get(index), uses),
             can_offload=index not in noted._staying,
         )
@@ -305,17 +305,16 @@ class _Timing:
         saved = [source for source in sources if not isinstance(source, _Unsaved)]
         return all(max(self._uses.get(source, (-1.0,))) >= read_s for source in saved)
 
+    def _index(self, source: int | _Unsaved) -> int:
+        if isinstance(source, int):
+            return source
+        return self._unsaved_indices[source] if source.index is None else source.index
+
     def _freed_s(self, num_events: int | None, uses: tuple[float, ...]) -> float | None:
         """When memory went that did not go with its last use."""
         # `num_events` were noted before it went, so it went at the time of the last of them.
         freed_s = self._step_s if num_events is None else self._times[num_events - 1]
         return freed_s if not uses or freed_s > uses[-1] else None
-
-
-def _index(source: int | _Unsaved) -> int:
-    index = source.index if isinstance(source, _Unsaved) else source
-    assert index is not None
-    return index
 
 
 def _owner(names: dict[int, str]) -> str:

@@ -14,10 +14,11 @@ logger = logging.getLogger(__name__)
 
 # Module objects, their classes, and patterns of their names or of the names of their classes.
 Skip = Sequence[nn.Module | type[nn.Module] | str]
+_Entry = nn.Module | type[nn.Module] | re.Pattern[str]
 
 # Every call of a module runs this, also of one that is compiled in place.
 _CALL = nn.Module._wrapped_call_impl.__code__
-# What wrappers put into the names of the modules inside.
+# Parts that wrappers put into the names of the modules inside.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -36,12 +37,7 @@ class SkippedModules:
             raise ValueError(
                 f"skip={given!r} must be a sequence of modules, classes and name patterns, as skip=('lm_head',)"
             )
-        self._entries: list[nn.Module | type[nn.Module] | re.Pattern[str]] = []
-        for each in given:
-            is_class = isinstance(each, type) and issubclass(each, nn.Module)
-            if not each if isinstance(each, str) else not (is_class or isinstance(each, nn.Module)):
-                raise ValueError(f"skip has {each!r}, which is no module, no class of modules and no name pattern")
-            self._entries.append(_pattern(each) if isinstance(each, str) else each)
+        self._entries = [_entry(each) for each in given]
         self._given = tuple(given)
         self._unmatched = set(range(len(self._entries)))
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -50,7 +46,7 @@ class SkippedModules:
     def among(self, model: nn.Module | None) -> "SkippedCalls | None":
         """Return what tells calls of skipped modules from others; None, nothing is skipped.
 
-        What no module of a model has matched when its second pass begins is named in a warning, once.
+        Entries that have matched no module by the time a model's second pass begins are named in a warning, once.
 
         Args:
             model: whose modules the names belong to. Without it patterns mean classes alone.
@@ -69,13 +65,9 @@ class SkippedModules:
         return SkippedCalls(skipped, self)
 
     def has_class(self, kind: type[nn.Module]) -> bool:
-        """Return whether modules of a class are skipped, whatever their names."""
+        """Return whether all modules of a class are skipped."""
         if kind not in self._by_class:
-            self._by_class[kind] = any(
-                issubclass(kind, entry) if isinstance(entry, type) else _matches_class(entry, kind)
-                for entry in self._entries
-                if not isinstance(entry, nn.Module)
-            )
+            self._by_class[kind] = any(_means_class(entry, kind) for entry in self._entries)
         return self._by_class[kind]
 
     def _warn_of_unmatched(self, model: nn.Module) -> None:
@@ -113,30 +105,32 @@ def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
     while frame is not None:
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]
-            yield module._modules.get("_orig_mod") or module
+            yield getattr(module, "_orig_mod", module)
         frame = frame.f_back
 
 
-def _is_meant(entry: nn.Module | type[nn.Module] | re.Pattern[str], name: str, module: nn.Module) -> bool:
-    if isinstance(entry, nn.Module):
-        return entry is module
-    if isinstance(entry, type):
-        return isinstance(module, entry)
+def _entry(given: Any) -> _Entry:
+    """Return a module or a class as given, and a pattern as the expression of names and of their ends after a dot."""
+    if isinstance(given, str) and given:
+        return re.compile(rf"(?:.*\.)?{fnmatch.translate(given)}")
+    if isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
+        return given
+    raise ValueError(f"skip has {given!r}, which is no module, no class of modules and no name pattern")
+
+
+def _is_meant(entry: _Entry, name: str, module: nn.Module) -> bool:
+    if entry is module or _means_class(entry, type(module)):
+        return True
     inner = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return (
-        entry.fullmatch(name) is not None or entry.fullmatch(inner) is not None or _matches_class(entry, type(module))
-    )
+    return isinstance(entry, re.Pattern) and any(map(entry.fullmatch, (name, inner)))
 
 
-def _matches_class(pattern: re.Pattern[str], kind: type[nn.Module]) -> bool:
-    """Return whether a pattern matches the name of a class or of one that it derives from."""
+def _means_class(entry: _Entry, kind: type[nn.Module]) -> bool:
+    """Return whether an entry is a class or the pattern of one that another class is or derives from."""
+    if isinstance(entry, type):
+        return issubclass(kind, entry)
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    return any(pattern.fullmatch(base.__name__) for base in bases)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Return what matches a whole name or the end of one from a dot on."""
-    return re.compile(rf"(?:.*\.)?{fnmatch.translate(text)}")
+    return isinstance(entry, re.Pattern) and any(entry.fullmatch(base.__name__) for base in bases)
 
 
 def _as_given(each: Any) -> str:

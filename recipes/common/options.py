@@ -7,7 +7,6 @@ from pathlib import Path
 import transformers
 
 from hf_memopt.activations.offload_arguments import OffloadArguments
-from hf_memopt.activations.skipped_modules import SkippedModules
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.command_line import check_output_folder
 from hf_memopt.recipes.common.flags import Count, CountOrZero, NotNegative, Schedule, Seed, check_card, explained, flag
@@ -37,7 +36,7 @@ class OffloadOptions(OffloadArguments):
 
 
 def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkpointed: bool, remedy: str) -> None:
-    """Refuse modes that find nothing to move, a budget that no mode reads, and empty names.
+    """Refuse modes that find nothing to move, and a budget that no mode reads.
 
     Args:
         offload: what the flags say.
@@ -48,7 +47,6 @@ def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkp
     Raises:
         ValueError: names a flag, its value and the remedy.
     """
-    SkippedModules(offload.skip)
     used = {offload.offload, *compared}
     if offload.budget_gib is not None and "auto" not in used:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")

@@ -173,6 +173,15 @@ def test_a_source_that_autograd_has_let_go_of_would_have_to_be_saved_again() -> 
     assert [storage.sources for storage in found.profile().storages] == [(), (2,), ()]
 
 
+def test_a_pass_that_goes_on_after_it_was_taken_for_over_is_recorded_as_a_whole() -> None:
+    """As with a second backward that comes after the next pass has begun."""
+    found = Pass().save().compute(1).save()
+    found.computable(1, source(torch.zeros(8).untyped_storage(), live=False)).use(1).end_backward()
+    assert [storage.sources for storage in found.profile().storages] == [(), (2,), ()]
+    found.save().use(0).end_backward()
+    assert [storage.sources for storage in found.profile().storages] == [(), (3,), (), ()]
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
     """Or a new storage, at the same place in memory, would be taken for it."""

@@ -166,9 +166,7 @@ def test_inputs_of_checkpointed_regions(model: Model) -> None:
             outer(context, number)
 
         assert moved(model, (Outer,), run, mode=mode) == 0
-        assert_as_plain(
-            lambda model, context, number: checkpointed(model, context, number), model, mode, skip=("Tower",)
-        )
+        assert_as_plain(checkpointed, model, mode, skip=("Tower",))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from program_operations import Line
 from program_runs import check, plain
 from program_search import look
@@ -10,9 +10,19 @@ from program_strategy import Body, Pass, Program, programs
 
 NUM_SLOW, NUM_EACH = 20, 100
 _CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+_TANH, _WRITE, _SCALE = Line("k", "tanh", ("x",)), Line("", "data.mul_", ("x",)), Line("p", "scale", ("k",))
+_LINEAR = Line("a", "linear", ("x",), (0,))
 
 
-@settings(max_examples=60, phases=[Phase.generate, Phase.shrink], suppress_health_check=_CHECKS)
+def _program(*lines: Line, seed: int) -> Program:
+    body = Body(lines, tuple(line.target for line in lines if line.operation in ("linear", "scale")))
+    return Program((body,), (Pass(),) * 3, copier="early", seed=seed, is_known=False, frees=False)
+
+
+# The examples: the source of what is computed again is written to before it is saved, or before a copy of it is.
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=_CHECKS)
+@example(_program(_TANH, _WRITE, _SCALE, seed=1))
+@example(_program(_TANH, _WRITE, _LINEAR, _SCALE, seed=1))
 @given(programs())
 def test_programs(program: Program) -> None:
     check(program)

@@ -189,6 +189,10 @@ class OpRecorder(TorchDispatchMode):
         """How many writes to a storage have been seen."""
         return self._num_writes.get(key, 0)
 
+    def is_unwritten(self, operand: TensorRef) -> bool:
+        """Return whether no write to an operand's storage has been seen since the operation read it."""
+        return self.num_writes(operand.key) == operand.num_writes
+
     def _count_writes(self, kind: "_Kind", args: Any, kwargs: Any) -> None:
         written: list[Tensor] = []
         map_tensors(written.append, [args[place] for place in kind.written_places if place < len(args)])

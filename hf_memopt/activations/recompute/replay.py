@@ -208,7 +208,7 @@ class Resolver:
 
     def _find(self, operand: TensorRef, depth: int, pure: bool) -> StoredInput | WeightInput | ComputedInput | None:
         if operand.weight is not None:
-            is_same = operand.weight._version == operand.version
+            is_same = operand.weight._version == operand.version and self._op_recorder.is_unwritten(operand)
             return WeightInput(operand.weight, operand.meta) if is_same else None
         if operand.is_leaf or self._op_recorder.is_distrusted(operand):
             return None
@@ -224,7 +224,7 @@ class Resolver:
         if pure:
             return None
         # Somebody else keeps the bytes alive now; the pass may save them for this purpose.
-        tensor = operand.alive() if live is None else None
+        tensor = operand.alive() if live is None and self._op_recorder.is_unwritten(operand) else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
     def _live(self, operand: TensorRef) -> LiveStorage | None:
@@ -234,9 +234,9 @@ class Resolver:
             return None
         if live.of_function or not live.shown.include(elements(*operand.meta.geometry)):
             return None
-        # A tensor that is alive shows its version counter; of one that is gone only the count of writes is left.
+        # Writes through `.data` show in their count alone, and writes that nobody counts in the version counter.
         tensor = operand.alive()
-        is_same = live.num_writes == operand.num_writes if tensor is None else live.covers(tensor)
+        is_same = live.num_writes == operand.num_writes and (tensor is None or live.covers(tensor))
         return live if is_same else None
 
 

@@ -230,11 +230,11 @@ class ForwardPass:
             live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
             live.foreseen = self._foreseen
             live.is_weight = is_weight
-            live.num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(key)
             if live.is_pending:
                 self._pending.append(weakref.ref(live))
             if self.recorder is not None:
                 self._recorded.append(weakref.ref(live))
+        live.num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(key)
         if self.recorder is not None and not live.is_pending:
             self.recorder.begun(index)
         return live

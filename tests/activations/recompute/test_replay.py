@@ -137,6 +137,21 @@ def test_there_is_no_computation_from_what_is_gone_or_drawn_or_written_to(x: Ten
     assert forward.resolve(of_written) is None
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_there_is_no_computation_from_what_was_written_to_through_data(x: Tensor, saves: bool) -> None:
+    """Which changes no version counter."""
+    forward = Pass()
+    with forward.recorder:
+        written, weight = torch.rand_like(x), nn.Parameter(x)
+        of_written, of_weight = written.exp(), weight.exp()
+        written.data.mul_(2)
+        weight.data.mul_(2)
+    live = forward.save(written) if saves else None
+    assert forward.resolve(of_written) is None
+    assert forward.resolve(of_weight) is None
+    assert live is None or live.num_writes == 1
+
+
 def test_a_recomputed_storage_holds_nothing_until_it_is_read(x: Tensor) -> None:
     forward = Pass()
     with forward.recorder:
