@@ -27,7 +27,7 @@ from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
 
 THRESHOLD_MB = 0.25
-NUM_WARM_UPS = 40  # two are recorded, one is plain, and each plan is compared in two to twelve, and with one more plain
+NUM_WARM_UPS = 72  # two are recorded, one is plain, and each of four plans is compared in two to eight pairs at most
 TARGET_RATIO = 1.05
 HEADER = ["model", "plain ms", "ours", "save_on_cpu", "target of ours", "ours moves MiB a step"]
 
@@ -138,7 +138,7 @@ def print_report(results: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="per model (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=31, help="per model (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)

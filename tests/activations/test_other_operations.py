@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from as_plain import MODES, Context, assert_as_plain
+from as_plain import MODES, Context, assert_as_plain, plain
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -68,3 +68,32 @@ def test_packed_sequences_of_changing_lengths(mode: str) -> None:
         return loss.detach()
 
     assert_as_plain(run, Packed(), mode)
+
+
+class Wave(nn.Module):
+    """Saves the sine or the cosine of what it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, batch: Tensor, kind: int) -> Tensor:
+        x = self.first(batch)
+        return ((x.sin(), x.cos())[kind] * self.scale).mean()
+
+
+def test_a_pass_with_other_operations_is_recorded_again() -> None:
+    """The first one has what the plan computes again copied; the plan that is made next fits it."""
+    recomputed: list[int] = []
+
+    def run(model: nn.Module, context: Context, number: int) -> Tensor:
+        loss = step([0, 0, 0, 1, 1, 1])(model, context, number)
+        if context is not plain:
+            recomputed.append(context.__self__.stats.bytes_recomputed - sum(recomputed))
+        return loss
+
+    assert_as_plain(run, Wave(), "recompute", budget_gib=1024.0)
+    assert recomputed[2] > 0
+    assert recomputed[3] < recomputed[2]
+    assert recomputed[5] == recomputed[2]

@@ -71,7 +71,16 @@ class WeightInput:
         return self._weight.untyped_storage().nbytes() != self._num_bytes
 
     def read(self) -> Tensor:
-        self.guard.check()
+        """Return the operand.
+
+        Raises:
+            RuntimeError: the weight is no longer as it was. The plain run raises too if autograd has saved it.
+        """
+        try:
+            self.guard.check()
+        except RuntimeError as error:
+            error.add_note('A saved tensor was to be computed from this weight again; mode="all" never does that.')
+            raise
         if self.was_freed():
             raise RuntimeError(
                 f"the memory of a weight of shape {tuple(self._weight.shape)} was freed before a saved tensor could be "

@@ -109,8 +109,9 @@ def test_a_weight_that_is_no_longer_what_it_was_is_refused(spoil: Callable[[Tens
     computation = forward.computation(cast)
     spoil(weight)
     assert any(is_spoilt() for is_spoilt in computation.checks())
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message) as raised:
         computation.run({})
+    assert 'mode="all"' in "".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
 
 
 def test_what_is_only_alive_is_offered_to_be_saved(x: Tensor) -> None:
