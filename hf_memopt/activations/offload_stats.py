@@ -9,7 +9,7 @@ class OffloadStats:
 
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
-        bytes_moved: copied to the host, by storage.
+        bytes_moved: copied to the host, of each storage as far as saved tensors show it.
         bytes_recomputed: left to be computed again, by storage.
         bytes_weights: saved weights, buffers and other leaves that require grad, and autocast's copies of them, by
             view: left where they are.

@@ -84,13 +84,37 @@ def test_what_is_written_to_a_part_that_was_not_shown_yet(mode: str) -> None:
     assert_as_plain(fill, Filled(), mode)
 
 
-def test_a_part_of_what_the_model_lets_go_of_leaves_with_all_of_it() -> None:
-    """The first row alone is saved, and holds the whole storage."""
-    first, last, offloader = nn.Linear(8, 8), nn.Linear(8, 1), make()
-    x = torch.randn(8, 8)
-    with offloader.offload_context():
-        loss = last(first(x).detach()[0].exp()).sum() + last(torch.randn(2, 8)).sum()
-    loss.backward()
+class Rows(nn.Module):
+    """Saves a few rows, or a part of each, of results that are gone before backward."""
+
+    def __init__(self, columns: slice) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.columns = nn.Linear(8, 8), columns
+        self.scale = nn.Parameter(torch.randn(8)[columns])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        rows = self.first(batch)[2:5, self.columns]
+        return (rows * self.scale).square().mean()
+
+
+COLUMNS = pytest.mark.parametrize("columns", [slice(None), slice(1, 3)])
+
+
+@COLUMNS
+@pytest.mark.parametrize("copier", ["early", "late", "random"])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_what_the_model_lets_go_of(mode: str, copier: str, columns: slice) -> None:
+    assert_as_plain(step, Rows(columns), mode, copier)
+
+
+@COLUMNS
+def test_of_what_the_model_lets_go_of_only_the_saved_part_is_copied(columns: slice) -> None:
+    model, offloader = Rows(columns), make()
+    step(model, offloader.offload_context, 0)
+    # The batch, whole; of the layer's result what lies between the first and the last saved element; and the squares'.
+    num_elements = 8 * 8 + (3 * 8 if columns == slice(None) else 2 * 8 + 2) + 3 * len(model.scale)
+    assert offloader.stats.bytes_moved == 4 * num_elements
     assert offloader.stats.host_bytes_live == 0
 
 

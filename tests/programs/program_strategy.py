@@ -86,9 +86,19 @@ class _Writer:
         first = self._pick([each for each in square if each.has_grad])
         if first is None:
             return
-        if self._draw(st.booleans()):
+        pattern = self._draw(st.integers(0, 4))
+        near, far = self._draw(st.sampled_from([("left", "right"), ("top", "bottom")]))
+        if pattern == 4:
+            # One half of a buffer is saved, and the other one overwritten after it was read.
+            buffer = self._then("buffer", [first], near)
+            for part in (near, far):
+                self._then("fill.data", [buffer, first], part)
+            used = self._then("scale", [self._then("part", [buffer], near)])
+            read = self._then("tanh", [self._then("part", [buffer], far)])
+            self._then("add", [used, self._then("scale", [read])])
+            self._then("fill.data", [buffer, used], far)
+        elif pattern >= 2:
             # A buffer is filled half by half, and each half is used as soon as it is there.
-            near, far = self._draw(st.sampled_from([("left", "right"), ("top", "bottom")]))
             how = self._draw(st.sampled_from([name for name in ("assign", "fill.data") if "data" not in without]))
             buffer = self._then("buffer", [first], near)
             buffer = self._then(how, [buffer, first], near)

@@ -14,15 +14,29 @@ _TANH, _WRITE, _SCALE = Line("k", "tanh", ("x",)), Line("", "data.mul_", ("x",))
 _LINEAR = Line("a", "linear", ("x",), (0,))
 
 
+_HALF_OVERWRITTEN = (
+    _LINEAR,
+    Line("c", "buffer", ("a",), ("left",)),
+    Line("", "fill.data", ("c", "a"), ("right",)),
+    Line("e", "part", ("c",), ("left",)),
+    Line("f", "scale", ("e",)),
+    Line("g", "part", ("c",), ("right",)),
+    Line("k", "tanh", ("g",)),
+    _SCALE,
+    Line("", "fill.data", ("c", "f"), ("right",)),
+)
+
+
 def _program(*lines: Line, seed: int) -> Program:
     body = Body(lines, tuple(line.target for line in lines if line.operation in ("linear", "scale")))
     return Program((body,), (Pass(),) * 3, copier="early", seed=seed, is_known=False, frees=False)
 
 
-# The examples: the source of what is computed again is written to before it is saved, or before a copy of it is.
+# The examples: sources of what is computed again are written to through `.data` before they are saved or copied.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=_CHECKS)
 @example(_program(_TANH, _WRITE, _SCALE, seed=1))
 @example(_program(_TANH, _WRITE, _LINEAR, _SCALE, seed=1))
+@example(_program(*_HALF_OVERWRITTEN, seed=3))
 @given(programs())
 def test_programs(program: Program) -> None:
     check(program)

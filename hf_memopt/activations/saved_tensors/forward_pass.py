@@ -44,7 +44,6 @@ from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_
 # wait too. Two let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
-_NO_NODE = -1
 
 
 class View(Protocol):
@@ -266,7 +265,7 @@ class ForwardPass:
                 storage.ripen()
                 if self.recorder is not None:
                     self.recorder.begun(storage.index)
-                if isinstance(storage, OffloadedStorage) and storage.has_host_copy:
+                if isinstance(storage, OffloadedStorage) and storage.num_copied_bytes:
                     self._leave(storage)
         self._pending = [weakref.ref(storage) for storage in pending if storage.is_pending]
 
@@ -310,7 +309,7 @@ class ForwardPass:
 
     def _leave(self, storage: OffloadedStorage) -> None:
         """Have a storage give up its memory once it is its turn, and come back."""
-        self.device.bytes_moved += storage.num_bytes
+        self.device.bytes_moved += storage.num_copied_bytes
         entry: Any = weakref.ref(storage)
         self._prefetcher.add(storage.index, entry, storage.num_bytes)
         largest_bytes = self._prefetcher.largest_bytes
@@ -337,12 +336,13 @@ class ForwardPass:
         """
         tensor = source.tensor
         assert tensor is not None
+        assert self.op_recorder is not None
+        num_writes = self.op_recorder.num_writes(source.key)
         live = self._get(source.key)
-        if live is None or not live.serves(tensor, _NO_NODE, of_function=False) or live.of_function or live.is_kept:
+        if live is None or not live.has_own_bytes_of(tensor) or live.num_writes != num_writes:
             stays = self._action(index, source.num_bytes) is Action.KEEP
             live = OwnCopy(tensor, self.device, index) if stays else self._offload(tensor, index, is_private=True)
-            assert self.op_recorder is not None
-            live.num_writes = self.op_recorder.num_writes(source.key)
+            live.num_writes = num_writes
             live.foreseen = self._foreseen
         source.live, source.tensor = live, None
 

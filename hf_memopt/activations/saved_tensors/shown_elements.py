@@ -88,6 +88,13 @@ class ShownElements:
         if is_whole(tensor, self._num_bytes):
             self._parts = None
 
+    def extent(self, num_bytes: int) -> tuple[int, int]:
+        """Return the first byte that has been shown, and how many there are up to the last; `num_bytes` are all."""
+        if self._parts is None:
+            return 0, num_bytes
+        first = min(part.first for part in self._parts)
+        return first, max(part.last for part in self._parts) - first
+
     def include_all_of(self, tensor: Tensor) -> bool:
         """Return whether a view shows nothing new."""
         return self._parts is None or self.include(elements_of(tensor))

@@ -193,6 +193,11 @@ class LiveStorage(VersionGuard, ABC):
             return True
         return self.saved_in_node == node or (not of_function and self.shown.include_all_of(tensor))
 
+    def has_own_bytes_of(self, tensor: Tensor) -> bool:
+        """Return whether the bytes of a tensor can be had from this object, whatever the model does to its own."""
+        is_copy = not self.is_kept and not self.is_pending and not self.of_function
+        return is_copy and self.covers(tensor) and self.shown.include_all_of(tensor)
+
     def add_view(self, tensor: Tensor, node: int) -> None:
         """Note a view that is being saved, and the node that saves it."""
         self.has_late_views = self.has_late_views or (
@@ -311,6 +316,7 @@ class OffloadedStorage(LiveStorage):
     __slots__ = (
         "_block",
         "_counted_bytes",
+        "_first",
         "_incoming",
         "_is_private",
         "_may_be_noise",
@@ -337,6 +343,8 @@ class OffloadedStorage(LiveStorage):
         self._source: Tensor | None = None
         self._memory: Tensor | None = None
         self._counted_bytes = 0
+        # The first byte that the host gets; it gets as many as its block has.
+        self._first = 0
         # Whether it waits, among others, for its device memory to be given up.
         self.is_leaving = False
         # Only what autograd does not differentiate may be noise.
@@ -350,19 +358,24 @@ class OffloadedStorage(LiveStorage):
             self._start(source, block)
 
     def ripen(self) -> None:
-        """Start the copy, or keep the memory where the host has no room."""
+        """Start the copy of what saved views have shown, or keep the memory where the host has no room."""
         assert self._source is not None
         self.is_pending = False
-        self._block = self.device.arena.acquire(self.num_bytes)
+        self._first, num_shown_bytes = self.shown.extent(self.num_bytes)
+        self._block = self.device.arena.acquire(num_shown_bytes)
         if self._block is not None:
             self._start(self._source, self._block)
         else:
             self._count()
 
     def _start(self, source: Tensor, block: Tensor) -> None:
-        self._outgoing = self.device.copier.to_host(source, block)
+        self._outgoing = self.device.copier.to_host(self._part(source, block), block)
         self._source = source
         self._count()
+
+    def _part(self, memory: Tensor, block: Tensor) -> Tensor:
+        """Return the part of the device memory of which the host has a copy."""
+        return memory if block.nbytes == self.num_bytes else memory[self._first : self._first + block.nbytes]
 
     def _count(self) -> None:
         self._counted_bytes = self.num_bytes
@@ -372,9 +385,9 @@ class OffloadedStorage(LiveStorage):
         return int(self._source is not None and not self._is_private)
 
     @property
-    def has_host_copy(self) -> bool:
-        """Whether the bytes go to the host, or have gone."""
-        return self._block is not None
+    def num_copied_bytes(self) -> int:
+        """Return how many bytes go to the host, or have gone."""
+        return 0 if self._block is None else self._block.nbytes
 
     @property
     def is_away(self) -> bool:
@@ -400,7 +413,7 @@ class OffloadedStorage(LiveStorage):
         device, num_bytes = self.device, self.num_bytes
         assert self._block is not None
         memory = device.empty_device(num_bytes)
-        self._incoming = device.copier.to_device(self._block, memory)
+        self._incoming = device.copier.to_device(self._block, self._part(memory, self._block))
         self._memory = memory
         self._counted_bytes = num_bytes
         device.held.add(num_bytes)
