@@ -51,8 +51,6 @@ _TOLERATED = 0.02
 _SLOWER_LINK = 0.8
 # What a plan may hold, as a share of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
-# By how much a plan may miss `max_slowdown`.
-_MISSED = 0.01
 # How often a plan that computes nothing again is made for less before it keeps everything.
 _MAX_REDUCTIONS = 2
 
@@ -115,7 +113,7 @@ class AutoMode:
         self._computed_s = 0.0
         # Without a budget: whether the next pass shows how long a plain one takes, and what that shows.
         self._wants_plain = False
-        self._comparison = Comparison(takes_turns=self._has_room_for_everything())
+        self._comparison = Comparison(limits.max_slowdown, takes_turns=self._has_room_for_everything())
         self._num_operations: Mapping[Any, int] = {}
         self._num_reductions = 0
         self._ran_out = False
@@ -289,16 +287,15 @@ class AutoMode:
             self._comparison.drop_planned()
 
     def _judge(self, slowdown: float | None) -> None:
-        """Plan for less where passes take longer than `max_slowdown` allows."""
-        allowed = self._limits.max_slowdown
-        if slowdown is not None and slowdown > allowed + _MISSED:
+        """Plan for less where passes take longer than `max_slowdown` allows, by the share `slowdown`."""
+        if slowdown is not None:
             logger.info(
                 "activation offloading: passes take %.1f %% longer than the plain one, where max_slowdown=%g; from now "
                 "on less is computed again or offloaded",
                 100 * slowdown,
-                allowed,
+                self._limits.max_slowdown,
             )
-            self._reduce(allowed / slowdown)
+            self._reduce(self._limits.max_slowdown / slowdown)
 
     def _reduce(self, share: float) -> None:
         """Compute nothing again; if that is so, offload a share of the storages; if that does not help, keep them all.

@@ -4,24 +4,26 @@ Single passes differ by more than a plan may miss its limit, so the fastest of s
 costs no memory, as on a CPU, as many plain as planned passes are taken, in turn. Elsewhere there is one plain pass.
 """
 
-# The numbers of planned passes after which they are compared. Two are enough to find plans that are far off.
-_IN_TURN = (2, 8)
-_WITH_ONE = (2,)
+# By how much a plan may miss `max_slowdown`, by the number of planned passes that are compared: the fewer, the more.
+_IN_TURN = {1: 0.1, 2: 0.05, 8: 0.01}
+_WITH_ONE = {2: 0.01}
 
 
 class Comparison:
     """Times of passes that follow one plan, beside those of plain passes.
 
     Args:
+        max_slowdown: by which share a plan may make passes longer.
         takes_turns: whether each planned pass is followed by a plain one.
 
     Attributes:
         plain_s: seconds of the one plain pass, None where it was not timed. Not used where passes take turns.
     """
 
-    def __init__(self, takes_turns: bool) -> None:
+    def __init__(self, max_slowdown: float, takes_turns: bool) -> None:
         self.plain_s: float | None = None
-        self._takes_turns = takes_turns
+        self._max_slowdown, self._takes_turns = max_slowdown, takes_turns
+        self._may_miss = _IN_TURN if takes_turns else _WITH_ONE
         self._planned_s: list[float] = []
         self._in_turn_s: list[float] = []
 
@@ -39,14 +41,12 @@ class Comparison:
         """Take the seconds of a pass that followed the plan.
 
         Returns:
-            by which share planned passes take longer, if that has just been found out.
+            by which share planned passes take longer, if it has just turned out that this is too much.
         """
-        if len(self._planned_s) == (_IN_TURN if self._takes_turns else _WITH_ONE)[-1]:
+        if len(self._planned_s) == max(self._may_miss):
             return None
         self._planned_s.append(elapsed_s)
-        if self._takes_turns or self.plain_s is None or len(self._planned_s) not in _WITH_ONE:
-            return None
-        return min(self._planned_s) / self.plain_s - 1
+        return None if self._takes_turns or self.plain_s is None else self._excessive(self.plain_s)
 
     def add_plain(self, elapsed_s: float) -> float | None:
         """Take the seconds of the plain pass after a planned one.
@@ -55,8 +55,13 @@ class Comparison:
             as `add_planned`.
         """
         self._in_turn_s.append(elapsed_s)
-        return min(self._planned_s) / min(self._in_turn_s) - 1 if len(self._in_turn_s) in _IN_TURN else None
+        return self._excessive(min(self._in_turn_s))
 
     def drop_planned(self) -> None:
         """Forget the last planned pass: the plain one after it was of another size."""
         self._planned_s.pop()
+
+    def _excessive(self, plain_s: float) -> float | None:
+        slowdown = min(self._planned_s) / plain_s - 1
+        may_miss = self._may_miss.get(len(self._planned_s))
+        return slowdown if may_miss is not None and slowdown > self._max_slowdown + may_miss else None
