@@ -5,7 +5,7 @@ costs no memory, as on a CPU, as many plain as planned passes are taken, in turn
 """
 
 # By how much a plan may miss `max_slowdown`, by the number of planned passes that are compared: the fewer, the more.
-_IN_TURN = {1: 0.1, 2: 0.05, 8: 0.01}
+_IN_TURN = {1: 0.1, 2: 0.05, 8: 0.0}
 _WITH_ONE = {2: 0.01}
 
 

@@ -23,7 +23,7 @@ def in_turn(slowdown: float, max_slowdown: float = 0.0, noise: float = 0.0, seed
     return found
 
 
-@pytest.mark.parametrize(("slowdown", "numbers"), [(0.5, [1, 2, 8]), (0.08, [2, 8]), (0.03, [8]), (0.005, [])])
+@pytest.mark.parametrize(("slowdown", "numbers"), [(0.5, [1, 2, 8]), (0.08, [2, 8]), (0.01, [8]), (0.0, [])])
 def test_the_more_passes_the_less_a_plan_may_miss_its_limit(slowdown: float, numbers: list[int]) -> None:
     found = in_turn(slowdown)
     assert list(found) == numbers
