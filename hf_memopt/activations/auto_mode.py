@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_memopt.activations.comparison import Comparison
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offload_stats import OffloadCounters
+from hf_memopt.activations.plan_comparison import Comparison
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
 from hf_memopt.activations.recompute.op_recorder import OpRecorder

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 class OffloadStats:
     """Counters since the offloader was made, and figures of the newest pass whose backward is over.
 
+    Passes that only show how long a plain one takes are left out.
+
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
         bytes_moved: copied to the host, of each storage as far as saved tensors show it.

@@ -259,7 +259,8 @@ class ActivationOffloader:
         return plans[device].open_pass or plans[device].begin_pass(op_recorder)
 
     def _note_end(self, forward: ForwardPass) -> None:
-        self._ended = forward
+        if not forward.keeps_all:  # as a plain pass does, with which others are compared
+            self._ended = forward
 
     def _key(self, model: nn.Module | None) -> nn.Module:
         return self._no_model if model is None else model

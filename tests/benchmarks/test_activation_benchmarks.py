@@ -220,8 +220,9 @@ CHECKPOINTED = ("transformers offload", "accelerate offload", "ours inputs")
 
 
 def test_ours_copies_each_storage_once_and_no_weight(copied: dict[str, Any]) -> None:
+    """Of the labels, which are padded by one and shifted, all but the first."""
     ours = copied["switches"]["ours all"]
-    assert ours["copied_bytes"] == copied["unique_bytes"] > 0
+    assert ours["copied_bytes"] == copied["unique_bytes"] - torch.int64.itemsize > 0
     assert ours["weight_bytes"] == 0
 
 
