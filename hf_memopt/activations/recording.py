@@ -62,7 +62,12 @@ class _Unsaved:
     num_bytes: int
     dependent: int
     guard: VersionGuard
+    num_writes: int
     index: int | None = None
+
+    def was_modified(self, num_writes: int) -> bool:
+        """Return whether the source has been written to; `num_writes` to its storage have been seen by now."""
+        return self.num_writes != num_writes or self.guard.was_modified()
 
 
 @dataclass
@@ -143,7 +148,9 @@ class Recorder:
             self._events[-1].used, self._events[-1].node = index, current_node()
             yield
 
-    def saved(self, storage: torch.UntypedStorage, index: int, stays: bool, of_function: bool = False) -> None:
+    def saved(
+        self, storage: torch.UntypedStorage, index: int, stays: bool, of_function: bool = False, num_writes: int = 0
+    ) -> None:
         """Note that autograd saved a storage, inside of `working`.
 
         Args:
@@ -151,6 +158,7 @@ class Recorder:
             index: its place in the pass.
             stays: whether it never goes to the host.
             of_function: whether a custom `autograd.Function` saved it, which gets a copy of its own.
+            num_writes: how many writes to it have been seen.
         """
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))
@@ -162,7 +170,7 @@ class Recorder:
         # that the planner will know this source by its index.
         if key in self._unsaved and not of_function:
             source = self._unsaved.pop(key)
-            if not source.guard.was_modified():
+            if not source.was_modified(num_writes):
                 source.index = index
         if stays:
             self._staying.add(index)
@@ -193,9 +201,9 @@ class Recorder:
         if source.is_saved and source.key in self._indices:
             return self._indices[source.key]
         known = self._unsaved.get(source.key)
-        if known is None or known.guard.was_modified():
+        if known is None or known.was_modified(source.num_writes):
             self._pins.append(source.pin())
-            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent, source.guard)
+            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent, source.guard, source.num_writes)
             self._all_unsaved.append(self._unsaved[source.key])
         return self._unsaved[source.key]
 

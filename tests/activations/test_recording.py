@@ -76,6 +76,7 @@ def source(storage: torch.UntypedStorage, live: bool) -> Any:
         num_bytes=storage.nbytes(),
         pin=lambda: storage,
         guard=VersionGuard(torch.empty(0).set_(storage)),
+        num_writes=0,
     )
 
 
@@ -190,7 +191,7 @@ def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
     if saved:
         found.save(storage=dying).storages.pop()
     else:
-        found.computable(0, SimpleNamespace(key=key, is_saved=False, num_bytes=32, pin=pins.pop, guard=None))
+        found.computable(0, SimpleNamespace(key=key, is_saved=False, num_bytes=32, num_writes=0, pin=pins.pop, guard=None))
     pins.clear()
     del dying
     assert all(torch.zeros(8).untyped_storage()._cdata != key for _ in range(100))

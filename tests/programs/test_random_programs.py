@@ -37,6 +37,7 @@ def _program(*lines: Line, seed: int) -> Program:
 @example(_program(_TANH, _WRITE, _SCALE, seed=1))
 @example(_program(_TANH, _WRITE, _LINEAR, _SCALE, seed=1))
 @example(_program(*_HALF_OVERWRITTEN, seed=3))
+@example(_program(*_HALF_OVERWRITTEN, Line("o", "linear", ("g",), (0,)), seed=0))
 @given(programs())
 def test_programs(program: Program) -> None:
     check(program)

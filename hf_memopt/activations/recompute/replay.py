@@ -33,12 +33,13 @@ class StoredInput:
 
     Attributes:
         is_saved: whether autograd has saved the storage.
+        num_writes: how many writes to the storage had been seen when the operation read it.
     """
 
-    __slots__ = ("guard", "is_saved", "key", "live", "meta", "num_bytes", "tensor")
+    __slots__ = ("guard", "is_saved", "key", "live", "meta", "num_bytes", "num_writes", "tensor")
 
     def __init__(self, operand: TensorRef, live: LiveStorage | None, tensor: Tensor | None) -> None:
-        self.key, self.meta = operand.key, operand.meta
+        self.key, self.meta, self.num_writes = operand.key, operand.meta, operand.num_writes
         self.live, self.tensor = live, tensor
         self.is_saved = live is not None and live.saved_by is not None
         if live is not None:

@@ -171,6 +171,8 @@ class ForwardPass:
         live = self._get(key)
         if live is not None and (not live.serves(tensor, node, of_function) or (is_skipped and not live.is_kept)):
             live = None
+        if live is not None and live.saved_by is None and not self._is_saved_source(live):
+            live = None
         if live is None or live.saved_by is not self:
             live = self._place(tensor, key, num_bytes, live, of_function, is_skipped)
             live.saved_by = self
@@ -187,6 +189,11 @@ class ForwardPass:
             else:
                 self._counters.bytes_kept += tensor.nbytes
         return live
+
+    def _is_saved_source(self, live: LiveStorage) -> bool:
+        """Return whether what was copied to compute others from is what autograd saves now, as in the recorded pass."""
+        num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(live.key)
+        return live.index == len(self.sizes) and live.num_writes == num_writes
 
     def _get(self, key: int) -> LiveStorage | None:
         """Return what was saved last of the storage of this key, whatever has become of its bytes."""
@@ -219,7 +226,8 @@ class ForwardPass:
         is_weight = is_weight or (recomputation is not None and recomputation.reads_weights_alone())
         stays = is_weight or is_skipped
         if self.recorder is not None:
-            self.recorder.saved(tensor.untyped_storage(), index, stays, of_function)
+            num_writes = 0 if self.op_recorder is None else self.op_recorder.num_writes(key)
+            self.recorder.saved(tensor.untyped_storage(), index, stays, of_function, num_writes)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
         # What an earlier pass has put somewhere stays there.
