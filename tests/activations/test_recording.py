@@ -191,7 +191,9 @@ def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
     if saved:
         found.save(storage=dying).storages.pop()
     else:
-        found.computable(0, SimpleNamespace(key=key, is_saved=False, num_bytes=32, num_writes=0, pin=pins.pop, guard=None))
+        unsaved = SimpleNamespace(key=key, is_saved=False, num_bytes=32, num_writes=0, pin=pins.pop, guard=None)
+        found.computable(0, unsaved)
+        del unsaved
     pins.clear()
     del dying
     assert all(torch.zeros(8).untyped_storage()._cdata != key for _ in range(100))
