@@ -27,7 +27,7 @@ from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
 
 THRESHOLD_MB = 0.25
-NUM_WARM_UPS = 72  # two are recorded, one is plain, and each of four plans is compared in two to eight pairs at most
+NUM_WARM_UPS = 72  # two are recorded, one is plain, and each of four plans is compared in one to eight pairs
 TARGET_RATIO = 1.05
 HEADER = ["model", "plain ms", "ours", "save_on_cpu", "target of ours", "ours moves MiB a step"]
 

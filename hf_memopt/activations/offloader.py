@@ -259,7 +259,7 @@ class ActivationOffloader:
         return plans[device].open_pass or plans[device].begin_pass(op_recorder)
 
     def _note_end(self, forward: ForwardPass) -> None:
-        if not forward.keeps_all:  # as a plain pass does, with which others are compared
+        if not forward.keeps_all:  # a plain pass, which is only there for comparison
             self._ended = forward
 
     def _key(self, model: nn.Module | None) -> nn.Module:

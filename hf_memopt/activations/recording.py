@@ -65,8 +65,8 @@ class _Unsaved:
     num_writes: int
     index: int | None = None
 
-    def was_modified(self, num_writes: int) -> bool:
-        """Return whether the source has been written to; `num_writes` to its storage have been seen by now."""
+    def was_modified(self, num_writes: int | None) -> bool:
+        """Return whether the source has been written to, given the number of writes to its storage seen by now."""
         return self.num_writes != num_writes or self.guard.was_modified()
 
 
@@ -149,7 +149,7 @@ class Recorder:
             yield
 
     def saved(
-        self, storage: torch.UntypedStorage, index: int, stays: bool, of_function: bool = False, num_writes: int = 0
+        self, storage: torch.UntypedStorage, index: int, stays: bool, num_writes: int | None, of_function: bool = False
     ) -> None:
         """Note that autograd saved a storage, inside of `working`.
 
@@ -157,8 +157,8 @@ class Recorder:
             storage: that a saved tensor is a view of.
             index: its place in the pass.
             stays: whether it never goes to the host.
+            num_writes: how many writes to it have been seen, None where nothing is watched.
             of_function: whether a custom `autograd.Function` saved it, which gets a copy of its own.
-            num_writes: how many writes to it have been seen.
         """
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))

@@ -42,7 +42,7 @@ class Pass:
     def save(self, stays: bool = False, storage: torch.UntypedStorage | None = None) -> "Pass":
         self.storages.append(torch.zeros(4).untyped_storage() if storage is None else storage)
         with self.recorder.working():
-            self.recorder.saved(self.storages[-1], len(self.storages) - 1, stays)
+            self.recorder.saved(self.storages[-1], len(self.storages) - 1, stays, num_writes=0)
             self.recorder.begun(len(self.storages) - 1)
             self.compute(10)
         return self
@@ -193,7 +193,6 @@ def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
     else:
         unsaved = SimpleNamespace(key=key, is_saved=False, num_bytes=32, num_writes=0, pin=pins.pop, guard=None)
         found.computable(0, unsaved)
-        del unsaved
     pins.clear()
     del dying
     assert all(torch.zeros(8).untyped_storage()._cdata != key for _ in range(100))

@@ -170,13 +170,12 @@ class _Copy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._copy = tensor.detach(), _copy(tensor)
-        self.look()
+        self._seen = self._tensor._version, self._copy
 
     def look(self) -> bool:
         """Return whether the tensor has changed since the last look without being counted as modified."""
-        before = getattr(self, "_seen", None)
-        self._seen = self._tensor._version, self._tensor.clone()
-        return before is not None and before[0] == self._seen[0] and not torch.equal(before[1], self._seen[1])
+        (version, bytes_), self._seen = self._seen, (self._tensor._version, self._tensor.clone())
+        return version == self._seen[0] and not torch.equal(bytes_, self._seen[1])
 
     def copy(self) -> Tensor:
         return _copy(self._copy)

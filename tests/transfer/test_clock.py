@@ -52,7 +52,7 @@ def test_a_pass_on_several_streams_is_recorded(clock: StreamClock) -> None:
     recorder = Recorder(clock, None, DeviceBytes())
     storage = torch.zeros(4).untyped_storage()
     with recorder.working():
-        recorder.saved(storage, 0, stays=False)
+        recorder.saved(storage, 0, stays=False, num_writes=0)
     with recorder.using(0):
         pass
     recorder.end_backward(clock.mark())

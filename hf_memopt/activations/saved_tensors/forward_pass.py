@@ -191,9 +191,12 @@ class ForwardPass:
         return live
 
     def _is_saved_source(self, live: LiveStorage) -> bool:
-        """Return whether what was copied to compute others from is what autograd saves now, as in the recorded pass."""
-        num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(live.key)
-        return live.index == len(self.sizes) and live.num_writes == num_writes
+        """Return whether a copy that others are computed from is the storage that autograd saves now, as recorded."""
+        return live.index == len(self.sizes) and live.num_writes == self._num_writes(live.key)
+
+    def _num_writes(self, key: int) -> int | None:
+        """Return how many writes to a storage have been seen, None where nothing is watched."""
+        return None if self.op_recorder is None else self.op_recorder.num_writes(key)
 
     def _get(self, key: int) -> LiveStorage | None:
         """Return what was saved last of the storage of this key, whatever has become of its bytes."""
@@ -212,7 +215,7 @@ class ForwardPass:
         """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
         self._backwards.clear()  # what has not ended by now was broken off by an exception
         self._ripen()
-        index = len(self.sizes)
+        index, num_writes = len(self.sizes), self._num_writes(key)
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
         recomputation = None
@@ -226,8 +229,7 @@ class ForwardPass:
         is_weight = is_weight or (recomputation is not None and recomputation.reads_weights_alone())
         stays = is_weight or is_skipped
         if self.recorder is not None:
-            num_writes = 0 if self.op_recorder is None else self.op_recorder.num_writes(key)
-            self.recorder.saved(tensor.untyped_storage(), index, stays, of_function, num_writes)
+            self.recorder.saved(tensor.untyped_storage(), index, stays, num_writes, of_function)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
         # What an earlier pass has put somewhere stays there.
@@ -241,7 +243,7 @@ class ForwardPass:
                 self._pending.append(weakref.ref(live))
             if self.recorder is not None:
                 self._recorded.append(weakref.ref(live))
-        live.num_writes = None if self.op_recorder is None else self.op_recorder.num_writes(key)
+        live.num_writes = num_writes
         if self.recorder is not None and not live.is_pending:
             self.recorder.begun(index)
         return live
@@ -344,8 +346,7 @@ class ForwardPass:
         """
         tensor = source.tensor
         assert tensor is not None
-        assert self.op_recorder is not None
-        num_writes = self.op_recorder.num_writes(source.key)
+        num_writes = self._num_writes(source.key)
         live = self._get(source.key)
         if live is None or not live.has_own_bytes_of(tensor) or live.num_writes != num_writes:
             stays = self._action(index, source.num_bytes) is Action.KEEP

@@ -89,7 +89,7 @@ class ShownElements:
             self._parts = None
 
     def extent(self, num_bytes: int) -> tuple[int, int]:
-        """Return the first byte that has been shown, and how many there are up to the last; `num_bytes` are all."""
+        """Return the first shown byte and the number of bytes from there to the last, of a storage of `num_bytes`."""
         if self._parts is None:
             return 0, num_bytes
         first = min(part.first for part in self._parts)

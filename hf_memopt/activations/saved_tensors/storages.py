@@ -194,7 +194,7 @@ class LiveStorage(VersionGuard, ABC):
         return self.saved_in_node == node or (not of_function and self.shown.include_all_of(tensor))
 
     def has_own_bytes_of(self, tensor: Tensor) -> bool:
-        """Return whether the bytes of a tensor can be had from this object, whatever the model does to its own."""
+        """Return whether a tensor's bytes can be read from this object even after the model has written to its own."""
         is_copy = not self.is_kept and not self.is_pending and not self.of_function
         return is_copy and self.covers(tensor) and self.shown.include_all_of(tensor)
 
