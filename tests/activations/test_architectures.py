@@ -29,7 +29,9 @@ ALL = ARCHITECTURES | OWN_ARCHITECTURES
 NAMES = list(ALL)
 CHECKPOINTED = [name for name in NAMES if ALL[name].can_checkpoint]
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
-BUDGET_SHARES = {"gpt2": 0.95}  # its logits alone are most of what it saves
+# The logits of gpt2 alone are most of what it saves. One layer of the LSTM is one operation, whose backward needs all
+# that it has saved at once, and all steps of the other one share the storages of the gates.
+BUDGET_SHARES = {"gpt2": 0.95, "lstm": 0.45, "gates_in_place": 0.42}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
         assert equal(gradients(workload, offloader=offloader), want)
     stats = offloader.stats
     assert stats.measured_peak_gib <= stats.predicted_peak_gib <= budget_gib
-    if ALL[name].family != "moe":
+    if ALL[name].family != "moe" and name != "wav2vec2":  # under a dispatch mode, ctc_loss saves the lengths as well
         assert stats.measured_peak_gib == stats.predicted_peak_gib
     assert stats.host_bytes_live == 0
 
