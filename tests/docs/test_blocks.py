@@ -87,6 +87,7 @@ def test_a_name_without_an_import_is_noticed() -> None:
 @pytest.mark.parametrize(("page", "text"), cases())
 def test_it_runs(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
     PartialState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
     toys = Toys(page)
