@@ -104,10 +104,10 @@ def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.Monke
     budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
     offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
     # Where copies take forever, a budget is met by recomputing.
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.measure_link", lambda copier, clock: (1e5, 1e5))
+    monkeypatch.setattr("hf_memopt.activations.pass_planner.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()
-        monkeypatch.setattr("hf_memopt.activations.saved_tensors.pack_hook.saved_tensors_hooks", journey.hooks)
+        monkeypatch.setattr("hf_memopt.activations.saved_tensors.hooks.saved_tensors_hooks", journey.hooks)
         with offloader.offload_context(model):
             model(x).square().sum().backward()
         if num_steps >= 2:

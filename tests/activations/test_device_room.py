@@ -10,8 +10,8 @@ from gradients import equal, take_gradients
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
 from hf_memopt.activations import offloader as offloader_module
+from hf_memopt.activations import pass_planner
 from hf_memopt.activations.device_room import USABLE, DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
 
@@ -21,7 +21,7 @@ WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
 @pytest.fixture(autouse=True)
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that take long, so that only memory is a reason for them."""
-    monkeypatch.setattr(auto_mode, "measure_link", lambda copier, clock: (1e6, 1e6))
+    monkeypatch.setattr(pass_planner, "measure_link", lambda copier, clock: (1e6, 1e6))
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def test_what_fits_only_with_everything_offloaded_runs_on(
         train_step(model, torch.randn(LARGEST_BATCH, WIDTH), card)
 
 
-def plan_of(offloader: ActivationOffloader, model: nn.Module) -> auto_mode.AutoMode:
-    (mode,) = offloader._plans[model].values()
-    return mode
+def plan_of(offloader: ActivationOffloader, model: nn.Module) -> pass_planner.PassPlanner:
+    (planner,) = offloader._planners[model].values()
+    return planner
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, TensorRef, map_tensors
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.recompute.op_tracer import OpTracer, TensorRef, TracedOp, map_tensors
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
 from hf_memopt.activations.uncompiled import uncompiled
@@ -102,7 +102,7 @@ class ComputedInput:
 class Recomputation:
     """A record whose operands have been found."""
 
-    def __init__(self, record: OpRecord, args: Any, kwargs: Any) -> None:
+    def __init__(self, record: TracedOp, args: Any, kwargs: Any) -> None:
         self.record, self._args, self._kwargs = record, args, kwargs
         self._operands: list[StoredInput | WeightInput | ComputedInput] = []
         map_tensors(self._operands.append, [args, *kwargs.values()], _INPUTS)
@@ -184,20 +184,20 @@ class Resolver:
     or bytes that are alive for another reason and can be saved for this purpose.
 
     Args:
-        op_recorder: the notes on the pass.
+        op_tracer: the notes on the pass.
         find_live: what was saved last of the storage of a key.
     """
 
-    def __init__(self, op_recorder: OpRecorder, find_live: Callable[[int], LiveStorage | None]) -> None:
-        self._op_recorder, self._find_live = op_recorder, find_live
-        self._computations: dict[OpRecord, Recomputation] = {}
+    def __init__(self, op_tracer: OpTracer, find_live: Callable[[int], LiveStorage | None]) -> None:
+        self._op_tracer, self._find_live = op_tracer, find_live
+        self._computations: dict[TracedOp, Recomputation] = {}
 
     def resolve(self, operand: TensorRef) -> Recomputation | None:
         """The computation of an operand's storage, None if there is none."""
-        record = self._op_recorder.record_of(operand)
+        record = self._op_tracer.record_of(operand)
         return None if record is None else self._compute(record, _MAX_DEPTH, pure=False)
 
-    def _compute(self, record: OpRecord, depth: int, pure: bool) -> Recomputation | None:
+    def _compute(self, record: TracedOp, depth: int, pure: bool) -> Recomputation | None:
         if record in self._computations:
             return self._computations[record]
         # One operand that cannot be had makes the rest of the search pointless.
@@ -218,15 +218,15 @@ class Resolver:
 
     def _find(self, operand: TensorRef, depth: int, pure: bool) -> StoredInput | WeightInput | ComputedInput | None:
         if operand.weight is not None:
-            is_same = operand.weight._version == operand.version and self._op_recorder.is_unwritten(operand)
+            is_same = operand.weight._version == operand.version and self._op_tracer.is_unwritten(operand)
             return WeightInput(operand.weight, operand.meta) if is_same else None
-        if operand.is_leaf or self._op_recorder.is_distrusted(operand):
+        if operand.is_leaf or self._op_tracer.is_distrusted(operand):
             return None
         # Autograd holds its bytes anyway, so reading them costs nothing.
         live = self._live(operand)
         if live is not None and live.saved_by is not None:
             return StoredInput(operand, live, None)
-        record = self._op_recorder.record_of(operand) if depth else None
+        record = self._op_tracer.record_of(operand) if depth else None
         # On the way only what needs nothing new to be saved; else the operand itself is the better thing to save.
         light = self._compute(record, depth - 1, pure=True) if record is not None and record.light else None
         if light is not None:
@@ -234,7 +234,7 @@ class Resolver:
         if pure:
             return None
         # Somebody else keeps the bytes alive now; the pass may save them for this purpose.
-        tensor = operand.alive() if live is None and self._op_recorder.is_unwritten(operand) else None
+        tensor = operand.alive() if live is None and self._op_tracer.is_unwritten(operand) else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
     def _live(self, operand: TensorRef) -> LiveStorage | None:
@@ -261,7 +261,7 @@ class RecomputedStorage(LiveStorage):
     __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
 
     def __init__(
-        self, tensor: Tensor, device: DeviceContext, index: int, computation: Recomputation, owner: str | None
+        self, tensor: Tensor, device: DeviceState, index: int, computation: Recomputation, owner: str | None
     ) -> None:
         self._counted_bytes = 0
         self._sources: list[LiveStorage] = []

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
 from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
@@ -121,7 +121,7 @@ class LiveStorage(VersionGuard, ABC):
     # Whether its kind stays on the device.
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         # What `__del__` reads, should anything fail.
         self.device, self.key = device, 0
         super().__init__(tensor)
@@ -254,7 +254,7 @@ class KeptStorage(LiveStorage):
 
     is_kept = True
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         self._counted_bytes = 0
         super().__init__(tensor, device, index, is_pending)
         self._tensor = tensor.detach()
@@ -292,7 +292,7 @@ class OwnCopy(KeptStorage):
 
     is_kept = False
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int) -> None:
         super().__init__(tensor, device, index)
         self._tensor = bytes_of(tensor).clone()
 
@@ -330,7 +330,7 @@ class OffloadedStorage(LiveStorage):
     def __init__(
         self,
         tensor: Tensor,
-        device: DeviceContext,
+        device: DeviceState,
         index: int,
         block: Tensor | None,
         on_use: Callable[["OffloadedStorage"], None],
@@ -495,7 +495,7 @@ class TracedStorage(OffloadedStorage):
     def __init__(
         self,
         tensor: Tensor,
-        device: DeviceContext,
+        device: DeviceState,
         index: int,
         block: Tensor | None,
         on_use: Callable[[OffloadedStorage], None],

@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memopt.activations.offload_stats import OffloadCounters
+from hf_memopt.activations.pass_recorder import RecordedPass
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
-from hf_memopt.activations.recording import Recording
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
-from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
+from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import ViewMeta, bytes_of
 from hf_memopt.transfer import SyncCopier
 
 NUM_BYTES = 256
 PLAN = Plan((Action.KEEP, Action.OFFLOAD), NUM_BYTES, 0, (1,), 0, 1.0, 1.0, 0.0, 0.0, NUM_BYTES, NUM_BYTES, 0)
-RECORDING = Recording(
+RECORDING = RecordedPass(
     Profile(tuple(SavedStorage(NUM_BYTES, at_s, (1 - at_s,)) for at_s in (0.0, 0.25)), 1.0),
     (NUM_BYTES, NUM_BYTES),
     ("first", "second"),
 )
 
 
-def make_context(host_budget_bytes: int | None = None) -> DeviceContext:
-    return DeviceContext(torch.device("cpu"), SyncCopier(), host_budget_bytes)
+def make_context(host_budget_bytes: int | None = None) -> DeviceState:
+    return DeviceState(torch.device("cpu"), SyncCopier(), host_budget_bytes)
 
 
 @pytest.fixture
-def context() -> DeviceContext:
+def context() -> DeviceState:
     return make_context()
 
 
@@ -41,7 +41,7 @@ def tensor(num_bytes: int = NUM_BYTES) -> Tensor:
     return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(0))
 
 
-def save(forward: ForwardPass, saved: Tensor) -> LiveStorage:
+def save(forward: OffloadedPass, saved: Tensor) -> LiveStorage:
     storage = saved.untyped_storage()
     return forward.save(saved, storage._cdata, storage.nbytes())
 
@@ -49,21 +49,21 @@ def save(forward: ForwardPass, saved: Tensor) -> LiveStorage:
 class Packed:
     """What autograd holds instead of a tensor."""
 
-    def __init__(self, forward: ForwardPass, saved: Tensor) -> None:
+    def __init__(self, forward: OffloadedPass, saved: Tensor) -> None:
         self.read_in = 0
         self.meta, self.storage = ViewMeta(saved), save(forward, saved)
         self.storage.num_views += 1
 
 
-def hooks(forward: ForwardPass) -> AbstractContextManager[None]:
+def hooks(forward: OffloadedPass) -> AbstractContextManager[None]:
     return saved_tensors_hooks(
         lambda saved: Packed(forward, saved), lambda packed: packed.meta.of(forward.use(packed.storage, packed))
     )
 
 
-def test_one_copy_serves_all_views_of_a_storage(context: DeviceContext) -> None:
+def test_one_copy_serves_all_views_of_a_storage(context: DeviceState) -> None:
     counters, x = OffloadCounters(), tensor()
-    forward = ForwardPass(context, 1, counters)
+    forward = OffloadedPass(context, 1, counters)
     first = save(forward, x)
     assert save(forward, x[16:]) is first
     assert first.saved_by is forward
@@ -72,8 +72,8 @@ def test_one_copy_serves_all_views_of_a_storage(context: DeviceContext) -> None:
     assert counters.bytes_deduplicated == NUM_BYTES - 64
 
 
-def test_what_was_modified_in_between_is_saved_anew(context: DeviceContext) -> None:
-    forward, x = ForwardPass(context, 1, OffloadCounters()), tensor()
+def test_what_was_modified_in_between_is_saved_anew(context: DeviceState) -> None:
+    forward, x = OffloadedPass(context, 1, OffloadCounters()), tensor()
     first = save(forward, x)
     x.add_(1)
     second = save(forward, x)
@@ -84,18 +84,18 @@ def test_what_was_modified_in_between_is_saved_anew(context: DeviceContext) -> N
         first.fetch(0, True)
 
 
-def test_what_an_earlier_pass_has_put_somewhere_stays_there(context: DeviceContext) -> None:
+def test_what_an_earlier_pass_has_put_somewhere_stays_there(context: DeviceState) -> None:
     x = tensor()
-    first = save(ForwardPass(context, 1, OffloadCounters()), x)
-    later = ForwardPass(context, 1, OffloadCounters())
+    first = save(OffloadedPass(context, 1, OffloadCounters()), x)
+    later = OffloadedPass(context, 1, OffloadCounters())
     assert save(later, x) is first
     assert first.saved_by is later
     assert later.sizes == [NUM_BYTES]
     assert context.bytes_moved == NUM_BYTES
 
 
-def test_two_of_the_largest_storage_wait_for_their_copies(context: DeviceContext) -> None:
-    forward = ForwardPass(context, 1, OffloadCounters())
+def test_two_of_the_largest_storage_wait_for_their_copies(context: DeviceState) -> None:
+    forward = OffloadedPass(context, 1, OffloadCounters())
     saved = [tensor() for _ in range(4)]
     held = []
     storages = []
@@ -110,7 +110,7 @@ def test_two_of_the_largest_storage_wait_for_their_copies(context: DeviceContext
 
 def test_what_the_host_has_no_room_for_stays() -> None:
     context, counters = make_context(host_budget_bytes=NUM_BYTES), OffloadCounters()
-    forward = ForwardPass(context, 1, counters)
+    forward = OffloadedPass(context, 1, counters)
     storages = [save(forward, each) for each in (tensor(), tensor())]
     assert [storage.is_kept for storage in storages] == [False, True]
     assert counters.bytes_kept == NUM_BYTES
@@ -118,21 +118,21 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     assert context.held.now_bytes == NUM_BYTES  # of that the host has no copy
 
 
-def planned(context: DeviceContext, plan: Plan = PLAN, **options: object) -> ForwardPass:
-    return ForwardPass(context, 1, OffloadCounters(), plan=plan, recording=RECORDING, **options)
+def planned(context: DeviceState, plan: Plan = PLAN, **options: object) -> OffloadedPass:
+    return OffloadedPass(context, 1, OffloadCounters(), plan=plan, recording=RECORDING, **options)
 
 
-def kinds(forward: ForwardPass, sizes: tuple[int, ...]) -> list[bool]:
+def kinds(forward: OffloadedPass, sizes: tuple[int, ...]) -> list[bool]:
     saved = [tensor(size) for size in sizes]
     storages = [save(forward, each) for each in saved]
     return [storage.is_kept for storage in storages]
 
 
-def test_a_plan_says_what_stays_and_more_storages_than_it_knows_are_offloaded(context: DeviceContext) -> None:
+def test_a_plan_says_what_stays_and_more_storages_than_it_knows_are_offloaded(context: DeviceState) -> None:
     assert kinds(planned(context), (NUM_BYTES, NUM_BYTES, NUM_BYTES)) == [True, False, False]
 
 
-def test_what_would_break_the_budget_is_offloaded(context: DeviceContext) -> None:
+def test_what_would_break_the_budget_is_offloaded(context: DeviceState) -> None:
     assert kinds(planned(context, budget_bytes=NUM_BYTES), (NUM_BYTES,)) == [True]
     assert kinds(planned(make_context(), budget_bytes=NUM_BYTES), (2 * NUM_BYTES,)) == [False]
 
@@ -149,11 +149,11 @@ def compute(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_gradients_are_bitwise_the_plain_ones_and_each_end_is_reported(context: DeviceContext, retain: bool) -> None:
+def test_gradients_are_bitwise_the_plain_ones_and_each_end_is_reported(context: DeviceState, retain: bool) -> None:
     x = tensor().requires_grad_()
     want = torch.autograd.grad(compute(x), x)[0]
-    ended: list[ForwardPass] = []
-    forward = ForwardPass(context, 1, OffloadCounters(), on_end=ended.append)
+    ended: list[OffloadedPass] = []
+    forward = OffloadedPass(context, 1, OffloadCounters(), on_end=ended.append)
     with hooks(forward):
         loss = compute(x)
     inside = []
@@ -174,9 +174,9 @@ def break_off(gradient: Tensor) -> Tensor:
     raise ZeroDivisionError
 
 
-def test_a_backward_that_was_broken_off_ends_with_the_next_save(context: DeviceContext) -> None:
+def test_a_backward_that_was_broken_off_ends_with_the_next_save(context: DeviceState) -> None:
     x = tensor().requires_grad_()
-    forward = ForwardPass(context, 1, OffloadCounters())
+    forward = OffloadedPass(context, 1, OffloadCounters())
     with hooks(forward):
         middle = x.exp()
         loss = middle.sin().sum()
@@ -190,34 +190,34 @@ def test_a_backward_that_was_broken_off_ends_with_the_next_save(context: DeviceC
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0, [2, 1, 0]), (1, [1, 0, 0])])
 def test_backward_brings_back_as_far_ahead_as_it_was_told(
-    context: DeviceContext, ahead: int, expected: list[int]
+    context: DeviceState, ahead: int, expected: list[int]
 ) -> None:
     """After each use, in the reverse order of saving, how many of the three storages are still away."""
-    forward = ForwardPass(context, ahead, OffloadCounters())
+    forward = OffloadedPass(context, ahead, OffloadCounters())
     views = [Packed(forward, tensor()) for _ in range(3)]
     forward.release()
     assert away_after_each_use(forward, views) == expected
     assert all(view.storage.is_away for view in views)  # when the backward is over, what it brought back goes
 
 
-def test_a_large_storage_that_never_leaves_does_not_widen_the_window(context: DeviceContext) -> None:
+def test_a_large_storage_that_never_leaves_does_not_widen_the_window(context: DeviceState) -> None:
     """Such are the logits of a language model: backward begins with them, while they still wait for their copy."""
-    forward = ForwardPass(context, 1, OffloadCounters())
+    forward = OffloadedPass(context, 1, OffloadCounters())
     saved = [tensor() for _ in range(6)] + [tensor(6 * NUM_BYTES)]
     views = [Packed(forward, each) for each in saved]
     assert sum(view.storage.is_away for view in views) == 4  # two small ones and the large one wait for their copies
     assert away_after_each_use(forward, views) == [4, 4, 3, 2, 1, 0, 0]
 
 
-def test_a_large_storage_that_has_left_widens_the_window(context: DeviceContext) -> None:
-    forward = ForwardPass(context, 1, OffloadCounters())
+def test_a_large_storage_that_has_left_widens_the_window(context: DeviceState) -> None:
+    forward = OffloadedPass(context, 1, OffloadCounters())
     saved = [tensor(2 * NUM_BYTES)] + [tensor() for _ in range(5)]
     views = [Packed(forward, each) for each in saved]
     forward.release()
     assert away_after_each_use(forward, views) == [3, 2, 1, 1, 0, 0]
 
 
-def away_after_each_use(forward: ForwardPass, views: list[Packed]) -> list[int]:
+def away_after_each_use(forward: OffloadedPass, views: list[Packed]) -> list[int]:
     """Use views in the reverse order of saving, in a backward; return how many storages are away after each use."""
     found: list[int] = []
 

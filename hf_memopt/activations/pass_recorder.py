@@ -14,7 +14,7 @@ from torch import nn
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
-from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
 from hf_memopt.autograd_state import StoragePin, VersionGuard, calling_module, current_node
 from hf_memopt.transfer.clock import Clock
 
@@ -22,7 +22,7 @@ Makers = set[weakref.ref[nn.Module] | None]
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedPass:
     """A profile, and what the planner does not need.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Computable:
     checks: list[Callable[[], bool]] | None
 
 
-class Recorder:
+class PassRecorder:
     """Notes everything that one context saved, and the backward passes through it.
 
     Args:
@@ -226,7 +226,7 @@ class Recorder:
         if self._room is not None:
             self._room.end(self._held.now_bytes)
 
-    def finish(self) -> Recording:
+    def finish(self) -> RecordedPass:
         """Return the profile; waits for the device."""
         return _Timing(self._clock, self._begun, self._events).recording(self)
 
@@ -262,7 +262,7 @@ class _Timing:
             self._times.append(time)
         self._step_s = now
 
-    def recording(self, noted: Recorder) -> Recording:
+    def recording(self, noted: PassRecorder) -> RecordedPass:
         unsaved = [source for source in noted._all_unsaved if source.index is None]
         self._unsaved_indices = {source: len(noted._sizes) + place for place, source in enumerate(unsaved)}
         storages = [self._storage(noted, index) for index in noted._sizes]
@@ -272,13 +272,13 @@ class _Timing:
         makers = {index: computable.makers for index, computable in noted._computable.items()}
         operations = {index: computable.operations for index, computable in noted._computable.items()}
         sizes, owners = tuple(noted._sizes.values()), tuple(noted._owners.values())
-        return Recording(profile, sizes, owners, makers, operations, frozenset(self._lasting(noted)))
+        return RecordedPass(profile, sizes, owners, makers, operations, frozenset(self._lasting(noted)))
 
-    def _lasting(self, noted: Recorder) -> set[int]:
+    def _lasting(self, noted: PassRecorder) -> set[int]:
         """Return what the model kept, by its own tensors or, where it was never left alone, by tensors of its parts."""
         return noted._lasting | (set(noted._sizes) - set(self._saved_at))
 
-    def _storage(self, noted: Recorder, index: int) -> SavedStorage:
+    def _storage(self, noted: PassRecorder, index: int) -> SavedStorage:
         uses = tuple(self._uses.get(index, ()))
         # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
         if index in self._lasting(noted):
@@ -296,7 +296,7 @@ class _Timing:
             can_offload=index not in noted._staying,
         )
 
-    def _lasting_storage(self, noted: Recorder, index: int, uses: tuple[float, ...]) -> SavedStorage:
+    def _lasting_storage(self, noted: PassRecorder, index: int, uses: tuple[float, ...]) -> SavedStorage:
         """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
         saved_at_s = self._times[noted._placed[index]]
         return SavedStorage(
@@ -330,7 +330,7 @@ def _owner(names: dict[int, str]) -> str:
     return "" if module is None else names.get(id(module), type(module).__name__)
 
 
-def scaled(recording: Recording, ratio: float) -> Recording:
+def scaled(recording: RecordedPass, ratio: float) -> RecordedPass:
     """Return the recording of a pass that takes `ratio` times as long."""
     profile = recording.profile
     storages = tuple(
@@ -348,8 +348,8 @@ def scaled(recording: Recording, ratio: float) -> Recording:
 
 
 def with_cost_of_noting(
-    recording: Recording, num_operations: Mapping[weakref.ref[nn.Module] | None, int], s_per_operation: float
-) -> Recording:
+    recording: RecordedPass, num_operations: Mapping[weakref.ref[nn.Module] | None, int], s_per_operation: float
+) -> RecordedPass:
     """Return the recording with the time for which a plan has the operations noted that it is to repeat.
 
     They are noted in the modules that perform them, all of a module's for each storage that is computed again. So each
@@ -373,14 +373,14 @@ def with_cost_of_noting(
     return replace(recording, profile=replace(recording.profile, storages=storages))
 
 
-def keeping_everything(recording: Recording) -> Recording:
+def keeping_everything(recording: RecordedPass) -> RecordedPass:
     """Return the recording of a pass in which nothing can be done but to keep what is saved."""
     recording = without_recomputing(recording)
     storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages))
 
 
-def offloading_fewer(recording: Recording, actions: Sequence[Action], share: float) -> Recording:
+def offloading_fewer(recording: RecordedPass, actions: Sequence[Action], share: float) -> RecordedPass:
     """Return the recording of a pass in which only the largest of the storages that a plan offloads can go.
 
     Args:
@@ -397,13 +397,13 @@ def offloading_fewer(recording: Recording, actions: Sequence[Action], share: flo
     return replace(recording, profile=replace(recording.profile, storages=tuple(storages)))
 
 
-def without_recomputing(recording: Recording) -> Recording:
+def without_recomputing(recording: RecordedPass) -> RecordedPass:
     """Return the recording of a pass in which nothing can be computed again."""
     storages = tuple(replace(storage, recompute_s=None, sources=()) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages), makers={})
 
 
-def grown(recording: Recording, sizes: list[int]) -> Recording:
+def grown(recording: RecordedPass, sizes: list[int]) -> RecordedPass:
     """Return the recording of a pass as large as the largest seen, its times in proportion.
 
     Args:

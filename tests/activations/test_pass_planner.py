@@ -15,7 +15,7 @@ from random_plans import plan_at_random
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import pass_planner
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, _plan
 from hf_memopt.activations.planner.profile import Action, Profile
@@ -87,7 +87,7 @@ def saved_gib(model: nn.Module, tokens: Tensor) -> float:
 def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
     decoder: nn.Module, tokens: Tensor, copier: Copier, seed: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_mode, "make_plan", plan_at_random(seed, in_flight=seed % 3, ahead=seed))
+    monkeypatch.setattr(pass_planner, "make_plan", plan_at_random(seed, in_flight=seed % 3, ahead=seed))
     language_loss(decoder, tokens, autocast).backward()
     want = take_gradients(decoder)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
@@ -98,13 +98,13 @@ def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
     assert stats.host_bytes_live == 0
     (engine,) = offloader._devices.values()
     assert engine.held.now_bytes == 0
-    (mode,) = offloader._plans[decoder].values()
-    assert set(mode.plan.actions) == set(Action)
+    (planner,) = offloader._planners[decoder].values()
+    assert set(planner.plan.actions) == set(Action)
 
 
 def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
     """The residual stream is nobody's saved tensor, so eager mode allows its modification."""
-    monkeypatch.setattr(auto_mode, "make_plan", plan_at_random(seed=0))
+    monkeypatch.setattr(pass_planner, "make_plan", plan_at_random(seed=0))
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
@@ -124,7 +124,7 @@ def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytes
 
 def test_a_modification_that_was_not_there_when_recorded_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd has not saved the source, so that the plain run allows it."""
-    monkeypatch.setattr(auto_mode, "make_plan", recompute_all)
+    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
     layer = nn.Linear(8, 8)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
 
@@ -148,7 +148,7 @@ def test_a_modification_that_was_not_there_when_recorded_is_harmless(monkeypatch
 def test_a_plan_that_recomputes_survives_autograds_corners(
     decoder: nn.Module, tokens: Tensor, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_mode, "make_plan", recompute_all)
+    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
     language_loss(decoder, tokens).backward()
     want = take_gradients(decoder)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
@@ -175,7 +175,7 @@ def test_a_plan_that_recomputes_survives_autograds_corners(
 
 
 def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    monkeypatch.setattr(auto_mode, "make_plan", recompute_all)
+    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
     torch.manual_seed(1)
     layer = nn.Linear(8, 8)
     x = torch.randn(4, 8)
@@ -194,7 +194,7 @@ def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPa
 
 def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
     """transformers makes one around each kernel that has an implementation in torch."""
-    monkeypatch.setattr(auto_mode, "make_plan", recompute_all)
+    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
 
@@ -210,8 +210,8 @@ def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.Monk
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
     for _ in range(4):
         assert equal(step(offloader, layer, loss), want)
-    (mode,) = offloader._plans[layer].values()
-    assert Action.RECOMPUTE in set(mode.plan.actions)
+    (planner,) = offloader._planners[layer].values()
+    assert Action.RECOMPUTE in set(planner.plan.actions)
 
 
 # ------------------------------------------------------------------------------------------------ real plans
@@ -251,15 +251,15 @@ def test_larger_batches_keep_to_the_budget_and_are_planned_for(decoder: nn.Modul
     offloader = ActivationOffloader(offload_threshold_mb=0, budget_gib=budget_gib, copier=SyncCopier())
     for _ in range(3):
         step(offloader, decoder, lambda: language_loss(decoder, tokens))
-    (mode,) = offloader._plans[decoder].values()
-    planned_for = sum(mode.recording.sizes)
+    (planner,) = offloader._planners[decoder].values()
+    planned_for = sum(planner.recording.sizes)
     longer = tokens.repeat(1, 2)
     language_loss(decoder, longer).backward()
     want = take_gradients(decoder)
     for _ in range(3):
         assert equal(step(offloader, decoder, lambda: language_loss(decoder, longer)), want)
     assert offloader.stats.measured_peak_gib <= budget_gib
-    assert sum(mode.recording.sizes) > 1.5 * planned_for
+    assert sum(planner.recording.sizes) > 1.5 * planned_for
     language_loss(decoder, tokens).backward()
     want = take_gradients(decoder)
     assert equal(step(offloader, decoder, lambda: language_loss(decoder, tokens)), want)
@@ -272,7 +272,7 @@ def test_each_model_has_a_plan_of_its_own_and_copies_plan_anew(decoder: nn.Modul
     for model in (decoder, twin):
         for _ in range(3):
             language_loss(model, tokens).backward()
-    assert list(offloader._plans) == [decoder]
+    assert list(offloader._planners) == [decoder]
     assert equal(take_gradients(decoder), take_gradients(twin))
 
 
@@ -282,12 +282,12 @@ def test_plans_do_not_keep_models() -> None:
     with offloader.offload_context(layer):
         loss = layer(torch.ones(2, 4)).square().sum()
     loss.backward()
-    assert len(offloader._plans) == 1
+    assert len(offloader._planners) == 1
     reference = weakref.ref(layer)
     del layer, loss
     gc.collect()
     assert reference() is None
-    assert not offloader._plans
+    assert not offloader._planners
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,10 @@ from typing import Any
 from torch import nn
 
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.offload_stats import OffloadCounters
-from hf_memopt.activations.plan_comparison import Comparison
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
-from hf_memopt.activations.recompute.op_recorder import OpRecorder
-from hf_memopt.activations.recording import (
+from hf_memopt.activations.pass_recorder import (
     Makers,
-    Recorder,
-    Recording,
+    PassRecorder,
+    RecordedPass,
     grown,
     keeping_everything,
     offloading_fewer,
@@ -34,8 +29,13 @@ from hf_memopt.activations.recording import (
     with_cost_of_noting,
     without_recomputing,
 )
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
-from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.activations.plan_comparison import Comparison
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
+from hf_memopt.activations.recompute.op_tracer import OpTracer
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
+from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.clock import HostClock
 from hf_memopt.transfer.link import measure_link
@@ -65,8 +65,8 @@ class OffloadLimits:
     host_budget_bytes: int | None
 
 
-class AutoMode:
-    """The plan for one model's forward passes on one device.
+class PassPlanner:
+    """Records, plans and corrects one model's passes on one device.
 
     Args:
         device: copies from and to it.
@@ -79,17 +79,17 @@ class AutoMode:
 
     def __init__(
         self,
-        device: DeviceContext,
+        device: DeviceState,
         limits: OffloadLimits,
         counters: OffloadCounters,
         model: nn.Module | None,
-        on_end: Callable[[ForwardPass], None],
+        on_end: Callable[[OffloadedPass], None],
         room: DeviceRoom | None = None,
     ) -> None:
         self.plan: Plan | None = None
         # Whether passes are left alone for good.
         self.rests = False
-        self.recording: Recording | None = None
+        self.recording: RecordedPass | None = None
         self._device, self._limits, self._room = device, limits, room
         self._counters = counters
         # Weak: offloaders know plans by model, and must not keep the models.
@@ -104,10 +104,10 @@ class AutoMode:
         self._num_recorded = 0
         # Plans that were made again because of times or of passes of another length; bounded, so that noise ends.
         self._num_corrections = 0
-        self._begun: weakref.ref[ForwardPass] | None = None
-        self._ended: ForwardPass | None = None
+        self._begun: weakref.ref[OffloadedPass] | None = None
+        self._ended: OffloadedPass | None = None
         # A pass whose end the device may still have to reach before it can be compared with the plan.
-        self._watched: ForwardPass | None = None
+        self._watched: OffloadedPass | None = None
         # Whether a pass that followed the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
@@ -128,10 +128,10 @@ class AutoMode:
         return self._num_recorded < _RECORDED_PASSES
 
     @property
-    def open_pass(self) -> ForwardPass | None:
+    def open_pass(self) -> OffloadedPass | None:
         """Return the newest pass if another context goes on with it."""
-        forward = self._begun() if self._begun is not None else None
-        return forward if forward is not None and forward.is_open else None
+        this_pass = self._begun() if self._begun is not None else None
+        return this_pass if this_pass is not None and this_pass.is_open else None
 
     @property
     def _plan_to_follow(self) -> Plan | None:
@@ -147,35 +147,35 @@ class AutoMode:
         recomputed = [index for index, action in enumerate(plan.actions) if action is Action.RECOMPUTE]
         return set().union(*(makers.get(index, set()) for index in recomputed))
 
-    def begin_pass(self, op_recorder: OpRecorder | None) -> ForwardPass:
+    def begin_pass(self, op_tracer: OpTracer | None) -> OffloadedPass:
         """Return the next pass, planned as far as earlier ones allow."""
         model = self._model() if self._model is not None else None
         recorder = None
         if self._room is not None:
             self._room.watch()
         if self.is_recording:
-            recorder = Recorder(self._device.clock, model, self._device.held, self._room)
-        forward = ForwardPass(
+            recorder = PassRecorder(self._device.clock, model, self._device.held, self._room)
+        this_pass = OffloadedPass(
             self._device,
             self._limits.prefetch_ahead,
             self._counters,
             plan=self._plan_to_follow,
             recorder=recorder,
             keeps_all=self._wants_plain and self._has_room_for_everything(),
-            op_recorder=op_recorder,
+            op_tracer=op_tracer,
             recording=self.recording,
             foreseen_reads=self._foreseen_reads(),
             budget_bytes=self._limit_bytes,
             is_for_these_sizes=self._limits.budget_bytes is None and self._limit_bytes is not None,
             on_end=self._end,
         )
-        self._begun = weakref.ref(forward)
-        if self._is_to_be_timed(forward):
+        self._begun = weakref.ref(this_pass)
+        if self._is_to_be_timed(this_pass):
             # Asking for a time between two equal marks waits until the device has reached the mark. The stalls before
             # it are counted off, so that `_end` finds those of this pass alone.
-            self._device.clock.elapsed_s(forward.begun, forward.begun)
+            self._device.clock.elapsed_s(this_pass.begun, this_pass.begun)
             self._newly_stalled_s()
-        return forward
+        return this_pass
 
     def _foreseen_reads(self) -> list[list[int]]:
         plan = self._plan_to_follow
@@ -191,14 +191,14 @@ class AutoMode:
         """
         # Learn from the last pass that ended, in this order: it ran out of memory; it was recorded; it saved other
         # sizes; the device has less room; its times are not the predicted ones.
-        forward, self._ended = self._ended, None
+        this_pass, self._ended = self._ended, None
         if self._has_run_out():
             self._plan_smaller()
-        if forward is None or not forward.sizes:
+        if this_pass is None or not this_pass.sizes:
             return
-        if forward.recorder is not None:
-            self.recording = forward.recorder.finish()
-            self._num_operations = {} if forward.op_recorder is None else forward.op_recorder.num_by_module
+        if this_pass.recorder is not None:
+            self.recording = this_pass.recorder.finish()
+            self._num_operations = {} if this_pass.op_tracer is None else this_pass.op_tracer.num_by_module
             self._num_recorded += 1
             self._is_timed = False
             self._comparison.restart()
@@ -208,20 +208,20 @@ class AutoMode:
         elif self._wants_plain:
             self._wants_plain = False
             if self._comparison.wants_plain:
-                self._compare_plain(forward)
+                self._compare_plain(this_pass)
             else:
                 self._take_times(self._computed_s)
                 self._replan()
-        elif self.recording is not None and tuple(forward.sizes) != self.recording.sizes:
-            self._adapt(forward.sizes)
-        elif forward.is_other_work:
+        elif self.recording is not None and tuple(this_pass.sizes) != self.recording.sizes:
+            self._adapt(this_pass.sizes)
+        elif this_pass.is_other_work:
             self._record_again()
-        elif self._limits.budget_bytes is not None and forward.plan is self.plan is not None:
-            self._hold_the_budget(forward.peak_bytes - self._limits.budget_bytes)
+        elif self._limits.budget_bytes is not None and this_pass.plan is self.plan is not None:
+            self._hold_the_budget(this_pass.peak_bytes - self._limits.budget_bytes)
         elif self._has_less_room():
             self._replan()
-        elif self.plan is not None and forward.plan is self.plan:
-            self._compare(forward, self.plan)
+        elif self.plan is not None and this_pass.plan is self.plan:
+            self._compare(this_pass, self.plan)
         if not self.is_recording and not self._wants_plain and self._trims_left:
             self._trims_left -= 1
             self._device.arena.trim()
@@ -233,22 +233,22 @@ class AutoMode:
             ran_out: whether the device ran out of memory. Then what can be had again is given up, and less held from
                 now on.
         """
-        forward = self._begun() if self._begun is not None else None
-        if forward is not None:
-            forward.close()
+        this_pass = self._begun() if self._begun is not None else None
+        if this_pass is not None:
+            this_pass.close()
         if ran_out:
             self._ran_out = True
-            if forward is not None:
-                forward.release()
+            if this_pass is not None:
+                this_pass.release()
 
-    def _end(self, forward: ForwardPass) -> None:
-        self._ended = forward
-        if self._is_to_be_timed(forward):
-            self._computed_s = forward.elapsed_s() - self._newly_stalled_s()
+    def _end(self, this_pass: OffloadedPass) -> None:
+        self._ended = this_pass
+        if self._is_to_be_timed(this_pass):
+            self._computed_s = this_pass.elapsed_s() - self._newly_stalled_s()
         if self._room is not None:
             self._ran_out = self._ran_out or self._room.ran_short()
-            self._room.look_back(forward.peak_bytes)
-        self._on_end(forward)
+            self._room.look_back(this_pass.peak_bytes)
+        self._on_end(this_pass)
 
     def _has_run_out(self) -> bool:
         ran_out, self._ran_out = self._ran_out, False
@@ -278,10 +278,10 @@ class AutoMode:
             cost_s = max(0.0, recorded_s - plain_s) / num_operations
             self.recording = with_cost_of_noting(self.recording, self._num_operations, cost_s)
 
-    def _compare_plain(self, forward: ForwardPass) -> None:
+    def _compare_plain(self, this_pass: OffloadedPass) -> None:
         """Compare a plain pass with the planned one before it, if it saved the same sizes as far as that is noted."""
         assert self.recording is not None
-        if tuple(forward.sizes) == self.recording.sizes[: len(forward.sizes)]:
+        if tuple(this_pass.sizes) == self.recording.sizes[: len(this_pass.sizes)]:
             self._judge(self._comparison.add_plain(self._computed_s))
         else:
             self._comparison.drop_planned()
@@ -365,22 +365,22 @@ class AutoMode:
             self._num_corrections += 1
             self._num_recorded = _RECORDED_PASSES - 1
 
-    def _is_to_be_timed(self, forward: ForwardPass) -> bool:
+    def _is_to_be_timed(self, this_pass: OffloadedPass) -> bool:
         """Whether a pass is the first that follows the plan; the host waits for its begin and its end."""
         if self._wants_plain:
-            return forward.recorder is None
+            return this_pass.recorder is None
         has_time_of_its_own = not isinstance(self._device.clock, HostClock)  # whose copies never run beside compute
-        follows_plan = forward.recorder is None and forward.plan is not None and forward.plan is self.plan
+        follows_plan = this_pass.recorder is None and this_pass.plan is not None and this_pass.plan is self.plan
         return has_time_of_its_own and follows_plan and not self._is_timed
 
-    def _compare(self, forward: ForwardPass, plan: Plan) -> None:
+    def _compare(self, this_pass: OffloadedPass, plan: Plan) -> None:
         """Plan again where passes are not as they were predicted."""
         has_time_of_its_own = not isinstance(self._device.clock, HostClock)
         if has_time_of_its_own and not self._is_timed:
             self._is_timed = True
             self._adjust_times(plan)
             return
-        self._watched = self._watched or forward
+        self._watched = self._watched or this_pass
         # A host that runs ahead asks again when the next pass begins.
         if self._device.clock.reached(self._watched.ended):
             watched, self._watched = self._watched, None
@@ -407,10 +407,10 @@ class AutoMode:
         self.recording = scaled(self.recording, computed_s / expected_s)
         return True
 
-    def _correct(self, forward: ForwardPass, plan: Plan) -> None:
+    def _correct(self, this_pass: OffloadedPass, plan: Plan) -> None:
         """Plan for a slower link when compute has waited longer than predicted, and the pass taken longer."""
         # Stalls of later passes, if the host is ahead, are among the new ones; the time of the pass is its own.
-        excess_s = min(self._newly_stalled_s() - plan.stall_s, forward.elapsed_s() - plan.predicted_step_s)
+        excess_s = min(self._newly_stalled_s() - plan.stall_s, this_pass.elapsed_s() - plan.predicted_step_s)
         if excess_s > _TOLERATED * plan.predicted_step_s and self._num_corrections < _MAX_CORRECTIONS:
             self._num_corrections += 1
             assert self._link is not None

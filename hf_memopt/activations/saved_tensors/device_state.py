@@ -1,6 +1,6 @@
 """What all forward passes on one device share: its host memory, what is stored there, and what is on its way.
 
-Facts and queues only. A `DeviceContext` knows storages by a few attributes and never sees a forward pass.
+Facts and queues only. A `DeviceState` knows storages by a few attributes and never sees a forward pass.
 """
 
 import itertools
@@ -226,7 +226,7 @@ class Outgoing(Protocol):
         """Give up the device memory once the copy is over."""
 
 
-class DeviceContext:
+class DeviceState:
     """The state that all forward passes on one device share.
 
     Args:

@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from hf_memopt.activations.recompute.op_recorder import is_innermost
+from hf_memopt.activations.recompute.op_tracer import is_innermost
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """The pair of hooks that autograd calls for each tensor that it saves and each one that it asks for again.
 
-`OffloadContext.pack` decides whether a tensor is the forward pass's business or stays as it is, and leaves a payload in
-the autograd graph. The graph owns its payloads, and the payloads own the storages, on the device or on the host. A
-graph that is used twice, dropped, or lost to an exception therefore frees what it holds by itself; nothing has to be
-tracked or reset.
+`SavedTensorHooks.pack` decides whether a tensor belongs to the pass or stays as it is, and leaves a payload in the
+autograd graph. The graph owns its payloads, and the payloads own the storages, on the device or on the host. A graph
+that is used twice, dropped, or lost to an exception therefore frees its memory by itself; nothing is tracked or reset.
 """
 
 import logging
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.activations.offload_stats import OffloadCounters
-from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
+from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.skipped_modules import SkippedCalls
+from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     ViewMeta,
@@ -49,22 +48,22 @@ class KeptView:
         read_in: the number of the backward pass that unpacked it last.
     """
 
-    __slots__ = ("_forward", "_kept", "_storage", "read_in")
+    __slots__ = ("_kept", "_pass", "_storage", "read_in")
 
-    def __init__(self, storage: LiveStorage, forward: ForwardPass, tensor: Tensor) -> None:
+    def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
         # Counted first, so that `__del__` undoes no more than that, should anything fail.
-        self._storage, self._forward = storage, forward
-        forward.add_view(storage)
+        self._storage, self._pass = storage, this_pass
+        this_pass.add_view(storage)
         self._kept = tensor.detach(), tensor._version
         self.read_in = 0
 
     def restore(self) -> Tensor:
-        self._forward.note_use(self._storage, self)
+        self._pass.note_use(self._storage, self)
         return _unmodified(self._kept)
 
     @uncompiled
     def __del__(self) -> None:
-        self._forward.drop_view(self._storage)
+        self._pass.drop_view(self._storage)
 
 
 class MovedView(ViewMeta):
@@ -74,27 +73,27 @@ class MovedView(ViewMeta):
         read_in: the number of the backward pass that unpacked it last.
     """
 
-    __slots__ = ("_forward", "_storage", "read_in")
+    __slots__ = ("_pass", "_storage", "read_in")
 
-    def __init__(self, storage: LiveStorage, forward: ForwardPass, tensor: Tensor) -> None:
-        self._storage, self._forward = storage, forward
-        forward.add_view(storage)
+    def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
+        self._storage, self._pass = storage, this_pass
+        this_pass.add_view(storage)
         super().__init__(tensor)
         self.read_in = 0
 
     def restore(self) -> Tensor:
         storage = self._storage
-        return storage.counted_together(self.of(self._forward.use(storage, self)))
+        return storage.counted_together(self.of(self._pass.use(storage, self)))
 
     @uncompiled
     def __del__(self) -> None:
-        self._forward.drop_view(self._storage)
+        self._pass.drop_view(self._storage)
 
 
 Payload = Kept | KeptView | MovedView
 
 
-class OffloadContext:
+class SavedTensorHooks:
     """The hooks of one `offload_context`, on as long as it is entered, or until a pass that keeps everything has begun.
 
     Args:
@@ -111,7 +110,7 @@ class OffloadContext:
         self,
         threshold_bytes: int,
         fixed: frozenset[int],
-        begin_pass: Callable[[torch.device], ForwardPass | None],
+        begin_pass: Callable[[torch.device], OffloadedPass | None],
         counters: OffloadCounters,
         *,
         inputs_only: bool = False,
@@ -122,7 +121,7 @@ class OffloadContext:
         self._begin_pass, self._counters = begin_pass, counters
         self._inputs_only, self._leave_node = inputs_only, leave_node
         self._skipped = skipped
-        self._passes: dict[torch.device, ForwardPass | None] = {}
+        self._passes: dict[torch.device, OffloadedPass | None] = {}
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
@@ -162,20 +161,20 @@ class OffloadContext:
             caller = sys._getframe().f_back  # none in a thread that is not Python's
             if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
                 return self._keep(tensor)
-        forward = self._passes.get(tensor.device) or self._begin(tensor.device)
-        if forward is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
+        this_pass = self._passes.get(tensor.device) or self._begin(tensor.device)
+        if this_pass is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
         caller = sys._getframe().f_back
         of_function = called_from_function(caller)
         is_skipped = self._skipped is not None and self._skipped.include(caller)
-        if not forward.is_observed:
-            live = forward.save(tensor, key, num_bytes, of_function, is_skipped)
+        if not this_pass.is_observed:
+            live = this_pass.save(tensor, key, num_bytes, of_function, is_skipped)
         else:  # our own operations are no part of the model's: neither timed nor noted
-            with forward.working(), forward.device.hide_operations():
-                live = forward.save(tensor, key, num_bytes, of_function, is_skipped)
-        if forward.keeps_all:
+            with this_pass.working(), this_pass.device.hide_operations():
+                live = this_pass.save(tensor, key, num_bytes, of_function, is_skipped)
+        if this_pass.keeps_all:
             self._take_off()  # the first storage tells when backward ends, and that is all there is to learn
-        return KeptView(live, forward, tensor) if live.is_kept else MovedView(live, forward, tensor)
+        return KeptView(live, this_pass, tensor) if live.is_kept else MovedView(live, this_pass, tensor)
 
     @uncompiled
     def unpack(self, payload: Payload) -> Tensor:
@@ -198,7 +197,7 @@ class OffloadContext:
         if hooks is not None:
             hooks.__exit__()
 
-    def _begin(self, device: torch.device) -> ForwardPass | None:
+    def _begin(self, device: torch.device) -> OffloadedPass | None:
         if device not in self._passes:
             self._passes[device] = self._begin_pass(device)
         return self._passes[device]

@@ -15,12 +15,12 @@ from patience import HANG_S
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations.saved_tensors.pack_hook import MovedView, OffloadContext
+from hf_memopt.activations.saved_tensors.hooks import MovedView, SavedTensorHooks
 
 
 def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
     """A context, and what its hook returns, without giving up the tensor's memory."""
-    context = OffloadContext(
+    context = SavedTensorHooks(
         offloader._threshold_bytes,
         frozenset(),
         lambda device: offloader._begin_pass(None, device, None),
@@ -153,14 +153,14 @@ def test_weights_never_move(
 ) -> None:
     packed: list[tuple[Tensor, Any]] = []
     offloader = make()
-    original = OffloadContext.pack
+    original = SavedTensorHooks.pack
 
-    def recording(context: OffloadContext, tensor: Tensor) -> Any:
+    def recording(context: SavedTensorHooks, tensor: Tensor) -> Any:
         payload = original(context, tensor)
         packed.append((tensor.detach(), payload))
         return payload
 
-    monkeypatch.setattr(OffloadContext, "pack", recording)
+    monkeypatch.setattr(SavedTensorHooks, "pack", recording)
     with offloader.offload_context(decoder if known else None), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         language_loss(decoder, tokens)
     moved = [tensor for tensor, payload in packed if isinstance(payload, MovedView) and tensor.is_floating_point()]

@@ -83,7 +83,7 @@ class TensorRef:
         return tensor if tensor is not None and tensor._version == self.version else None
 
 
-class OpRecord:
+class TracedOp:
     """One operation that was performed and can be again: same function, same operands, same bits.
 
     Attributes:
@@ -102,7 +102,7 @@ class OpRecord:
         self.storage: StoragePin | None = None
 
 
-class OpRecorder(TorchDispatchMode):
+class OpTracer(TorchDispatchMode):
     """Notes for each new storage the operation that made it.
 
     Only functional, deterministic operations count: what draws random numbers or writes into its operands cannot be
@@ -126,7 +126,7 @@ class OpRecorder(TorchDispatchMode):
         self.weights = weights
         self.is_noting = False
         self._clock = clock
-        self._records: dict[int, OpRecord] = {}
+        self._records: dict[int, TracedOp] = {}
         self._num_writes: dict[int, int] = {}
         self._distrusted: dict[int, StoragePin] = {}
         self.num_by_module: Counter[weakref.ref[nn.Module] | None] = Counter()
@@ -165,7 +165,7 @@ class OpRecorder(TorchDispatchMode):
         self._note(func, args, kwargs, result, marks)
         return result
 
-    def record_of(self, operand: TensorRef) -> OpRecord | None:
+    def record_of(self, operand: TensorRef) -> TracedOp | None:
         """How the bytes of an operand came about, if they are still those that the operation left."""
         record = self._records.get(operand.key)
         if record is None or record.version != operand.version or record.num_writes != operand.num_writes:
@@ -221,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
             # An output that is a view of an operand (_unsafe_view) was not made here.
             if not isinstance(output, Tensor) or not is_plain(output) or output.untyped_storage()._cdata in read:
                 continue
-            record = OpRecord(func, args, kwargs, marks)
+            record = TracedOp(func, args, kwargs, marks)
             record.module = maker
             record.output = None if outputs is not result else position
             record.version = output._version

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations.offload_stats import OffloadCounters
+from hf_memopt.activations.stats import OffloadCounters
 
 ROWS = 4 * 8 * 4  # bytes of x, of each layer's output, and of the square
 THRESHOLD_MB = 100 / 2**20

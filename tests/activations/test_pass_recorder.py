@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.activations import recording
+from hf_memopt.activations import pass_recorder
+from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass, grown, scaled
 from hf_memopt.activations.planner.profile import Profile, SavedStorage
-from hf_memopt.activations.recording import Recorder, Recording, grown, scaled
-from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
 from hf_memopt.autograd_state import StoragePin, VersionGuard
 from hf_memopt.transfer.clock import HostClock
 
@@ -32,7 +32,7 @@ class Pass:
     def __init__(self, model: nn.Module | None = None, room: Any = None) -> None:
         self.clock = Clock()
         self.held = DeviceBytes()
-        self.recorder = Recorder(self.clock, model, self.held, room)
+        self.recorder = PassRecorder(self.clock, model, self.held, room)
         self.storages: list[torch.UntypedStorage] = []
 
     def compute(self, seconds: float) -> "Pass":
@@ -99,7 +99,7 @@ def test_what_stays_is_never_offloaded() -> None:
 
 def test_what_one_node_unpacks_is_needed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = iter((7, 7, 8, None, None, 7))
-    monkeypatch.setattr(recording, "current_node", lambda: next(nodes))
+    monkeypatch.setattr(pass_recorder, "current_node", lambda: next(nodes))
     found = Pass().save()
     for _ in range(6):
         found.compute(1).use(0)
@@ -107,7 +107,7 @@ def test_what_one_node_unpacks_is_needed_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_node_of_another_backward_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "current_node", lambda: 7)
+    monkeypatch.setattr(pass_recorder, "current_node", lambda: 7)
     found = Pass().save().compute(1).use(0).end_backward().compute(2).use(0).compute(4).end_backward().profile()
     assert found.storages[0].uses_s == (1, 3)
     assert (found.backward_ends_s, found.step_s) == ((1,), 7)
@@ -256,7 +256,7 @@ STORAGES = (
     SavedStorage(300, 0.5, (7.0,), freed_s=9.0, can_offload=False),
     SavedStorage(50, 1.0, ()),
 )
-RECORDING = Recording(Profile(STORAGES, 10.0, (6.5,)), (100, 300), ("a", "b"), {0: {None}})
+RECORDING = RecordedPass(Profile(STORAGES, 10.0, (6.5,)), (100, 300), ("a", "b"), {0: {None}})
 
 
 def test_a_pass_that_takes_longer_does_everything_later() -> None:
@@ -278,6 +278,6 @@ def test_a_pass_grows_to_the_largest_size_of_each_storage() -> None:
 
 
 def test_a_pass_with_another_number_of_storages_is_no_larger_pass() -> None:
-    grow: Callable[[], Recording] = lambda: grown(RECORDING, [100])  # noqa: E731
+    grow: Callable[[], RecordedPass] = lambda: grown(RECORDING, [100])  # noqa: E731
     with pytest.raises(ValueError, match="zip"):
         grow()

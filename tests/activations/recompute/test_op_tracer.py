@@ -5,23 +5,23 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, TensorRef
+from hf_memopt.activations.recompute.op_tracer import OpTracer, TensorRef, TracedOp
 
 
-def recorded(recorder: OpRecorder, tensor: Tensor) -> OpRecord:
+def recorded(recorder: OpTracer, tensor: Tensor) -> TracedOp:
     record = recorder.record_of(recorder.operand(tensor))
     assert record is not None
     return record
 
 
-def operands(record: OpRecord) -> list[TensorRef]:
+def operands(record: TracedOp) -> list[TensorRef]:
     return [argument for argument in record.args if isinstance(argument, TensorRef)]
 
 
 def test_a_weight_is_held_without_its_history() -> None:
     """A pass that is over would else keep the gradient accumulator, which torch warns of on another stream."""
     linear, x = nn.Linear(4, 8, bias=False), torch.randn(2, 4)
-    recorder = OpRecorder(frozenset(), None)
+    recorder = OpTracer(frozenset(), None)
     with recorder:
         y = linear(x)
     weight = operands(recorded(recorder, y))[1].weight  # the product reads a transposed view of it
@@ -29,7 +29,7 @@ def test_a_weight_is_held_without_its_history() -> None:
 
 
 def test_nothing_else_is_held() -> None:
-    recorder = OpRecorder(frozenset(), None)
+    recorder = OpTracer(frozenset(), None)
     with recorder:
         x = torch.randn(4).relu()
         y = x + 1
@@ -40,7 +40,7 @@ def test_nothing_else_is_held() -> None:
 
 
 def test_a_storage_that_was_written_to_has_no_record() -> None:
-    recorder = OpRecorder(frozenset(), None)
+    recorder = OpTracer(frozenset(), None)
     with recorder:
         x = torch.ones(4)
         y = x + 1
@@ -50,7 +50,7 @@ def test_a_storage_that_was_written_to_has_no_record() -> None:
 
 
 def test_what_draws_random_numbers_has_no_record() -> None:
-    recorder = OpRecorder(frozenset(), None)
+    recorder = OpTracer(frozenset(), None)
     with recorder:
         y = torch.rand_like(torch.ones(4))
     assert recorder.record_of(recorder.operand(y)) is None

@@ -21,13 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.offload_stats import OffloadCounters
+from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.profile import Action
-from hf_memopt.activations.recompute.op_recorder import OpRecorder
+from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
-from hf_memopt.activations.recording import Recorder, Recording
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext, Prefetcher
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import is_whole
 from hf_memopt.activations.saved_tensors.storages import (
     ForeseenReads,
@@ -37,6 +36,7 @@ from hf_memopt.activations.saved_tensors.storages import (
     OwnCopy,
     TracedStorage,
 )
+from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 
@@ -52,7 +52,7 @@ class View(Protocol):
     read_in: int
 
 
-class ForwardPass:
+class OffloadedPass:
     """The storages of one device that are saved before a backward begins, and how far backward has come through them.
 
     Mostly that is one forward and one backward pass. Several contexts share a pass if no backward begins in between; a
@@ -72,7 +72,7 @@ class ForwardPass:
             they need besides is not known.
         recorder: notes what happens when, for the planner.
         keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
-        op_recorder: notes on the operations performed, where storages may be computed again.
+        op_tracer: notes on the operations performed, where storages may be computed again.
         on_end: called at the end of each backward through this pass.
 
     Attributes:
@@ -83,19 +83,19 @@ class ForwardPass:
 
     def __init__(
         self,
-        device: DeviceContext,
+        device: DeviceState,
         prefetch_ahead: int,
         counters: OffloadCounters,
         *,
         plan: Plan | None = None,
-        recording: Recording | None = None,
+        recording: RecordedPass | None = None,
         foreseen_reads: Sequence[Sequence[int]] = (),
         budget_bytes: int | None = None,
         is_for_these_sizes: bool = False,
-        recorder: Recorder | None = None,
+        recorder: PassRecorder | None = None,
         keeps_all: bool = False,
-        op_recorder: OpRecorder | None = None,
-        on_end: Callable[["ForwardPass"], None] | None = None,
+        op_tracer: OpTracer | None = None,
+        on_end: Callable[["OffloadedPass"], None] | None = None,
     ) -> None:
         device.begin_pass()
         self.device = device
@@ -104,13 +104,13 @@ class ForwardPass:
         self.sizes: list[int] = []
         self.peak_bytes = 0
         self.is_other_work = False
-        self.op_recorder = op_recorder
+        self.op_tracer = op_tracer
         self._num_views = 0
         self._is_closed = False
         self.begun: Any = device.clock.mark()
         self.ended: Any = None
         # Whether saving a tensor has to be kept out of the notes on the model's own operations.
-        self.is_observed = recorder is not None or op_recorder is not None
+        self.is_observed = recorder is not None or op_tracer is not None
         # Whether torch.profiler runs, and is to show copies.
         self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._counters = counters
@@ -196,7 +196,7 @@ class ForwardPass:
 
     def _num_writes(self, key: int) -> int | None:
         """Return how many writes to a storage have been seen, None where nothing is watched."""
-        return None if self.op_recorder is None else self.op_recorder.num_writes(key)
+        return None if self.op_tracer is None else self.op_tracer.num_writes(key)
 
     def _get(self, key: int) -> LiveStorage | None:
         """Return what was saved last of the storage of this key, whatever has become of its bytes."""
@@ -219,9 +219,9 @@ class ForwardPass:
         self.sizes.append(num_bytes)
         action = self._action(index, num_bytes)
         recomputation = None
-        is_noted = self.op_recorder is not None and (self.recorder is not None or action is Action.RECOMPUTE)
-        if self.op_recorder is not None and is_noted and not of_function and not is_skipped:
-            recomputation = Resolver(self.op_recorder, self._get).resolve(self.op_recorder.operand(tensor))
+        is_noted = self.op_tracer is not None and (self.recorder is not None or action is Action.RECOMPUTE)
+        if self.op_tracer is not None and is_noted and not of_function and not is_skipped:
+            recomputation = Resolver(self.op_tracer, self._get).resolve(self.op_tracer.operand(tensor))
         if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
             recomputation, self.is_other_work = None, True
         # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
@@ -251,8 +251,8 @@ class ForwardPass:
     def _distrust(self, live: LiveStorage, tensor: Tensor) -> None:
         """Note that a custom function has a storage, whose kernels may write to it in forward and in backward."""
         live.of_function = True
-        if self.op_recorder is not None:
-            self.op_recorder.distrust(tensor.untyped_storage())
+        if self.op_tracer is not None:
+            self.op_tracer.distrust(tensor.untyped_storage())
         if self.recorder is not None:
             self.recorder.not_computable(live.index)
 

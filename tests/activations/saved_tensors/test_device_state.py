@@ -6,8 +6,8 @@ from as_plain import MODES, Context, plain, planned, results, same
 from torch import nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations.saved_tensors import device_context
-from hf_memopt.activations.saved_tensors.device_context import DeviceBytes, DeviceContext, ReloadOrders
+from hf_memopt.activations.saved_tensors import device_state
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes, DeviceState, ReloadOrders
 from hf_memopt.transfer import SyncCopier
 
 
@@ -27,10 +27,10 @@ def test_orders_are_learned_for_each_shape() -> None:
 def test_shapes_that_never_come_again_are_forgotten() -> None:
     orders = ReloadOrders()
     orders.learn(sizes_of(0), [1, 0, 2])
-    for shape in range(1, 3 * device_context._NUM_ORDERS):
+    for shape in range(1, 3 * device_state._NUM_ORDERS):
         orders.learn(sizes_of(shape), [1, 2, 0])
         orders.learn(sizes_of(0), [1, 0, 2])  # one that does come again
-    assert len(orders._orders) == device_context._NUM_ORDERS
+    assert len(orders._orders) == device_state._NUM_ORDERS
     assert orders.order(sizes_of(0)).indices == [1, 0, 2]
     assert orders.order(sizes_of(1)).indices == [2, 1, 0]
 
@@ -56,7 +56,7 @@ def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
 class Storage:
     """Stands for a storage on its way to the host."""
 
-    def __init__(self, context: DeviceContext, num_bytes: int) -> None:
+    def __init__(self, context: DeviceState, num_bytes: int) -> None:
         self.context, self.num_bytes, self.is_leaving = context, num_bytes, False
 
     def let_go(self) -> None:
@@ -64,7 +64,7 @@ class Storage:
 
 
 def test_the_oldest_copies_give_up_their_memory_first() -> None:
-    context = DeviceContext(torch.device("cpu"), SyncCopier(), None)
+    context = DeviceState(torch.device("cpu"), SyncCopier(), None)
     storages = [Storage(context, num_bytes) for num_bytes in (4, 4, 8)]
     for storage in storages:
         context.leave(storage, in_flight_bytes=8)
@@ -102,6 +102,6 @@ def test_memory_that_begins_within_a_storage(mode: str) -> None:
 
 
 def test_memory_that_fits_no_dtype_is_refused() -> None:
-    context = DeviceContext(torch.device("cpu"), Slices(3), None)
+    context = DeviceState(torch.device("cpu"), Slices(3), None)
     with pytest.raises(ValueError, match=r"Slices\.empty_device returned memory that begins at byte 3"):
         context.empty_device(64)
