@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from hf_memopt.activations.device_room import room_on
+from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.pass_planner import OffloadLimits, PassPlanner
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.tracing_scope import active_in, in_dual_level, off_in_dual_levels
+from hf_memopt.activations.saved_tensor_hooks import SavedTensorHooks, storages_of
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.hooks import SavedTensorHooks, storages_of
-from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
 from hf_memopt.activations.skipped_modules import Skip, SkippedModules
 from hf_memopt.activations.stats import OffloadCounters, OffloadStats
-from hf_memopt.activations.uncompiled import graph_break, uncompiled
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
 from hf_memopt.transfer.device_types import device_type
+from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
 
 logger = logging.getLogger(__name__)

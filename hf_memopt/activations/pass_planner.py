@@ -18,9 +18,14 @@ from typing import Any
 from torch import nn
 
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.pass_recorder import (
+from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.pass_recorder import PassRecorder
+from hf_memopt.activations.plan_comparison import Comparison
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
+from hf_memopt.activations.recompute.op_tracer import OpTracer
+from hf_memopt.activations.recorded_pass import (
     Makers,
-    PassRecorder,
     RecordedPass,
     grown,
     keeping_everything,
@@ -29,12 +34,7 @@ from hf_memopt.activations.pass_recorder import (
     with_cost_of_noting,
     without_recomputing,
 )
-from hf_memopt.activations.plan_comparison import Comparison
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
-from hf_memopt.activations.planner.profile import Action, Link, needs_by_backward
-from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.clock import HostClock

@@ -1,46 +1,21 @@
 """What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
 
-import weakref
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
+from hf_memopt.activations.planner.profile import Profile, SavedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
+from hf_memopt.activations.recorded_pass import Makers, RecordedPass
 from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
 from hf_memopt.autograd_state import StoragePin, VersionGuard, calling_module, current_node
 from hf_memopt.transfer.clock import Clock
-
-Makers = set[weakref.ref[nn.Module] | None]
-
-
-@dataclass(frozen=True)
-class RecordedPass:
-    """A profile, and what the planner does not need.
-
-    Attributes:
-        profile: the storages that autograd saved, by index, and after them those that only recomputing would save.
-        sizes: bytes of the former.
-        owners: names of the modules that saved them.
-        makers: by index, the modules that performed what a storage could be computed again by, None for outside of
-            modules.
-        operations: by index, what a storage could be computed again by; see `Recomputation.operations`.
-        lasting: indices of storages that the model keeps beyond forward anyway. They count nothing.
-    """
-
-    profile: Profile
-    sizes: tuple[int, ...]
-    owners: tuple[str, ...]
-    makers: Mapping[int, Makers] = field(default_factory=dict)
-    operations: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
-    lasting: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -83,6 +58,20 @@ class _Computable:
     makers: Makers
     operations: tuple[Any, ...]
     checks: list[Callable[[], bool]] | None
+
+    def saved_sources(self) -> list[int]:
+        """Return the indices of the sources that autograd had saved before."""
+        return [source for source in self.sources if not isinstance(source, _Unsaved)]
+
+    def source_indices(self, unsaved_indices: "dict[_Unsaved, int]") -> tuple[int, ...]:
+        """Return the index of each source, once each and in the order in which the computation reads them."""
+        indices = []
+        for source in self.sources:
+            if not isinstance(source, _Unsaved):
+                indices.append(source)
+            else:
+                indices.append(unsaved_indices[source] if source.index is None else source.index)
+        return tuple(dict.fromkeys(indices))
 
 
 class PassRecorder:
@@ -228,194 +217,108 @@ class PassRecorder:
 
     def finish(self) -> RecordedPass:
         """Return the profile; waits for the device."""
-        return _Timing(self._clock, self._begun, self._events).recording(self)
+        times = _Times(self._clock, self._begun, self._events)
+        # Sources that autograd never saved come after the storages that it did.
+        unsaved = [source for source in self._all_unsaved if source.index is None]
+        indices = {source: len(self._sizes) + place for place, source in enumerate(unsaved)}
+        # Never left alone means that tensors of the model's parts kept a storage.
+        lasting = self._lasting | (self._sizes.keys() - times.saved_s.keys())
+        storages = [
+            self._lasting_storage(index, times) if index in lasting else self._storage(index, times, indices)
+            for index in self._sizes
+        ]
+        for source in unsaved:
+            storages.append(SavedStorage(source.num_bytes, times.events_s[self._placed[source.dependent]], ()))
+        return RecordedPass(
+            Profile(tuple(storages), times.step_s, tuple(times.backward_ends_s[:-1])),
+            tuple(self._sizes.values()),
+            tuple(self._owners.values()),
+            {index: computable.makers for index, computable in self._computable.items()},
+            {index: computable.operations for index, computable in self._computable.items()},
+            frozenset(lasting),
+        )
+
+    def _storage(self, index: int, times: "_Times", unsaved_indices: dict[_Unsaved, int]) -> SavedStorage:
+        uses_s = times.uses_of(index)
+        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
+        computable = self._computable.get(index) if uses_s else None
+        if computable is not None and not times.outlive(computable.saved_sources(), uses_s):
+            computable = None
+        return SavedStorage(
+            self._sizes[index],
+            times.saved_s[index],
+            uses_s,
+            None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
+            () if computable is None else computable.source_indices(unsaved_indices),
+            times.freed_s(self._freed.get(index), uses_s),
+            can_offload=index not in self._staying,
+        )
+
+    def _lasting_storage(self, index: int, times: "_Times") -> SavedStorage:
+        """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
+        uses_s = times.uses_of(index)
+        freed_s = times.freed_s(self._freed.get(index), uses_s)
+        return SavedStorage(0, times.events_s[self._placed[index]], uses_s, freed_s=freed_s, can_offload=False)
 
 
-class _Timing:
-    """Turns events into seconds of compute: the clock stands still while the offloader itself works."""
+class _Times:
+    """When events happened, in seconds of compute: the clock stands still while the offloader itself works.
+
+    Attributes:
+        saved_s: by index, when the model let go of a storage.
+        backward_ends_s: the end of each backward.
+        events_s: the time of each event.
+        step_s: the time of the last event.
+    """
 
     def __init__(self, clock: Clock, begun: Any, events: list[_Event]) -> None:
-        self._clock = clock
-        self._saved_at: dict[int, float] = {}
-        self._uses: dict[int, list[float]] = {}
-        self._ends: list[float] = []
-        # The time of each event; at the end that of the last one, for what is never freed.
-        self._times: list[float] = []
-        # Of the sources that autograd never saved: they come after the storages that it did.
-        self._unsaved_indices: dict[_Unsaved, int] = {}
+        self.saved_s: dict[int, float] = {}
+        self.backward_ends_s: list[float] = []
+        self.events_s: list[float] = []
+        self._uses_s: dict[int, list[float]] = {}
         now, before, node, node_time = 0.0, begun, None, 0.0
         for event in events:
-            # Only what lies between the offloader's own stretches is compute.
+            # Only the time between the offloader's own stretches is compute.
             now += clock.elapsed_s(before, event.begun)
             before = event.ended
             time = now
             for index in event.saved:
-                self._saved_at[index] = now
+                self.saved_s[index] = now
             if event.used is not None:
-                # What one node unpacks is needed together.
+                # Storages that one node unpacks are needed together.
                 time = node_time = node_time if event.node is not None and event.node == node else now
                 node = event.node
-                self._uses.setdefault(event.used, []).append(node_time)
+                self._uses_s.setdefault(event.used, []).append(node_time)
             if event.ends_backward:
-                self._ends.append(now)
+                self.backward_ends_s.append(now)
                 node = None
-            self._times.append(time)
-        self._step_s = now
+            self.events_s.append(time)
+        self.step_s = now
 
-    def recording(self, noted: PassRecorder) -> RecordedPass:
-        unsaved = [source for source in noted._all_unsaved if source.index is None]
-        self._unsaved_indices = {source: len(noted._sizes) + place for place, source in enumerate(unsaved)}
-        storages = [self._storage(noted, index) for index in noted._sizes]
-        for source in unsaved:
-            storages.append(SavedStorage(source.num_bytes, self._times[noted._placed[source.dependent]], ()))
-        profile = Profile(tuple(storages), self._step_s, tuple(self._ends[:-1]))
-        makers = {index: computable.makers for index, computable in noted._computable.items()}
-        operations = {index: computable.operations for index, computable in noted._computable.items()}
-        sizes, owners = tuple(noted._sizes.values()), tuple(noted._owners.values())
-        return RecordedPass(profile, sizes, owners, makers, operations, frozenset(self._lasting(noted)))
+    def uses_of(self, index: int) -> tuple[float, ...]:
+        """Return the times at which backward read a storage."""
+        return tuple(self._uses_s.get(index, ()))
 
-    def _lasting(self, noted: PassRecorder) -> set[int]:
-        """Return what the model kept, by its own tensors or, where it was never left alone, by tensors of its parts."""
-        return noted._lasting | (set(noted._sizes) - set(self._saved_at))
-
-    def _storage(self, noted: PassRecorder, index: int) -> SavedStorage:
-        uses = tuple(self._uses.get(index, ()))
-        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
-        if index in self._lasting(noted):
-            return self._lasting_storage(noted, index, uses)
-        computable = noted._computable.get(index) if uses else None
-        if computable is not None and not self._outlive(computable.sources, uses):
-            computable = None
-        return SavedStorage(
-            noted._sizes[index],
-            self._saved_at[index],
-            uses,
-            None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
-            () if computable is None else tuple(dict.fromkeys(map(self._index, computable.sources))),
-            self._freed_s(noted._freed.get(index), uses),
-            can_offload=index not in noted._staying,
-        )
-
-    def _lasting_storage(self, noted: PassRecorder, index: int, uses: tuple[float, ...]) -> SavedStorage:
-        """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
-        saved_at_s = self._times[noted._placed[index]]
-        return SavedStorage(
-            0, saved_at_s, uses, freed_s=self._freed_s(noted._freed.get(index), uses), can_offload=False
-        )
-
-    def _outlive(self, sources: list[int | _Unsaved], uses: tuple[float, ...]) -> bool:
+    def outlive(self, sources: list[int], uses_s: tuple[float, ...]) -> bool:
         """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
 
         Until then writing to them is an error in the plain run, too. Later a kernel may use their memory, or the model.
         """
-        backward = bisect_left(self._ends, uses[-1])
-        read_s = next(used_s for used_s in uses if bisect_left(self._ends, used_s) == backward)
-        saved = [source for source in sources if not isinstance(source, _Unsaved)]
-        return all(max(self._uses.get(source, (-1.0,))) >= read_s for source in saved)
+        backward = bisect_left(self.backward_ends_s, uses_s[-1])
+        read_s = next(used_s for used_s in uses_s if bisect_left(self.backward_ends_s, used_s) == backward)
+        return all(max(self._uses_s.get(source, (-1.0,))) >= read_s for source in sources)
 
-    def _index(self, source: int | _Unsaved) -> int:
-        if isinstance(source, int):
-            return source
-        return self._unsaved_indices[source] if source.index is None else source.index
+    def freed_s(self, num_events: int | None, uses_s: tuple[float, ...]) -> float | None:
+        """Return when memory went that did not go with its last use.
 
-    def _freed_s(self, num_events: int | None, uses: tuple[float, ...]) -> float | None:
-        """When memory went that did not go with its last use."""
-        # `num_events` were noted before it went, so it went at the time of the last of them.
-        freed_s = self._step_s if num_events is None else self._times[num_events - 1]
-        return freed_s if not uses or freed_s > uses[-1] else None
+        Args:
+            num_events: how many events had been noted by then; None where the memory is still there.
+            uses_s: when it was read.
+        """
+        freed_s = self.step_s if num_events is None else self.events_s[num_events - 1]
+        return freed_s if not uses_s or freed_s > uses_s[-1] else None
 
 
 def _owner(names: dict[int, str]) -> str:
     module = calling_module()
     return "" if module is None else names.get(id(module), type(module).__name__)
-
-
-def scaled(recording: RecordedPass, ratio: float) -> RecordedPass:
-    """Return the recording of a pass that takes `ratio` times as long."""
-    profile = recording.profile
-    storages = tuple(
-        replace(
-            storage,
-            saved_at_s=ratio * storage.saved_at_s,
-            uses_s=tuple(ratio * used_at for used_at in storage.uses_s),
-            recompute_s=None if storage.recompute_s is None else ratio * storage.recompute_s,
-            freed_s=None if storage.freed_s is None else ratio * storage.freed_s,
-        )
-        for storage in profile.storages
-    )
-    ends_s = tuple(ratio * end_s for end_s in profile.backward_ends_s)
-    return replace(recording, profile=Profile(storages, ratio * profile.step_s, ends_s))
-
-
-def with_cost_of_noting(
-    recording: RecordedPass, num_operations: Mapping[weakref.ref[nn.Module] | None, int], s_per_operation: float
-) -> RecordedPass:
-    """Return the recording with the time for which a plan has the operations noted that it is to repeat.
-
-    They are noted in the modules that perform them, all of a module's for each storage that is computed again. So each
-    of these storages takes its part of that.
-
-    Args:
-        recording: of a pass.
-        num_operations: by module.
-        s_per_operation: seconds for which noting one delays the pass.
-    """
-    num_sharing = Counter(maker for makers in recording.makers.values() for maker in makers)
-
-    def cost_s(index: int) -> float:
-        makers = recording.makers.get(index, ())
-        return s_per_operation * sum(num_operations.get(maker, 0) / num_sharing[maker] for maker in makers)
-
-    storages = tuple(
-        storage if storage.recompute_s is None else replace(storage, recompute_s=storage.recompute_s + cost_s(index))
-        for index, storage in enumerate(recording.profile.storages)
-    )
-    return replace(recording, profile=replace(recording.profile, storages=storages))
-
-
-def keeping_everything(recording: RecordedPass) -> RecordedPass:
-    """Return the recording of a pass in which nothing can be done but to keep what is saved."""
-    recording = without_recomputing(recording)
-    storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
-    return replace(recording, profile=replace(recording.profile, storages=storages))
-
-
-def offloading_fewer(recording: RecordedPass, actions: Sequence[Action], share: float) -> RecordedPass:
-    """Return the recording of a pass in which only the largest of the storages that a plan offloads can go.
-
-    Args:
-        recording: of the pass.
-        actions: the plan's.
-        share: how many of them can.
-    """
-    storages = list(recording.profile.storages)
-    offloaded = [index for index, action in enumerate(actions) if action is Action.OFFLOAD]
-    by_size = sorted(offloaded, key=lambda index: storages[index].num_bytes, reverse=True)
-    largest = by_size[: int(share * len(by_size))]
-    for index in set(range(len(storages))) - set(largest):
-        storages[index] = replace(storages[index], can_offload=False)
-    return replace(recording, profile=replace(recording.profile, storages=tuple(storages)))
-
-
-def without_recomputing(recording: RecordedPass) -> RecordedPass:
-    """Return the recording of a pass in which nothing can be computed again."""
-    storages = tuple(replace(storage, recompute_s=None, sources=()) for storage in recording.profile.storages)
-    return replace(recording, profile=replace(recording.profile, storages=storages), makers={})
-
-
-def grown(recording: RecordedPass, sizes: list[int]) -> RecordedPass:
-    """Return the recording of a pass as large as the largest seen, its times in proportion.
-
-    Args:
-        recording: of the passes so far.
-        sizes: bytes of the storages that another pass saved, as many as were recorded.
-    """
-    largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))
-    ratio = sum(largest) / sum(recording.sizes)
-    recording = scaled(recording, ratio)
-    grown_indices = set(range(len(largest))) - recording.lasting
-    storages = tuple(
-        replace(storage, num_bytes=largest[index] if index in grown_indices else round(ratio * storage.num_bytes))
-        for index, storage in enumerate(recording.profile.storages)
-    )
-    return replace(recording, profile=replace(recording.profile, storages=storages), sizes=largest)

@@ -1,7 +1,7 @@
 """The storages behind saved tensors, and how each is had again in backward: kept, or copied to the host and back.
 
-The third way, computing it again, is in `recompute/replay.py`. A storage knows its device and never sees a forward
-pass: the pass drives it, and an offloaded storage tells the pass through `on_use` that its bytes are needed.
+The third way, computing it again, is in `recompute/recomputed_storage.py`. A storage knows its device and its pass's
+prefetcher, and never sees the pass that drives it.
 
 An offloaded storage holds device memory twice in its life, before it has left and after it has come back:
 
@@ -17,7 +17,7 @@ that, and nothing is copied back.
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
-from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     StoragePin,
     VersionGuard,
@@ -36,6 +36,7 @@ from hf_memopt.autograd_state import (
     refuse_rrelu,
 )
 from hf_memopt.transfer import Transfer
+from hf_memopt.uncompiled import uncompiled
 
 
 class ForeseenReads:
@@ -309,7 +310,7 @@ class OffloadedStorage(LiveStorage):
     Args:
         block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
             still pending.
-        on_use: called when the bytes are needed, before the wait for them.
+        prefetcher: of the pass; starts the copies of what follows before the wait for this one.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
@@ -321,8 +322,8 @@ class OffloadedStorage(LiveStorage):
         "_is_private",
         "_may_be_noise",
         "_memory",
-        "_on_use",
         "_outgoing",
+        "_prefetcher",
         "_source",
         "is_leaving",
     )
@@ -333,11 +334,11 @@ class OffloadedStorage(LiveStorage):
         device: DeviceState,
         index: int,
         block: Tensor | None,
-        on_use: Callable[["OffloadedStorage"], None],
+        prefetcher: Prefetcher,
         is_private: bool = False,
     ) -> None:
         # All that `__del__` reads is set before anything can fail.
-        self.device, self._block, self._on_use = device, block, on_use
+        self.device, self._block, self._prefetcher = device, block, prefetcher
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
         self._source: Tensor | None = None
@@ -439,7 +440,7 @@ class OffloadedStorage(LiveStorage):
                 self.prefetch()  # before those that follow, if nobody has asked for it yet
         elif self.is_leaving:
             self.device.stay(self)
-        self._on_use(self)
+        self._prefetcher.begin_use(self)
         return self._source if self._source is not None else self._arrive()
 
     def _arrive(self) -> Tensor:
@@ -498,13 +499,13 @@ class TracedStorage(OffloadedStorage):
         device: DeviceState,
         index: int,
         block: Tensor | None,
-        on_use: Callable[[OffloadedStorage], None],
+        prefetcher: Prefetcher,
         is_private: bool,
         owner: str,
     ) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
-        super().__init__(tensor, device, index, block, on_use, is_private)
+        super().__init__(tensor, device, index, block, prefetcher, is_private)
 
     def _start(self, source: Tensor, block: Tensor) -> None:
         with self._range("offload"):

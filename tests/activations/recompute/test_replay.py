@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver
+from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
+from hf_memopt.activations.recompute.replay import Recomputation, Resolver
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage
 from hf_memopt.autograd_state import bytes_of

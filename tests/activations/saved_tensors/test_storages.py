@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.prefetcher import Offloaded, Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, TracedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import SyncCopier
@@ -24,17 +25,28 @@ def tensor() -> Tensor:
     return torch.randn(NUM_BYTES // 4, generator=torch.Generator().manual_seed(0))
 
 
+class Uses(Prefetcher):
+    """Counts the uses of storages, and prefetches nothing."""
+
+    def __init__(self) -> None:
+        self.num_uses = 0
+
+    def begin_use(self, storage: Offloaded) -> None:
+        self.num_uses += 1
+
+
 class Offloading:
     """Offloads a tensor's storage and counts how often its bytes are needed."""
 
     def __init__(self, context: DeviceState, tensor: Tensor) -> None:
-        self.num_uses = 0
+        self._uses = Uses()
         block = context.arena.acquire(tensor.untyped_storage().nbytes())
         assert block is not None
-        self.storage = OffloadedStorage(tensor, context, 0, block, self._count)
+        self.storage = OffloadedStorage(tensor, context, 0, block, self._uses)
 
-    def _count(self, storage: OffloadedStorage) -> None:
-        self.num_uses += 1
+    @property
+    def num_uses(self) -> int:
+        return self._uses.num_uses
 
 
 def in_backward(action: Callable[[], None]) -> None:
@@ -143,7 +155,7 @@ def test_what_was_modified_in_place_is_refused(context: DeviceState, tensor: Ten
 def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceState, tensor: Tensor) -> None:
     block = context.arena.acquire(NUM_BYTES)
     assert block is not None
-    storage = OffloadedStorage(tensor, context, 0, block, lambda storage: None)
+    storage = OffloadedStorage(tensor, context, 0, block, Uses())
     assert (context.arena.bytes_live, context.held.now_bytes) == (NUM_BYTES, NUM_BYTES)
     del storage
     assert (context.arena.bytes_live, context.held.now_bytes) == (0, 0)
@@ -155,7 +167,7 @@ def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceState, tensor: 
     block = context.arena.acquire(NUM_BYTES)
     assert block is not None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage(tensor, context, 7, block, lambda storage: None, False, "layers.0.mlp")
+        storage = TracedStorage(tensor, context, 7, block, Uses(), False, "layers.0.mlp")
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memopt.activations.pass_recorder import RecordedPass
+from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
+from hf_memopt.activations.recorded_pass import RecordedPass
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import ViewMeta, bytes_of

@@ -15,7 +15,7 @@ from patience import HANG_S
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations.saved_tensors.hooks import MovedView, SavedTensorHooks
+from hf_memopt.activations.saved_tensor_hooks import MovedView, SavedTensorHooks
 
 
 def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.activations.saved_tensors.offloaded_pass import OffloadedPass
+from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.skipped_modules import SkippedCalls
 from hf_memopt.activations.stats import OffloadCounters
-from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     ViewMeta,
     called_from_checkpoint,
@@ -32,6 +31,7 @@ from hf_memopt.autograd_state import (
     modified_in_place,
 )
 from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass
+from hf_memopt.activations.pass_recorder import PassRecorder
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
-from hf_memopt.activations.saved_tensors.device_state import DeviceState, Prefetcher
+from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
+from hf_memopt.activations.recompute.replay import Recomputation, Resolver, StoredInput
+from hf_memopt.activations.recorded_pass import RecordedPass
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import is_whole
 from hf_memopt.activations.saved_tensors.storages import (
     ForeseenReads,
@@ -37,8 +40,8 @@ from hf_memopt.activations.saved_tensors.storages import (
     TracedStorage,
 )
 from hf_memopt.activations.stats import OffloadCounters
-from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
+from hf_memopt.uncompiled import uncompiled
 
 # How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
 # wait too. Two let one copy run while the next tensor is computed.
@@ -130,8 +133,6 @@ class OffloadedPass:
         self._recorded: list[weakref.ref[LiveStorage]] = []
         planned = (None, 0) if plan is None else (plan.reload_order, plan.prefetch_bytes)
         self._prefetcher = Prefetcher(device.orders, prefetch_ahead, *planned)
-        # Made once: each bound method is an object for the garbage collector.
-        self._begin_use = self._prefetcher.begin_use
 
     @property
     def is_open(self) -> bool:
@@ -310,7 +311,7 @@ class OffloadedPass:
         block = None if is_pending else device.arena.acquire(tensor.untyped_storage().nbytes())
         if block is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
-        place = tensor, device, index, block, self._begin_use, is_private
+        place = tensor, device, index, block, self._prefetcher, is_private
         storage = TracedStorage(*place, self._owner(index)) if self._is_traced else OffloadedStorage(*place)
         self._movable.append(weakref.ref(storage))
         if not is_pending:
