@@ -13,7 +13,7 @@ from random_plans import RandomPlanner
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import pass_planner
+from hf_memopt.activations import pass_planner, plan_maker
 
 # Of one step, given the number of the step; it makes its own context and runs its own backward.
 Context = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -48,7 +48,7 @@ def planned(mode: str) -> Iterator[_Planner]:
     planner = _Planner(random.Random(0))
     planner.wanted = mode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pass_planner, "make_plan", planner)
+        patch.setattr(plan_maker, "make_plan", planner)
         yield planner
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offloaded_pass import OffloadedPass
-from hf_memopt.activations.pass_planner import OffloadLimits, PassPlanner
+from hf_memopt.activations.pass_planner import PassPlanner
+from hf_memopt.activations.plan_maker import OffloadLimits
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.tracing_scope import active_in, in_dual_level, off_in_dual_levels

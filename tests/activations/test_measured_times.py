@@ -9,7 +9,7 @@ from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import pass_planner
+from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.offload_plan import Plan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.saved_tensors import device_state
@@ -79,8 +79,8 @@ class Run:
         self.links: list[float] = []
         self.steps_s: list[float] = []
         self.model = Layers(device)
-        patch.setattr(pass_planner, "measure_link", lambda copier, clock: (1e9, 1e9))
-        patch.setattr(pass_planner, "make_plan", self._plan)
+        patch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e9, 1e9))
+        patch.setattr(plan_maker, "make_plan", self._plan)
         patch.setattr(device_state, "clock_for", lambda _: device)
         self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
 

@@ -15,7 +15,7 @@ from random_plans import plan_at_random
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import pass_planner
+from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, _plan
 from hf_memopt.activations.planner.profile import Action, Profile
@@ -87,7 +87,7 @@ def saved_gib(model: nn.Module, tokens: Tensor) -> float:
 def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
     decoder: nn.Module, tokens: Tensor, copier: Copier, seed: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_planner, "make_plan", plan_at_random(seed, in_flight=seed % 3, ahead=seed))
+    monkeypatch.setattr(plan_maker, "make_plan", plan_at_random(seed, in_flight=seed % 3, ahead=seed))
     language_loss(decoder, tokens, autocast).backward()
     want = take_gradients(decoder)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
@@ -104,7 +104,7 @@ def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
 
 def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
     """The residual stream is nobody's saved tensor, so eager mode allows its modification."""
-    monkeypatch.setattr(pass_planner, "make_plan", plan_at_random(seed=0))
+    monkeypatch.setattr(plan_maker, "make_plan", plan_at_random(seed=0))
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
@@ -124,7 +124,7 @@ def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytes
 
 def test_a_modification_that_was_not_there_when_recorded_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd has not saved the source, so that the plain run allows it."""
-    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
+    monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     layer = nn.Linear(8, 8)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
 
@@ -148,7 +148,7 @@ def test_a_modification_that_was_not_there_when_recorded_is_harmless(monkeypatch
 def test_a_plan_that_recomputes_survives_autograds_corners(
     decoder: nn.Module, tokens: Tensor, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
+    monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     language_loss(decoder, tokens).backward()
     want = take_gradients(decoder)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=copier)
@@ -175,7 +175,7 @@ def test_a_plan_that_recomputes_survives_autograds_corners(
 
 
 def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
+    monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     torch.manual_seed(1)
     layer = nn.Linear(8, 8)
     x = torch.randn(4, 8)
@@ -194,7 +194,7 @@ def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPa
 
 def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
     """transformers makes one around each kernel that has an implementation in torch."""
-    monkeypatch.setattr(pass_planner, "make_plan", recompute_all)
+    monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
 

@@ -15,7 +15,7 @@ from operation_runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
-from hf_memopt.activations import pass_planner
+from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.offload_plan import Plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.transfer import Copier, SyncCopier
@@ -65,12 +65,12 @@ def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[Plan]]:
         made.append(_plan(profile, choose))
         return made[-1]
 
-    own = pass_planner.make_plan, pass_planner.measure_link
-    pass_planner.make_plan, pass_planner.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
+    own = plan_maker.make_plan, plan_maker.measure_link
+    plan_maker.make_plan, plan_maker.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
     try:
         yield made
     finally:
-        pass_planner.make_plan, pass_planner.measure_link = own
+        plan_maker.make_plan, plan_maker.measure_link = own
 
 
 # ------------------------------------------------------------------------------------------------ variants

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_memopt import autograd_state
 from hf_memopt.activations.recompute import op_tracer
-from hf_memopt.activations.saved_tensors import hooks, offloaded_pass, shown_elements, storages
+from hf_memopt.activations import offloaded_pass, saved_tensor_hooks
+from hf_memopt.activations.saved_tensors import shown_elements, storages
 
 Put = Callable[[pytest.MonkeyPatch], None]
 
@@ -96,7 +97,7 @@ def restored_views_count_for_themselves(patch: pytest.MonkeyPatch) -> None:
 
 def custom_functions_are_like_others(patch: pytest.MonkeyPatch) -> None:
     """Other tensors are computed again from what a custom function has saved, and overwrites."""
-    patch.setattr(hooks, "called_from_function", lambda frame: False)
+    patch.setattr(saved_tensor_hooks, "called_from_function", lambda frame: False)
 
 
 def sources_are_the_models_own(patch: pytest.MonkeyPatch) -> None:
