@@ -1,14 +1,8 @@
-"""One forward pass: where it puts what it saves, and what its backward needs next.
+"""One pass: where it puts the storages that it saves, and which of them its backward needs next.
 
-The pass drives its storages. With offloading and a reload order `c b a`, it does this:
-
-    forward    save a | save b | save c        each save may let an older storage leave the device: at most
-               a ->     b ->     c ->          `in_flight_bytes` wait for their copy to the host
-    backward   use c  | use b  | use a         each use starts the copies of what follows in the order: at most
-               <- b     <- a                   `prefetch_bytes` ahead
-
-All of this happens in the order of the host's calls, never by how far the device has come, so that each step allocates
-and frees in the same order as the last one and the planner's simulator predicts the peak to the byte.
+The pass drives its storages, in the order of the host's calls and never by how far the device has come. So each step
+allocates and frees in the same order as the last one, and the planner's simulator predicts the peak to the byte. See
+`activations/README.md`.
 """
 
 import sys

@@ -11,8 +11,8 @@ from program_strategy import FEATURES, Program
 from torch import Tensor
 
 from hf_memopt import autograd_state
-from hf_memopt.activations.recompute import op_tracer
 from hf_memopt.activations import offloaded_pass, saved_tensor_hooks
+from hf_memopt.activations.recompute import op_tracer
 from hf_memopt.activations.saved_tensors import shown_elements, storages
 
 Put = Callable[[pytest.MonkeyPatch], None]

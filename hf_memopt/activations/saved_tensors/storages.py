@@ -1,17 +1,7 @@
 """The storages behind saved tensors, and how each is had again in backward: kept, or copied to the host and back.
 
 The third way, computing it again, is in `recompute/recomputed_storage.py`. A storage knows its device and its pass's
-prefetcher, and never sees the pass that drives it.
-
-An offloaded storage holds device memory twice in its life, before it has left and after it has come back:
-
-    save          leave           prefetch        last use
-     | copy to host |               | copy to device |
-     |=== _source ==|.. host only ..|=== _memory ====|
-                    let_go()                         _give_up()
-
-`_source` and `_memory` are never both there. Backward may come so early that `_source` is still there: then it reads
-that, and nothing is copied back.
+prefetcher, and never sees the pass that drives it. `activations/README.md` draws the life of an offloaded one.
 """
 
 import sys
