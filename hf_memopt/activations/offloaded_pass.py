@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.activations.pass_recorder import PassRecorder
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
@@ -84,7 +84,7 @@ class OffloadedPass:
         prefetch_ahead: int,
         counters: OffloadCounters,
         *,
-        plan: Plan | None = None,
+        plan: OffloadPlan | None = None,
         recording: RecordedPass | None = None,
         foreseen_reads: Sequence[Sequence[int]] = (),
         budget_bytes: int | None = None,

@@ -26,7 +26,7 @@ from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
-from hf_memopt.transfer.device_types import device_type
+from hf_memopt.transfer.backends import backend_of
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
 
@@ -318,7 +318,7 @@ class ActivationOffloader:
 
     def _host_bytes(self, device: torch.device) -> int:
         budget_bytes = self._limits.host_budget_bytes
-        return round(_HOST_SHARE * device_type(device).free_host_bytes()) if budget_bytes is None else budget_bytes
+        return round(_HOST_SHARE * backend_of(device).free_host_bytes()) if budget_bytes is None else budget_bytes
 
     def _state_of(self, device: torch.device) -> DeviceState | None:
         if device not in self._devices:

@@ -21,7 +21,7 @@ from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.pass_recorder import PassRecorder
 from hf_memopt.activations.pass_times import PassTimes
 from hf_memopt.activations.plan_maker import OffloadLimits, PlanMaker
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action, needs_by_backward
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recorded_pass import (
@@ -66,7 +66,7 @@ class PassPlanner:
         on_end: Callable[[OffloadedPass], None],
         room: DeviceRoom | None = None,
     ) -> None:
-        self.plan: Plan | None = None
+        self.plan: OffloadPlan | None = None
         # Whether passes are left alone for good.
         self.rests = False
         self.recording: RecordedPass | None = None
@@ -102,7 +102,7 @@ class PassPlanner:
         return this_pass if this_pass is not None and this_pass.is_open else None
 
     @property
-    def _plan_to_follow(self) -> Plan | None:
+    def _plan_to_follow(self) -> OffloadPlan | None:
         """Return the plan of the next pass; a plain pass has none."""
         return None if self._wants_plain else self.plan
 
@@ -268,7 +268,7 @@ class PassPlanner:
             self._times.forget_plain()
             self._replan()
 
-    def _compare(self, this_pass: OffloadedPass, plan: Plan) -> None:
+    def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan) -> None:
         """Plan again where passes are not as they were predicted."""
         assert self.recording is not None
         if self._times.wants_whole:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.plan_comparison import Comparison
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.recorded_pass import RecordedPass, scaled, with_cost_of_noting
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.transfer.clock import HostClock
@@ -110,7 +110,7 @@ class PassTimes:
         """Return whether the times of the plan in force still have to be compared with those of a whole pass."""
         return self._has_own_time and not self._is_timed
 
-    def take_whole(self, recording: RecordedPass, plan: Plan) -> RecordedPass | None:
+    def take_whole(self, recording: RecordedPass, plan: OffloadPlan) -> RecordedPass | None:
         """Return the recording for the time of a planned pass, None where the plan has foreseen it."""
         self._is_timed = True
         expected_s = plan.plain_step_s + plan.recompute_s
@@ -125,7 +125,7 @@ class PassTimes:
         ended, self._watched = self._watched, None
         return ended
 
-    def excess_wait_s(self, ended: OffloadedPass, plan: Plan) -> float:
+    def excess_wait_s(self, ended: OffloadedPass, plan: OffloadPlan) -> float:
         """Return how much longer compute has waited for copies than predicted, 0 where that is within noise."""
         if not self._has_own_time:
             return 0.0

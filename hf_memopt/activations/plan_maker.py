@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from hf_memopt.activations.device_room import DeviceRoom
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Link, Profile
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.memory.ranks import rank_among_several
@@ -54,7 +54,7 @@ class PlanMaker:
         """Return whether the user has set a budget."""
         return self._limits.budget_bytes is not None
 
-    def make(self, profile: Profile, is_first: bool) -> Plan | None:
+    def make(self, profile: Profile, is_first: bool) -> OffloadPlan | None:
         """Return a plan. None: the device has room for none, so that everything is offloaded.
 
         Args:
@@ -72,13 +72,13 @@ class PlanMaker:
             logger.info("activation offloading: %s", plan.summary())
         return plan
 
-    def has_less_room_than(self, plan: Plan) -> bool:
+    def has_less_room_than(self, plan: OffloadPlan) -> bool:
         """Return whether a plan holds more than the device now has left: optimizer states came, or other processes."""
         if self._room is None or self.has_budget:
             return False
         return plan.predicted_peak_bytes > self._room.limit_bytes()
 
-    def note_shortage(self, plan: Plan) -> None:
+    def note_shortage(self, plan: OffloadPlan) -> None:
         """Note that the device ran out of memory under a plan, or nearly did: later plans hold less."""
         self._out_of_reach_bytes = int(_SMALLER * plan.predicted_peak_bytes)
         logger.warning(
@@ -116,7 +116,7 @@ class PlanMaker:
         limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
         return max(0, min(limits) - self._overlap_bytes) if limits else None
 
-    def _make_for_budget(self, profile: Profile, is_first: bool) -> Plan:
+    def _make_for_budget(self, profile: Profile, is_first: bool) -> OffloadPlan:
         try:
             return self._make(profile, budget_bytes=self.limit_bytes)
         except InfeasibleBudgetError as error:
@@ -127,7 +127,7 @@ class PlanMaker:
             logger.warning("%s; going on with the smallest", str(error))
             return self._make(profile, budget_bytes=error.smallest_bytes)
 
-    def _make_for_device(self, profile: Profile) -> Plan | None:
+    def _make_for_device(self, profile: Profile) -> OffloadPlan | None:
         """Return the plan that the accepted slowdown allows if it fits, else the fastest that does, else None."""
         try:
             return self._make(profile, device_limit_bytes=self.limit_bytes)
@@ -137,7 +137,7 @@ class PlanMaker:
 
     def _make(
         self, profile: Profile, *, budget_bytes: int | None = None, device_limit_bytes: int | None = None
-    ) -> Plan:
+    ) -> OffloadPlan:
         assert self._link is not None
         return make_plan(
             profile,

@@ -30,7 +30,7 @@ from hf_memopt.autograd_state import (
     is_weight,
     modified_in_place,
 )
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES
 from hf_memopt.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)

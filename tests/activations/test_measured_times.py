@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
-from hf_memopt.activations.planner.offload_plan import Plan, make_plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.saved_tensors import device_state
 from hf_memopt.transfer.clock import HostClock
@@ -84,7 +84,7 @@ class Run:
         patch.setattr(device_state, "clock_for", lambda _: device)
         self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
 
-    def _plan(self, profile: Profile, link: Link, **limits: Any) -> Plan:
+    def _plan(self, profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
         self.links.append(link.to_host_bytes_per_s)
         self.steps_s.append(profile.step_s)
         return make_plan(profile, link, **limits)

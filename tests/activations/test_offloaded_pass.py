@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
 from hf_memopt.activations.recorded_pass import RecordedPass
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
@@ -20,7 +20,7 @@ from hf_memopt.autograd_state import ViewMeta, bytes_of
 from hf_memopt.transfer import SyncCopier
 
 NUM_BYTES = 256
-PLAN = Plan((Action.KEEP, Action.OFFLOAD), NUM_BYTES, 0, (1,), 0, 1.0, 1.0, 0.0, 0.0, NUM_BYTES, NUM_BYTES, 0)
+PLAN = OffloadPlan((Action.KEEP, Action.OFFLOAD), NUM_BYTES, 0, (1,), 0, 1.0, 1.0, 0.0, 0.0, NUM_BYTES, NUM_BYTES, 0)
 RECORDING = RecordedPass(
     Profile(tuple(SavedStorage(NUM_BYTES, at_s, (1 - at_s,)) for at_s in (0.0, 0.25)), 1.0),
     (NUM_BYTES, NUM_BYTES),
@@ -118,7 +118,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     assert context.held.now_bytes == NUM_BYTES  # of that the host has no copy
 
 
-def planned(context: DeviceState, plan: Plan = PLAN, **options: object) -> OffloadedPass:
+def planned(context: DeviceState, plan: OffloadPlan = PLAN, **options: object) -> OffloadedPass:
     return OffloadedPass(context, 1, OffloadCounters(), plan=plan, recording=RECORDING, **options)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, _plan
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, _plan
 from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.activations.planner.simulator import simulate
 from hf_memopt.memory import SavedBytes
@@ -64,7 +64,7 @@ def step(offloader: ActivationOffloader, model: nn.Module, loss: Callable[[], Te
     return take_gradients(model)
 
 
-def recompute_all(profile: Profile, link: Any, **limits: Any) -> Plan:
+def recompute_all(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
     """Whatever can be."""
     actions = bytes(Action.OFFLOAD if storage.recompute_s is None else Action.RECOMPUTE for storage in profile.storages)
     timeline = simulate(profile, actions, link, in_flight_bytes=0, prefetch_bytes=0)

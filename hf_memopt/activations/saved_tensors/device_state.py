@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_memopt.activations.saved_tensors.prefetcher import ReloadOrders
 from hf_memopt.autograd_state import current_node
 from hf_memopt.transfer import Copier, clock_for
+from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.copier import ALIGNMENT
-from hf_memopt.transfer.device_types import device_type
 from hf_memopt.transfer.host_arena import HostArena
 
 # Host memory that this many passes have not needed is given back.
@@ -82,7 +82,7 @@ class DeviceState:
     def __init__(self, device: torch.device, copier: Copier, host_budget_bytes: int | None) -> None:
         self.copier = copier
         self.clock = clock_for(device)
-        self.hide_operations = device_type(device).hide_operations
+        self.hide_operations = backend_of(device).hide_operations
         self.arena = HostArena(copier, host_budget_bytes)
         self.held = DeviceBytes()
         self.orders = ReloadOrders()

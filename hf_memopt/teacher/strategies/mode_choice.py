@@ -9,7 +9,7 @@ _USABLE = 0.95
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurements:
     """What a choice is made from. Bytes are device memory.
 
     Attributes:
@@ -56,7 +56,7 @@ def usable_bytes(capacity_bytes: int) -> int:
     return int(_USABLE * capacity_bytes)
 
 
-def choose(measured: Measured) -> Choice:
+def choose(measured: StepMeasurements) -> Choice:
     """The first mode that fits, from the fastest to the smallest.
 
     Resident, if the weights fit beside the step's peak. Swap, if they fit beside the peak of the teacher's own pass,

@@ -167,7 +167,7 @@ class CachedPairs(PairSource):
         cache = self._open()
         indices = frame_indices(batch)
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
-        coupling = cache.of(indices, draw_numbers(len(indices), cache.plan.num_draws), inputs)
+        coupling = cache.of(indices, draw_numbers(len(indices), cache.spec.num_draws), inputs)
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}

@@ -86,7 +86,7 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
     cache = source.CouplingCache(couplings)
-    assert sorted(cache.plan.indices) == list(range(12))
+    assert sorted(cache.spec.indices) == list(range(12))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
     assert (described["num_draws"], described["num_shards"], described["shared_prefix"]) == (2, 3, True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hf_memopt.recipes.common.auto_plan import BatchInParts
 from hf_memopt.recipes.common.flags import read_options
-from hf_memopt.recipes.fluxflow.levers import make_average
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
+from hf_memopt.recipes.fluxflow.training_aids import make_average
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":

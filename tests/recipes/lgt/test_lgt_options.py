@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.recipes.lgt import config as lgt_config
-from hf_memopt.recipes.lgt.config import Config, read_config
+from hf_memopt.recipes.lgt import options as lgt_config
+from hf_memopt.recipes.lgt.options import Config, read_config
 
 CONFIGS = Path(lgt_config.__file__).parents[1] / "configs"
 

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_memopt.training.window.engine import engine_of
+from hf_memopt.training.accumulation.engine import engine_of
 
 _REFUSED = {
     DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",

@@ -7,8 +7,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_memopt.training.window.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
-from hf_memopt.training.window.splitting import num_samples
+from hf_memopt.training.accumulation.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
+from hf_memopt.training.accumulation.splitting import num_samples
 
 WeightFn = Callable[[Any], float | Tensor]
 Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step

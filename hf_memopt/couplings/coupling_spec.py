@@ -15,10 +15,10 @@ Solve = Callable[[Observation, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class CouplingPlan:
+class CouplingSpec:
     """Which couplings there are, and which of them are computed together.
 
-    A sample's neighbours in a batch change a matrix product's rounding, so batches are part of the plan: batch `n`
+    A sample's neighbours in a batch change a matrix product's rounding, so batches are part of the spec: batch `n`
     holds the same samples whenever and wherever it is computed. With `batch_size=1` every coupling stands for itself.
 
     Attributes:
@@ -86,15 +86,15 @@ class Coupling:
 
 
 @torch.no_grad()
-def compute(solve: Solve, load: Load, plan: CouplingPlan, number: int) -> Coupling:
-    """Ask the teacher for batch `number` of a plan; arguments as for `CouplingSource.online`.
+def compute(solve: Solve, load: Load, spec: CouplingSpec, number: int) -> Coupling:
+    """Ask the teacher for batch `number` of a specification; arguments as for `CouplingSource.online`.
 
     Raises:
         ValueError: `solve` gave targets of another shape.
     """
-    indices, _ = plan.batch(number)
+    indices, _ = spec.batch(number)
     observation = load(indices)
-    noise = draw_noise(plan.seeds(number), plan.shape)
+    noise = draw_noise(spec.seeds(number), spec.shape)
     target = solve(observation, noise)
     if target.shape != noise.shape:
         raise ValueError(f"solve gave targets of shape {tuple(target.shape)} for noise of shape {tuple(noise.shape)}")

@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.training.window.ddp import check_exchange_after_backward, check_first_window, check_not_joined
+from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_first_window, check_not_joined
 
 PLACES: dict[str, Callable[[nn.Module], list[object]]] = {
     "itself": lambda model: [model],

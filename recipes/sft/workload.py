@@ -13,7 +13,7 @@ from hf_memopt.integrations.transformers.argument_names import current_names, se
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
-from hf_memopt.tuning import Row, SearchDimension
+from hf_memopt.tuning import Lever, Row
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
 
@@ -105,7 +105,7 @@ class SupervisedFineTuning(HuggingFaceModel):
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
-    levers: tuple[SearchDimension, ...] = field(default=(SearchDimension("activations", _CHOICES),), init=False)
+    levers: tuple[Lever, ...] = field(default=(Lever("activations", _CHOICES),), init=False)
 
     def flags(self, settings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
         """Return the recipe's flags that a plan chooses."""

@@ -17,7 +17,7 @@ from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 
 
 @dataclass(frozen=True)
-class DeviceType:
+class DeviceBackend:
     """How a type of device copies, keeps time and reads host memory, and what its tensors are.
 
     Attributes:
@@ -40,8 +40,8 @@ class DeviceType:
     free_host_bytes: Callable[[], int] = available_bytes
 
 
-_ACCELERATOR = DeviceType()
-_CPU = DeviceType(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
+_ACCELERATOR = DeviceBackend()
+_CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
 _REGISTERED = {"cpu": _CPU}
 
 # Classes of tensors that are nothing but a piece of memory and a view of it, on any device; subclasses need more in
@@ -49,13 +49,13 @@ _REGISTERED = {"cpu": _CPU}
 PLAIN_TYPES: set[type[Tensor]] = {Tensor}
 
 
-def device_type(device: torch.device) -> DeviceType:
+def backend_of(device: torch.device) -> DeviceBackend:
     """Return what is registered for the device's type."""
     return _REGISTERED.get(device.type, _ACCELERATOR)
 
 
 @contextmanager
-def registered(name: str, entry: DeviceType) -> Iterator[None]:
+def registered(name: str, entry: DeviceBackend) -> Iterator[None]:
     """Register a type of device by its name; what was registered before comes back afterwards."""
     before, classes = dict(_REGISTERED), set(PLAIN_TYPES)
     _REGISTERED[name] = entry
@@ -77,13 +77,13 @@ def copier_for(device: torch.device | str, pin_memory: bool = True, purpose: str
         purpose: "activations" or "teacher"; simulations book the device memory under it.
     """
     device = torch.device(device)
-    return device_type(device).make_copier(device, pin_memory, purpose)
+    return backend_of(device).make_copier(device, pin_memory, purpose)
 
 
 def clock_for(device: torch.device | str) -> Clock:
     """Return the clock of the device that computes."""
     device = torch.device(device)
-    return device_type(device).make_clock(device)
+    return backend_of(device).make_clock(device)
 
 
 def readable_in_place(memory: Tensor, device: torch.device) -> Tensor:
@@ -92,4 +92,4 @@ def readable_in_place(memory: Tensor, device: torch.device) -> Tensor:
     Raises:
         ValueError: the device cannot read this memory.
     """
-    return memory if memory.device.type == device.type else device_type(device).map_host(memory, device)
+    return memory if memory.device.type == device.type else backend_of(device).map_host(memory, device)

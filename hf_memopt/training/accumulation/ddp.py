@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.training.window.rank_exchange import exchanges_each_batch, max_over_ranks
+from hf_memopt.training.accumulation.rank_exchange import exchanges_each_batch, max_over_ranks
 
 
 def check_not_joined(models: Iterable[object]) -> None:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from hf_memopt.training.window.engine import apply, begin_window, check_engine, engine_of
+from hf_memopt.training.accumulation.engine import apply, begin_window, check_engine, engine_of
 
 
 class Engine:
