@@ -70,7 +70,7 @@ def precompute_for_policy(
     rank, world_size = _rank()
 
     def ask(inputs: Any, noise: Tensor) -> Tensor:
-        target: Tensor = solve(policy, policy.pair_source.teacher, inputs, noise.to(config.device))
+        target: Tensor = solve(policy, policy.teacher, inputs, noise.to(config.device))
         return target.cpu()
 
     with _arithmetic_of_training(cfg):
