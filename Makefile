@@ -25,7 +25,7 @@ setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PY
 	@mv .uv-draft .uv
 
 # A complete environment is brought up to date; one that an interrupt left incomplete is made anew.
-$(READY): setup.cfg pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .python-version | $(UV)
+$(READY): setup.cfg setup.py pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt .python-version | $(UV)
 	@echo "setup: Python $(PYTHON_VERSION) and the pinned packages into .venv (several GB; minutes the first time)"
 	@if [ -e $(READY) ]; then rm $(READY); else rm -rf .venv; fi
 	"$(UV)" venv --allow-existing --python $(PYTHON_VERSION) .venv

@@ -22,7 +22,7 @@ from hf_memopt.callbacks.offloading import (
 )
 from hf_memopt.memory import explain_oom
 from hf_memopt.teacher import OffloadedTeacher
-from hf_memopt.teacher.offload import TeacherMode
+from hf_memopt.teacher.strategies.mode_choice import TeacherMode
 from hf_memopt.teacher.visits_by_call import VisitsByCall
 
 logger = logging.getLogger(__name__)

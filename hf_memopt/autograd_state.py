@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.nn.functional import rrelu
 
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES
 
 NO_BACKWARD = -1  # what torch calls the backward pass of a thread that is in none
 # The number of the backward pass that this thread is in, `NO_BACKWARD` outside. torch's own functions: they are asked

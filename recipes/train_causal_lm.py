@@ -35,8 +35,8 @@ from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm import report as report
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
-from hf_memopt.recipes.causal_lm.plan import CausalLM
 from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, update
+from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.comparison import Begin

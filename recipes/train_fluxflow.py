@@ -36,12 +36,17 @@ from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.fluxflow import data as data
 from hf_memopt.recipes.fluxflow import report as report
-from hf_memopt.recipes.fluxflow.levers import WeightAverage, average_gradients, make_average, use_expandable_segments
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models, stride
 from hf_memopt.recipes.fluxflow.options import Options, parse
-from hf_memopt.recipes.fluxflow.plan import FluxFlow
 from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
+from hf_memopt.recipes.fluxflow.training_aids import (
+    WeightAverage,
+    average_gradients,
+    make_average,
+    use_expandable_segments,
+)
+from hf_memopt.recipes.fluxflow.workload import FluxFlow
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 

@@ -40,11 +40,11 @@ from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
-from hf_memopt.recipes.lgt.config import Config
-from hf_memopt.recipes.lgt.config import read_config as parse
 from hf_memopt.recipes.lgt.evaluation import evaluate
-from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
+from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import read_config as parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
+from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 from hf_memopt.training.compile import compile_module, compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")

@@ -37,8 +37,8 @@ from hf_memopt.recipes.neural_operator import data as data
 from hf_memopt.recipes.neural_operator import report as report
 from hf_memopt.recipes.neural_operator.model import make_model, save_model
 from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
-from hf_memopt.recipes.neural_operator.plan import NeuralOperator
 from hf_memopt.recipes.neural_operator.step import Run, evaluate, make_optimizer, update
+from hf_memopt.recipes.neural_operator.workload import NeuralOperator
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 

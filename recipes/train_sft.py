@@ -29,7 +29,7 @@ from hf_memopt.recipes.common.loop import writing_to
 from hf_memopt.recipes.sft.base_model import adapters, load_model
 from hf_memopt.recipes.sft.conversations import make_conversations, write_tiny_model
 from hf_memopt.recipes.sft.options import Options, check_folder, parse
-from hf_memopt.recipes.sft.plan import apply_plan
+from hf_memopt.recipes.sft.workload import apply_plan
 
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.transfer import Copier, SyncCopier
-from hf_memopt.transfer.copier import HostEnds
+from hf_memopt.transfer.copier import HostBuffersInFlight
 
 POISON = 0xFF  # NaN in every floating-point dtype
 HOST_IS_AHEAD = 16  # operations, at most
@@ -37,7 +37,7 @@ class AdversarialCopier:
         self._fail_at = fail_at
         self._pending: list[AdversarialTransfer] = []
         self._on_device: set[int] = set()
-        self._host_ends = HostEnds()
+        self._host_ends = HostBuffersInFlight()
         self._queued: deque[tuple[Moment, StorageWeakRef]] = deque()
         self.num_reached = 0
 

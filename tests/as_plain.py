@@ -13,7 +13,7 @@ from random_plans import RandomPlanner
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import pass_planner, plan_maker
 
 # Of one step, given the number of the step; it makes its own context and runs its own backward.
 Context = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -33,14 +33,14 @@ class _Planner(RandomPlanner):
     wanted: str = "random"
     _number: int = 0
 
-    def _action(self, storage: Any) -> auto_mode.Action:
+    def _action(self, storage: Any) -> pass_planner.Action:
         if self.wanted == "random":
             return super()._action(storage)
         self._number += 1
         again = self.wanted == "recompute" or self.wanted == ("even", "odd")[self._number % 2]
         if again and storage.recompute_s is not None:
-            return auto_mode.Action.RECOMPUTE
-        return auto_mode.Action.OFFLOAD if self.wanted in ("offload", "recompute") else auto_mode.Action.KEEP
+            return pass_planner.Action.RECOMPUTE
+        return pass_planner.Action.OFFLOAD if self.wanted in ("offload", "recompute") else pass_planner.Action.KEEP
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def planned(mode: str) -> Iterator[_Planner]:
     planner = _Planner(random.Random(0))
     planner.wanted = mode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto_mode, "make_plan", planner)
+        patch.setattr(plan_maker, "make_plan", planner)
         yield planner
 
 

@@ -1,4 +1,4 @@
-"""A teacher, data and a plan for tests of couplings, small enough to be made in any process."""
+"""A teacher, data and a spec for tests of couplings, small enough to be made in any process."""
 
 import dataclasses
 import random
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.couplings.source import CouplingKey, CouplingPlan, CouplingSource, precompute, weights_sha256
+from hf_memopt.couplings.source import CouplingKey, CouplingSource, CouplingSpec, precompute, weights_sha256
 
 SHAPE = (3, 2)
 NUM_SAMPLES = 23
@@ -43,16 +43,16 @@ def load_augmented(indices: list[int]) -> dict[str, Tensor]:
     return {"state": load(indices)["state"] + 0.01 * torch.randn(len(indices), 5)}
 
 
-def make_plan(*, num_draws: int = 2, batch_size: int = 4, num_samples: int = NUM_SAMPLES, **key: Any) -> CouplingPlan:
-    """A plan over shuffled samples; `key` changes fields of its key."""
+def make_spec(*, num_draws: int = 2, batch_size: int = 4, num_samples: int = NUM_SAMPLES, **key: Any) -> CouplingSpec:
+    """A spec over shuffled samples; `key` changes fields of its key."""
     made = CouplingKey(weights_sha256(Teacher()), "euler", 4, "float32", 7, "numbers", "none")
     names = [100 + 5 * i % num_samples for i in range(num_samples)]
-    return CouplingPlan(dataclasses.replace(made, **key), names, SHAPE, num_draws, batch_size)
+    return CouplingSpec(dataclasses.replace(made, **key), names, SHAPE, num_draws, batch_size)
 
 
 def write(folder: Path, solve: Teacher | None = None, **options: Any) -> list[int]:
-    """Precompute the default plan in shards of two batches."""
-    return precompute(solve or Teacher(), load, make_plan(), folder, **{"shard_size": 8, **options})
+    """Precompute the default spec in shards of two batches."""
+    return precompute(solve or Teacher(), load, make_spec(), folder, **{"shard_size": 8, **options})
 
 
 def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
@@ -63,7 +63,7 @@ def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
         return load(indices)
 
     started.set()
-    precompute(Teacher(), pause_and_load, make_plan(), folder, shard_size=8)
+    precompute(Teacher(), pause_and_load, make_spec(), folder, shard_size=8)
 
 
 def assert_same(first: CouplingSource, second: CouplingSource, num_epochs: int) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from hf_memopt.recipes.lgt.config import Config, make_config
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.model import LatentTransfer
+from hf_memopt.recipes.lgt.options import Config, make_config
 from hf_memopt.recipes.lgt.step import build_model
 
 TINY = {

@@ -8,19 +8,19 @@ from late_imports import LateModule
 from lgt_toys import TINY
 from safetensors.torch import save_file
 
-from hf_memopt.recipes.lgt import plan as lgt_plan
-from hf_memopt.recipes.lgt.config import read_config
+from hf_memopt.recipes.lgt import workload as lgt_plan
+from hf_memopt.recipes.lgt.options import read_config
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
 recipe_flags = LateModule("hf_memopt.recipes.common.flags")
-causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.plan")
+causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
 auto_plan = LateModule("hf_memopt.recipes.common.auto_plan")
-fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
-neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.plan")
-reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.plan")
+fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.workload")
+neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.workload")
+reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 configs = LateModule("lerobot.configs")
 configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")

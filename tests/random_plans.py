@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
-from hf_memopt.activations.planner.offload_plan import Plan, _plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan, _plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile, SavedStorage
 from hf_memopt.activations.planner.simulator import simulate
 
@@ -23,13 +23,13 @@ class RandomPlanner:
     num_plans: int = 0
     num_recomputed: int = 0
 
-    def __call__(self, profile: Profile, link: Link, **limits: object) -> Plan:
+    def __call__(self, profile: Profile, link: Link, **limits: object) -> OffloadPlan:
         actions = [self._action(storage) for storage in profile.storages]
         windows = {name: self.random.choice([0, 2**14, 2**20]) for name in ("in_flight_bytes", "prefetch_bytes")}
         timeline = simulate(profile, actions, link, **windows)
         self.num_plans += 1
         self.num_recomputed += actions.count(Action.RECOMPUTE)
-        return Plan(
+        return OffloadPlan(
             actions=tuple(actions),
             **windows,
             reload_order=timeline.reload_order,
@@ -50,7 +50,7 @@ class RandomPlanner:
 def plan_at_random(seed: int, in_flight: int = 2, ahead: int = 2) -> Any:
     """A planner that decides by lot."""
 
-    def planner(profile: Profile, link: Any, **limits: Any) -> Plan:
+    def planner(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
         lots = random.Random(seed)
         choices = [
             [Action.KEEP, Action.OFFLOAD] + 2 * [Action.RECOMPUTE] * (storage.recompute_s is not None)

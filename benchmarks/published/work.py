@@ -12,7 +12,7 @@ from benchmarks.published.measurements import Measurement
 from benchmarks.published.steps import simulated
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate import estimate
-from hf_memopt.estimate.accounting.operation import Operation, device_type
+from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -88,7 +88,7 @@ class _RecordingClock(VirtualClock):
 
     def charge(self, operation: Operation, phase: str) -> None:
         super().charge(operation, phase)
-        if {device_type(leaf) for leaf in (*operation.inputs, *operation.outputs)} <= {"cpu"}:
+        if {device_kind(leaf) for leaf in (*operation.inputs, *operation.outputs)} <= {"cpu"}:
             return
         is_kernel, part, compute_s, memory_s = starts_kernel(operation.function), MEMORY, 0.0, 0.0
         if is_kernel:

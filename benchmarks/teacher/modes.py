@@ -189,7 +189,7 @@ def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
         share_prefix=share_prefix,
     )
     if source.link_gb_per_s is not None:
-        student.pair_source.teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, source.link_gb_per_s))
+        student.teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, source.link_gb_per_s))
     student.load_teacher_model()
 
     def target(observation: Observation, noise: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from benchmarks.teacher.smolvla import ROBOT_DIM, SIZES, Size
 from hf_memopt import estimate_peak_memory
 from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.recipes.common.auto_plan import PRECISION
-from hf_memopt.recipes.reflow.plan import SmolVLAReflow
 from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
+from hf_memopt.recipes.reflow.workload import SmolVLAReflow
 
 HOMES = ("resident", "swap", "stream")
 HEADER = ["teacher", "batch", "peak GiB", "teacher's", "student's", "states", "activations", "host GiB"]

@@ -5,7 +5,7 @@ import os
 import torch
 
 from hf_memopt.memory.device_counters import Counters, counters_for
-from hf_memopt.transfer.device_types import device_type
+from hf_memopt.transfer.backends import backend_of
 
 # What a plan may count on, of what the process can have: fragmentation and steps that need a little more take the rest.
 USABLE = 0.95
@@ -89,7 +89,7 @@ class DeviceRoom:
 
 def room_on(device: torch.device) -> DeviceRoom | None:
     """Return the room on an accelerator, None where torch keeps no counters."""
-    if device_type(device).is_unlimited:
+    if backend_of(device).is_unlimited:
         return None
     counters = counters_for(device)
     return None if counters is None else DeviceRoom(counters, device)

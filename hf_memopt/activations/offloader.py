@@ -11,25 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.activations.auto_mode import AutoMode, OffloadLimits
 from hf_memopt.activations.device_room import room_on
-from hf_memopt.activations.offload_stats import OffloadCounters, OffloadStats
+from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.pass_planner import PassPlanner
+from hf_memopt.activations.plan_maker import OffloadLimits
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
-from hf_memopt.activations.recompute.op_recorder import OpRecorder
-from hf_memopt.activations.recompute.recording_scope import active_in, in_dual_level, off_in_dual_levels
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
-from hf_memopt.activations.saved_tensors.forward_pass import ForwardPass
-from hf_memopt.activations.saved_tensors.pack_hook import OffloadContext, storages_of
+from hf_memopt.activations.recompute.op_tracer import OpTracer
+from hf_memopt.activations.recompute.tracing_scope import active_in, in_dual_level, off_in_dual_levels
+from hf_memopt.activations.saved_tensor_hooks import SavedTensorHooks, storages_of
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.skipped_modules import Skip, SkippedModules
-from hf_memopt.activations.uncompiled import graph_break, uncompiled
+from hf_memopt.activations.stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
-from hf_memopt.transfer.device_types import device_type
+from hf_memopt.transfer.backends import backend_of
+from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
+
+PlannersByDevice = dict[torch.device, PassPlanner]
 
 MODES = ("auto", "all", "inputs")
 _HOST_SHARE = 0.9
@@ -116,12 +119,14 @@ class ActivationOffloader:
         self._skip = SkippedModules(skip)
         self._given_copier = copier
         self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
-        self._devices: dict[torch.device, DeviceContext | None] = {}
-        self._plans: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, AutoMode]] = weakref.WeakKeyDictionary()
+        self._devices: dict[torch.device, DeviceState | None] = {}
+        self._planners: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, PassPlanner]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
-        self._ended: ForwardPass | None = None
+        self._ended: OffloadedPass | None = None
 
     @graph_break
     @contextmanager
@@ -144,26 +149,26 @@ class ActivationOffloader:
         owner, begun = self._open_pass() or (self._key(model), None)
         if begun is None:
             self._review(owner)
-            op_recorder = self._op_recorder(model, owner, fixed)
+            op_tracer = self._op_tracer(model, owner, fixed)
         else:
-            op_recorder = self._go_on(begun, model, fixed)
-        context = OffloadContext(
+            op_tracer = self._go_on(begun, model, fixed)
+        hooks = SavedTensorHooks(
             self._threshold_bytes,
             fixed,
-            lambda device: self._begin_pass(owner, device, op_recorder),
+            lambda device: self._begin_pass(owner, device, op_tracer),
             self._counters,
             inputs_only=self.mode == "inputs",
-            leave_node=None if op_recorder is None else op_recorder.leave_node,
+            leave_node=None if op_tracer is None else op_tracer.leave_node,
             skipped=self._skip.among(model),
         )
         try:
-            with context, self._noting(op_recorder, owner, model):
+            with hooks, self._noting(op_tracer, owner, model):
                 yield self
         except BaseException as error:
-            for plan in self._plans_of(owner).values():
-                plan.break_off(ran_out=isinstance(error, torch.OutOfMemoryError))
+            for planner in self._planners_of(owner).values():
+                planner.break_off(ran_out=isinstance(error, torch.OutOfMemoryError))
             raise
-        if op_recorder is not None and begun is None and not context.has_begun:
+        if op_tracer is not None and begun is None and not hooks.has_begun:
             self._note_idle(owner)
 
     def wrap(self, model: nn.Module) -> WrappedModule:
@@ -202,10 +207,10 @@ class ActivationOffloader:
         if self._devices and not any(self._devices.values()):
             return OffloadReport((), _NOTHING_TO_MOVE)
         plans = tuple(
-            plan_report(mode.plan, mode.recording.owners, mode.recording.sizes)
-            for modes in self._plans.values()
-            for mode in modes.values()
-            if mode.plan and mode.recording
+            plan_report(planner.plan, planner.recording.owners, planner.recording.sizes)
+            for planners in self._planners.values()
+            for planner in planners.values()
+            if planner.plan and planner.recording
         )
         # The model whose plan was the newest may be gone.
         newest = self._ended
@@ -228,84 +233,81 @@ class ActivationOffloader:
 
     def _rests(self, model: nn.Module | None) -> bool:
         """Return whether hooks alone cost more of a model's passes than `max_slowdown` allows."""
-        return any(plan.rests for plan in self._plans_of(self._key(model)).values())
+        return any(planner.rests for planner in self._planners_of(self._key(model)).values())
 
-    def _open_pass(self) -> tuple[nn.Module, ForwardPass] | None:
+    def _open_pass(self) -> tuple[nn.Module, OffloadedPass] | None:
         """Return the pass that a new context goes on with, and the model whose context began it."""
-        for model, modes in self._plans.items():
-            for mode in modes.values():
-                if mode.open_pass is not None:
-                    return model, mode.open_pass
+        for model, planners in self._planners.items():
+            for planner in planners.values():
+                if planner.open_pass is not None:
+                    return model, planner.open_pass
         return None
 
-    def _go_on(self, begun: ForwardPass, model: nn.Module | None, fixed: frozenset[int]) -> OpRecorder | None:
+    def _go_on(self, begun: OffloadedPass, model: nn.Module | None, fixed: frozenset[int]) -> OpTracer | None:
         """Prepare a pass for another context, and return what notes its operations."""
         if begun.recorder is not None:
             begun.recorder.name_modules(model)
-        if begun.op_recorder is not None:
-            begun.op_recorder.weights |= fixed
-        return begun.op_recorder
+        if begun.op_tracer is not None:
+            begun.op_tracer.weights |= fixed
+        return begun.op_tracer
 
-    def _begin_pass(self, owner: nn.Module, device: torch.device, op_recorder: OpRecorder | None) -> ForwardPass | None:
-        context = self._context(device)
-        if context is None:
+    def _begin_pass(self, owner: nn.Module, device: torch.device, op_tracer: OpTracer | None) -> OffloadedPass | None:
+        state = self._state_of(device)
+        if state is None:
             return None
         if self.mode != "auto":
-            return ForwardPass(context, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
-        plans = self._plans_of(owner)
-        if device not in plans:
+            return OffloadedPass(state, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
+        planners = self._planners_of(owner)
+        if device not in planners:
             model = None if owner is self._no_model else owner
-            plans[device] = AutoMode(context, self._limits, self._counters, model, self._note_end, room_on(device))
-        return plans[device].open_pass or plans[device].begin_pass(op_recorder)
+            planners[device] = PassPlanner(state, self._limits, self._counters, model, self._note_end, room_on(device))
+        return planners[device].open_pass or planners[device].begin_pass(op_tracer)
 
-    def _note_end(self, forward: ForwardPass) -> None:
-        if not forward.keeps_all:  # a plain pass, which is only there for comparison
-            self._ended = forward
+    def _note_end(self, ended: OffloadedPass) -> None:
+        if not ended.keeps_all:  # a plain pass, which is only there for comparison
+            self._ended = ended
 
     def _key(self, model: nn.Module | None) -> nn.Module:
         return self._no_model if model is None else model
 
-    def _plans_of(self, owner: nn.Module) -> dict[torch.device, AutoMode]:
-        return self._plans.setdefault(owner, {})
+    def _planners_of(self, owner: nn.Module) -> PlannersByDevice:
+        return self._planners.setdefault(owner, {})
 
     def _review(self, owner: nn.Module) -> None:
         # Each rank by itself: ranks owe each other no equal number of passes.
-        for plan in self._plans_of(owner).values():
-            plan.review()
+        for planner in self._planners_of(owner).values():
+            planner.review()
 
     @contextmanager
-    def _noting(self, op_recorder: OpRecorder | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:
+    def _noting(self, op_tracer: OpTracer | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:
         """Note operations, unless a context around this one does, or forward-mode AD is at work."""
-        if op_recorder is None or op_recorder.is_noting or in_dual_level():
+        if op_tracer is None or op_tracer.is_noting or in_dual_level():
             yield
             return
-        op_recorder.is_noting = True
+        op_tracer.is_noting = True
         try:
-            with off_in_dual_levels(op_recorder), self._scope(op_recorder, owner, model):
+            with off_in_dual_levels(op_tracer), self._scope(op_tracer, owner, model):
                 yield
         finally:
-            op_recorder.is_noting = False
+            op_tracer.is_noting = False
 
-    def _scope(
-        self, op_recorder: OpRecorder, owner: nn.Module, model: nn.Module | None
-    ) -> AbstractContextManager[object]:
+    def _scope(self, op_tracer: OpTracer, owner: nn.Module, model: nn.Module | None) -> AbstractContextManager[object]:
         """Return where operations are noted: everywhere while recording, then in the modules that a plan repeats."""
-        plans = self._plans_of(owner).values()
-        if op_recorder.is_timing:
-            return _timing(op_recorder)
-        makers = set().union(*(plan.makers() for plan in plans))
+        if op_tracer.is_timing:
+            return _timing(op_tracer)
+        makers = set().union(*(planner.makers() for planner in self._planners_of(owner).values()))
         modules = [maker() if maker is not None else None for maker in makers]
         everywhere = any(module is None or module is model for module in modules)
-        return active_in(op_recorder, [module for module in modules if module is not None], everywhere)
+        return active_in(op_tracer, [module for module in modules if module is not None], everywhere)
 
-    def _op_recorder(self, model: nn.Module | None, owner: nn.Module, fixed: frozenset[int]) -> OpRecorder | None:
-        context = self._context(_device_of(model, self._given_copier))
-        if self.mode != "auto" or context is None:
+    def _op_tracer(self, model: nn.Module | None, owner: nn.Module, fixed: frozenset[int]) -> OpTracer | None:
+        state = self._state_of(_device_of(model, self._given_copier))
+        if self.mode != "auto" or state is None:
             return None
-        plans = self._plans_of(owner).values()
-        if any(plan.is_recording for plan in plans) or (not plans and owner not in self._idle):
-            return OpRecorder(fixed, context.clock)
-        return OpRecorder(fixed, None) if any(plan.makers() for plan in plans) else None
+        planners = self._planners_of(owner).values()
+        if any(planner.is_recording for planner in planners) or (not planners and owner not in self._idle):
+            return OpTracer(fixed, state.clock)
+        return OpTracer(fixed, None) if any(planner.makers() for planner in planners) else None
 
     def _note_idle(self, owner: nn.Module) -> None:
         """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
@@ -316,9 +318,9 @@ class ActivationOffloader:
 
     def _host_bytes(self, device: torch.device) -> int:
         budget_bytes = self._limits.host_budget_bytes
-        return round(_HOST_SHARE * device_type(device).free_host_bytes()) if budget_bytes is None else budget_bytes
+        return round(_HOST_SHARE * backend_of(device).free_host_bytes()) if budget_bytes is None else budget_bytes
 
-    def _context(self, device: torch.device) -> DeviceContext | None:
+    def _state_of(self, device: torch.device) -> DeviceState | None:
         if device not in self._devices:
             copier = self._given_copier
             if isinstance(copier, SyncCopier) and device.type != "cpu":
@@ -331,7 +333,7 @@ class ActivationOffloader:
                 logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
             elif copier is None:
                 logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
-            self._devices[device] = None if copier is None else DeviceContext(device, copier, self._host_bytes(device))
+            self._devices[device] = None if copier is None else DeviceState(device, copier, self._host_bytes(device))
         return self._devices[device]
 
 
@@ -358,12 +360,12 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
 
 
 @contextmanager
-def _timing(op_recorder: OpRecorder) -> Iterator[None]:
+def _timing(op_tracer: OpTracer) -> Iterator[None]:
     """Have operations timed, without full collections of garbage, of which one may take longer than a small step."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with op_recorder:
+        with op_tracer:
             yield
     finally:
         if was_enabled:

@@ -15,7 +15,7 @@ from hf_memopt.ranges import COUNT
 
 if TYPE_CHECKING:
     from hf_memopt.estimate.simulated_step import SimulatedStep
-    from hf_memopt.tuning import SearchDimension, TrainingPlan, Workload
+    from hf_memopt.tuning import Lever, SettingsPlan, Workload
 
 _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 
@@ -176,7 +176,7 @@ def _refuse_ranks(parsed: argparse.Namespace) -> None:
         raise ValueError(f"num_gpus={parsed.num_gpus}: recipes are simulated on one GPU; give --num-gpus with a model")
 
 
-def _chosen(texts: Sequence[str], levers: "Sequence[SearchDimension]") -> dict[str, Any]:
+def _chosen(texts: Sequence[str], levers: "Sequence[Lever]") -> dict[str, Any]:
     values = {(each.name, str(value)): value for each in levers for value in each.values}
     chosen = {}
     for text in texts:
@@ -251,7 +251,7 @@ def _workload(parsed: argparse.Namespace) -> "Workload":
     return recipe_workload(name, parsed.config, precision=parsed.precision, effective_batch=parsed.effective_batch)
 
 
-def _write(workload: "Workload", found: "TrainingPlan", folder: Path) -> None:
+def _write(workload: "Workload", found: "SettingsPlan", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     written = workload.write(found.best.settings, found.best.micro_batch, folder)
     for path in written:

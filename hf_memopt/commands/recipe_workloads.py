@@ -30,7 +30,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
     if not config.is_file():
         raise ValueError(f"config={str(config)!r} is not a file")
     given = {option: value for option, value in options.items() if value is not None}
-    workload: Workload = importlib.import_module(f"{_RECIPES}.{_recipes()[recipe]}.plan").workload(config, **given)
+    workload: Workload = importlib.import_module(f"{_RECIPES}.{_recipes()[recipe]}.workload").workload(config, **given)
     return workload
 
 

@@ -1,7 +1,7 @@
 """Pairs of noise and a frozen teacher's answer, computed when needed or ahead of training. Read in this order:
 
 - `key`: what a coupling depends on.
-- `coupling_plan`: which couplings there are, and one batch of them.
+- `coupling_spec`: which couplings there are, and one batch of them.
 - `store`: a folder of couplings on disk.
 - `writer`: computes couplings ahead of training.
 - `cache`: reads them back, by batch or by sample.

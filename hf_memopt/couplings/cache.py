@@ -9,7 +9,7 @@ from safetensors.torch import load as tensors_from_bytes
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_memopt.couplings.coupling_plan import Coupling, CouplingPlan, Load, Observation
+from hf_memopt.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation
 from hf_memopt.couplings.key import CouplingKey, check_same, draw_noise, observation_checksums
 from hf_memopt.couplings.store import CouplingFolder
 
@@ -33,7 +33,7 @@ class CouplingCache:
         names = self._rows.with_format("torch", columns=["index"])
         indices = names[: described["num_samples"]]["index"].tolist()
         key = CouplingKey(**{name: described[name] for name in CouplingKey.__dataclass_fields__})
-        self.plan = CouplingPlan(
+        self.spec = CouplingSpec(
             key, indices, tuple(described["shape"]), described["num_draws"], described["batch_size"]
         )
         self._position = {index: position for position, index in enumerate(indices)}
@@ -51,8 +51,8 @@ class CouplingCache:
         check_same(self.folder.path, self.description, expected)
 
     def batch(self, number: int, load: Load | None) -> Coupling:
-        """One batch of the plan, see `CouplingSource.cached`."""
-        indices, draw = self.plan.batch(number)
+        """One batch of the spec, see `CouplingSource.cached`."""
+        indices, draw = self.spec.batch(number)
         observation = None if self.has_observations or load is None else load(indices)
         return self.of(indices, [draw] * len(indices), observation)
 
@@ -73,14 +73,14 @@ class CouplingCache:
             raise ValueError(
                 f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all samples that are used"
             )
-        num_samples = len(self.plan.indices)
+        num_samples = len(self.spec.indices)
         numbers = [draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]
         self.folder.check_unchanged(numbers)
         rows = self._rows[numbers]
         if observation is None:
             observation = _stack([tensors_from_bytes(blob) for blob in rows["observation"]])
         self._check_observations(indices, rows["observation_checksum"], observation)
-        noise = draw_noise(rows["noise_seed"].tolist(), self.plan.shape)
+        noise = draw_noise(rows["noise_seed"].tolist(), self.spec.shape)
         target = rows["target"].reshape(noise.shape)
         return Coupling(list(indices), observation, noise, target)
 

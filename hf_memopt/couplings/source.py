@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_memopt.couplings.cache import CouplingCache
-from hf_memopt.couplings.coupling_plan import Coupling, CouplingPlan, Load, Solve, compute
+from hf_memopt.couplings.coupling_spec import Coupling, CouplingSpec, Load, Solve, compute
 from hf_memopt.couplings.key import CouplingKey, files_sha256, noise_seed, weights_sha256
 from hf_memopt.couplings.writer import precompute
 
@@ -18,8 +18,8 @@ __all__ = [
     "Coupling",
     "CouplingCache",
     "CouplingKey",
-    "CouplingPlan",
     "CouplingSource",
+    "CouplingSpec",
     "files_sha256",
     "precompute",
     "weights_sha256",
@@ -34,33 +34,33 @@ class CouplingSource:
     dropped. Make one with `online` or `cached`.
     """
 
-    def __init__(self, plan: CouplingPlan, fetch: Callable[[int], Coupling], rank: int, world_size: int) -> None:
+    def __init__(self, spec: CouplingSpec, fetch: Callable[[int], Coupling], rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be at least 0 and less than world_size={world_size}")
-        if plan.batches_per_draw < world_size:
+        if spec.batches_per_draw < world_size:
             raise ValueError(
-                f"batch_size={plan.batch_size} makes {plan.batches_per_draw} batches of {len(plan.indices)} samples, "
+                f"batch_size={spec.batch_size} makes {spec.batches_per_draw} batches of {len(spec.indices)} samples, "
                 f"too few for {world_size} ranks; use a smaller batch_size"
             )
-        self.plan = plan
+        self.spec = spec
         self._fetch = fetch
         self._rank, self._world_size = rank, world_size
         self._epoch = 0
 
     @classmethod
     def online(
-        cls, solve: Solve, load: Load, plan: CouplingPlan, *, rank: int = 0, world_size: int = 1
+        cls, solve: Solve, load: Load, spec: CouplingSpec, *, rank: int = 0, world_size: int = 1
     ) -> "CouplingSource":
         """Ask the teacher for each batch when it is needed.
 
         Args:
             solve: from an observation and noise `(batch, *shape)` to targets of that shape.
             load: from names of samples to the observation that conditions the teacher: tensors, batch first.
-            plan: which couplings there are.
+            spec: which couplings there are.
             rank: of this process.
             world_size: number of processes.
         """
-        return cls(plan, lambda number: compute(solve, load, plan, number), rank, world_size)
+        return cls(spec, lambda number: compute(solve, load, spec, number), rank, world_size)
 
     @classmethod
     def cached(
@@ -91,7 +91,7 @@ class CouplingSource:
             cache.check(expected.to_dict())
         if load is None and not cache.has_observations:
             raise ValueError(f"{path} holds no observations; pass `load`")
-        return cls(cache.plan, lambda number: cache.batch(number, load), rank, world_size)
+        return cls(cache.spec, lambda number: cache.batch(number, load), rank, world_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the draw and the order of the next iteration."""
@@ -99,11 +99,11 @@ class CouplingSource:
 
     def __len__(self) -> int:
         """Batches per epoch and rank."""
-        return self.plan.batches_per_draw // self._world_size
+        return self.spec.batches_per_draw // self._world_size
 
     def __iter__(self) -> Iterator[Coupling]:
-        generator = torch.Generator().manual_seed(noise_seed(self.plan.key.seed, -1, self._epoch))
-        order = torch.randperm(self.plan.batches_per_draw, generator=generator)
-        first = (self._epoch % self.plan.num_draws) * self.plan.batches_per_draw
+        generator = torch.Generator().manual_seed(noise_seed(self.spec.key.seed, -1, self._epoch))
+        order = torch.randperm(self.spec.batches_per_draw, generator=generator)
+        first = (self._epoch % self.spec.num_draws) * self.spec.batches_per_draw
         for position in range(len(self)):
             yield self._fetch(first + int(order[position * self._world_size + self._rank]))

@@ -183,7 +183,7 @@ class CouplingFolder:
         if note.get("couplings") != _digest(self.description):
             raise _AbsentError(
                 f"{file} is not of the couplings that {DESCRIPTION_FILE} describes: its .json names another teacher's, "
-                f"other data's or another plan's; {_AGAIN}"
+                f"other data's or another specification's; {_AGAIN}"
             )
         if note.get("shard") != shard:
             raise _AbsentError(f"{file} is not shard {shard}: its .json says {note.get('shard')!r}; {_AGAIN}")

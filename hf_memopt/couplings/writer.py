@@ -10,7 +10,7 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_memopt.couplings.coupling_plan import Coupling, CouplingPlan, Load, Observation, Solve, compute
+from hf_memopt.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation, Solve, compute
 from hf_memopt.couplings.key import observation_checksums
 from hf_memopt.couplings.store import Columns, CouplingFolder, coupling_features
 
@@ -18,7 +18,7 @@ from hf_memopt.couplings.store import Columns, CouplingFolder, coupling_features
 def precompute(
     solve: Solve,
     load: Load,
-    plan: CouplingPlan,
+    spec: CouplingSpec,
     path: Path | str,
     *,
     shard_size: int = 1024,
@@ -27,7 +27,7 @@ def precompute(
     world_size: int = 1,
     extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Write a plan's couplings to a folder, for `CouplingSource.cached`.
+    """Write the couplings of a specification to a folder, for `CouplingSource.cached`.
 
     Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
     written anew. Processes need not know of each other; each takes every `world_size`-th shard. What is there already
@@ -36,7 +36,7 @@ def precompute(
     Args:
         solve: see `CouplingSource.online`.
         load: see `CouplingSource.online`.
-        plan: which couplings to compute.
+        spec: which couplings to compute.
         path: folder to create, or to complete.
         shard_size: couplings per file, rounded up to whole batches. An interruption loses at most one file's.
         store_observations: keep each coupling's observation with it. Required where `load` augments at random.
@@ -55,50 +55,50 @@ def precompute(
     """
     if shard_size < 1:
         raise ValueError(f"shard_size={shard_size} must be at least 1")
-    batches_per_shard = -(-shard_size // plan.batch_size)
-    num_shards = -(-plan.num_batches // batches_per_shard)
+    batches_per_shard = -(-shard_size // spec.batch_size)
+    num_shards = -(-spec.num_batches // batches_per_shard)
     folder = CouplingFolder(Path(path).expanduser())
     folder.begin(
         {
-            **plan.key.to_dict(),
+            **spec.key.to_dict(),
             **(extra or {}),
-            "num_samples": len(plan.indices),
-            "samples": plan.samples_sha256(),
-            "shape": list(plan.shape),
-            "num_draws": plan.num_draws,
-            "batch_size": plan.batch_size,
+            "num_samples": len(spec.indices),
+            "samples": spec.samples_sha256(),
+            "shape": list(spec.shape),
+            "num_draws": spec.num_draws,
+            "batch_size": spec.batch_size,
             "stores_observations": store_observations,
             "num_shards": num_shards,
         }
     )
     if not store_observations:
-        _check_repeatable(load, plan)
-    features = coupling_features(math.prod(plan.shape), store_observations)
+        _check_repeatable(load, spec)
+    features = coupling_features(math.prod(spec.shape), store_observations)
     mine = folder.incomplete(range(rank, num_shards, world_size))
     batches = {
-        shard: range(shard * batches_per_shard, min((shard + 1) * batches_per_shard, plan.num_batches))
+        shard: range(shard * batches_per_shard, min((shard + 1) * batches_per_shard, spec.num_batches))
         for shard in mine
     }
     total = sum(len(numbers) for numbers in batches.values())
     with tqdm(total=total, desc="precompute", unit="batch", disable=rank != 0 or not mine) as bar:
         for shard, numbers in batches.items():
-            folder.write(shard, _rows(solve, load, plan, numbers, store_observations, bar), features)
+            folder.write(shard, _rows(solve, load, spec, numbers, store_observations, bar), features)
     return folder.finish(features)
 
 
 def _rows(
-    solve: Solve, load: Load, plan: CouplingPlan, numbers: range, store_observations: bool, bar: Any
+    solve: Solve, load: Load, spec: CouplingSpec, numbers: range, store_observations: bool, bar: Any
 ) -> Iterator[Columns]:
     for number in numbers:
-        yield _columns(plan, number, compute(solve, load, plan, number), store_observations)
+        yield _columns(spec, number, compute(solve, load, spec, number), store_observations)
         bar.update()
 
 
-def _columns(plan: CouplingPlan, number: int, coupling: Coupling, store_observations: bool) -> Columns:
+def _columns(spec: CouplingSpec, number: int, coupling: Coupling, store_observations: bool) -> Columns:
     columns: dict[str, Any] = {
         "index": coupling.indices,
-        "draw": [plan.batch(number)[1]] * len(coupling.indices),
-        "noise_seed": plan.seeds(number),
+        "draw": [spec.batch(number)[1]] * len(coupling.indices),
+        "noise_seed": spec.seeds(number),
         "observation_checksum": observation_checksums(coupling.observation).numpy(),
         "target": coupling.target.flatten(1).numpy(),
     }
@@ -108,8 +108,8 @@ def _columns(plan: CouplingPlan, number: int, coupling: Coupling, store_observat
     return columns
 
 
-def _check_repeatable(load: Load, plan: CouplingPlan) -> None:
-    indices, _ = plan.batch(0)
+def _check_repeatable(load: Load, spec: CouplingSpec) -> None:
+    indices, _ = spec.batch(0)
     first, *others = (observation_checksums(load(indices)) for _ in range(3))
     if any(not torch.equal(first, other) for other in others):
         raise ValueError(

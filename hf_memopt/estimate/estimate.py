@@ -13,7 +13,7 @@ from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhas
 from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.communication import exchanged
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
-from hf_memopt.estimate.accounting.operation import Operation, device_type
+from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
@@ -181,7 +181,7 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
         clock.charge(operation, phase)
         if operation.function.is_view:
             return
-        if like == "cuda" and any(device_type(leaf) == DEVICE_TYPE for leaf in operation.outputs):
+        if like == "cuda" and any(device_kind(leaf) == DEVICE_TYPE for leaf in operation.outputs):
             for block in kernels.taken_by(operation):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,15 @@ from hf_memopt.teacher.quantised import claim_device, is_quantised
 from hf_memopt.teacher.shared_memory import several_ranks, share
 from hf_memopt.teacher.sharing import SharedWeights
 from hf_memopt.teacher.strategies.auto import AutoWeights
+from hf_memopt.teacher.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
 from hf_memopt.teacher.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.teacher.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.teacher.strategies.stream import StreamedWeights
 from hf_memopt.transfer import Copier, clock_for, copier_for
 from hf_memopt.transfer.host_memory import return_freed_memory
+from hf_memopt.units import GIB
 
 logger = logging.getLogger(__name__)
-
-TeacherMode = Literal["auto", "resident", "swap", "stream"]
-TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class OffloadedTeacher:
             claim_device(module, self._copier)
             self._shared = SharedWeights(module, share_with)
             self._weights = PackedWeights(module, exclude=self._shared.parameters)
-            self._placement = self._choose(mode, budget_gib)
+            self._placement = self._place(mode, None if budget_gib is None else int(budget_gib * GIB))
             # Packing has freed the memory that the weights came in.
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
@@ -208,23 +207,23 @@ class OffloadedTeacher:
     def __reduce__(self) -> Any:
         raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
 
-    def _choose(self, mode: TeacherMode, budget_gib: float | None) -> WeightPlacement:
-        budget_bytes = None if budget_gib is None else int(budget_gib * 2**30)
-        own_gib = self._weights.num_bytes / 2**30
-        if mode == "auto" and self.device.type == "cpu":
-            return self._resident("it runs on the CPU, where offloading frees nothing")
-        if mode == "auto" and budget_bytes is not None:
-            if self._weights.num_bytes <= budget_bytes:
-                return self._resident(f"its {own_gib:.2f} GiB fit the budget of {budget_gib:g} GiB")
-            return self._streamed(self._host_copy(), budget_bytes, f"its {own_gib:.2f} GiB exceed {budget_gib:g} GiB")
-        if mode == "auto":
-            return self._auto(self._host_copy())
-        reason = f"{mode} was asked for"
-        if mode == "resident":
-            return self._resident(reason)
-        if mode == "swap":
-            return SwappedWeights(self._weights, self._host_copy(), self._copier, reason)
-        return self._streamed(self._host_copy(), budget_bytes, reason)
+    def _place(self, mode: TeacherMode, budget_bytes: int | None) -> WeightPlacement:
+        first, reason = choose_at_start(
+            mode, self._weights.num_bytes, budget_bytes, self.device.type, lambda: counters_for(self.device) is not None
+        )
+        if first == "resident":
+            block = self._packed(self._copier.empty_device(self._weights.num_bytes))
+            return ResidentWeights(self._weights, block, reason)
+        master = self._host_copy()
+        if first == "swap":
+            return SwappedWeights(self._weights, master, self._copier, reason)
+        budget_bytes = 0 if first == "auto" else budget_bytes
+        streamed = StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes, reason)
+        if first == "stream":
+            return streamed
+        counters = counters_for(self.device)
+        assert counters is not None
+        return AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
 
     def _host_copy(self) -> Tensor:
         if several_ranks() and self._weights.num_bytes:
@@ -237,21 +236,6 @@ class OffloadedTeacher:
         self._weights.pack(block)
         self._weights.drop_sources()
         return block
-
-    def _resident(self, reason: str) -> ResidentWeights:
-        block = self._packed(self._copier.empty_device(self._weights.num_bytes))
-        return ResidentWeights(self._weights, block, reason)
-
-    def _streamed(self, master: Tensor, budget_bytes: int | None, reason: str) -> StreamedWeights:
-        return StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes, reason)
-
-    def _auto(self, master: Tensor) -> WeightPlacement:
-        counters = counters_for(self.device)
-        if counters is None:
-            reason = f"torch counts no memory on {self.device}, so there is nothing to choose by"
-            return SwappedWeights(self._weights, master, self._copier, reason)
-        streamed = self._streamed(master, 0, "it streams until two optimizer steps have been measured")
-        return AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
 
 
 def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> SharedBase:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES
 
 
 class SharedWeights:

@@ -11,11 +11,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
-from hf_memopt.training.step import StepResult, open_step
-from hf_memopt.training.window.ddp import check_first_window, check_not_joined
-from hf_memopt.training.window.engine import begin_window, engine_of
-from hf_memopt.training.window.rank_exchange import (
+from hf_memopt.training.accumulation.ddp import check_first_window, check_not_joined
+from hf_memopt.training.accumulation.engine import begin_window, engine_of
+from hf_memopt.training.accumulation.rank_exchange import (
     backward_from_outputs,
     backward_to_outputs,
     check_distributed_type,
@@ -24,6 +22,8 @@ from hf_memopt.training.window.rank_exchange import (
     gathers_weights,
     max_over_ranks,
 )
+from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
+from hf_memopt.training.step import StepResult, open_step
 
 
 class GradientCache:

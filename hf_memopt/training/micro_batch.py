@@ -17,12 +17,12 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
+from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_not_joined
+from hf_memopt.training.accumulation.rank_exchange import check_distributed_type, gathers_weights
+from hf_memopt.training.accumulation.splitting import num_samples, split_batch, take
+from hf_memopt.training.accumulation.weights import WeightFn, normalized_weights
 from hf_memopt.training.repeatable import BufferState, RandomState
 from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
-from hf_memopt.training.window.ddp import check_exchange_after_backward, check_not_joined
-from hf_memopt.training.window.rank_exchange import check_distributed_type, gathers_weights
-from hf_memopt.training.window.splitting import num_samples, split_batch, take
-from hf_memopt.training.window.weights import WeightFn, normalized_weights
 
 logger = logging.getLogger(__name__)
 

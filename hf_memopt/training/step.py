@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
-from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
-from hf_memopt.training.window import engine as deepspeed_engine
-from hf_memopt.training.window.ddp import check_first_window, check_not_joined
-from hf_memopt.training.window.engine import engine_of
-from hf_memopt.training.window.rank_exchange import (
+from hf_memopt.training.accumulation import engine as deepspeed_engine
+from hf_memopt.training.accumulation.ddp import check_first_window, check_not_joined
+from hf_memopt.training.accumulation.engine import engine_of
+from hf_memopt.training.accumulation.rank_exchange import (
     backward,
     check_distributed_type,
     drop_gradients,
@@ -30,7 +29,8 @@ from hf_memopt.training.window.rank_exchange import (
     sum_over_ranks,
     whole,
 )
-from hf_memopt.training.window.weights import Weighted, WeightFn, normalized_weights
+from hf_memopt.training.accumulation.weights import Weighted, WeightFn, normalized_weights
+from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 

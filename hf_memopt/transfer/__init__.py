@@ -8,7 +8,7 @@
 - `link`: how fast the link between device and host is, measured.
 """
 
+from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier, Transfer
-from hf_memopt.transfer.device_types import clock_for, copier_for
 
 __all__ = ["Copier", "StreamCopier", "SyncCopier", "Transfer", "clock_for", "copier_for"]

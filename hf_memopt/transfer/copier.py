@@ -112,7 +112,7 @@ class _Finished:
 _FINISHED = _Finished()
 
 
-class Moment(Protocol):
+class StreamEvent(Protocol):
     """An event of a stream, as `torch.Event`."""
 
     def query(self) -> bool:
@@ -122,13 +122,13 @@ class Moment(Protocol):
         """Have the host wait for it."""
 
 
-class HostEnds:
+class HostBuffersInFlight:
     """Host memory that queued copies of one stream read or write. It is held until they are over, whoever drops it."""
 
     def __init__(self) -> None:
-        self._held: deque[tuple[Moment, Tensor]] = deque()
+        self._held: deque[tuple[StreamEvent, Tensor]] = deque()
 
-    def hold(self, memory: Tensor, finished: Moment) -> None:
+    def hold(self, memory: Tensor, finished: StreamEvent) -> None:
         """Keep memory until the stream has reached `finished`, which it does after all that was given before."""
         self._held.append((finished, memory))
 
@@ -163,7 +163,7 @@ class StreamCopier:
 
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
         self._process = os.getpid()
-        self._reading, self._writing = HostEnds(), HostEnds()
+        self._reading, self._writing = HostBuffersInFlight(), HostBuffersInFlight()
         self.device = torch.device(device)
         self._pin_memory = pin_memory
         self.bytes_to_device = 0

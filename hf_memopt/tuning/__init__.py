@@ -12,7 +12,7 @@
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.tuning.settings_search import NothingFitsError, plan
-from hf_memopt.tuning.settings_table import Row, TrainingPlan
-from hf_memopt.tuning.workload import SearchDimension, Workload
+from hf_memopt.tuning.settings_table import Row, SettingsPlan
+from hf_memopt.tuning.workload import Lever, Workload
 
-__all__ = ["NothingFitsError", "Row", "SearchDimension", "SimulatedStep", "TrainingPlan", "Workload", "plan"]
+__all__ = ["Lever", "NothingFitsError", "Row", "SettingsPlan", "SimulatedStep", "Workload", "plan"]

@@ -19,7 +19,7 @@ from hf_memopt.tuning.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.tuning.transformers_models.model_options import ModelOptions, check_choice
 from hf_memopt.tuning.transformers_models.model_update import OFFLOAD, ModelUpdate
 from hf_memopt.tuning.transformers_models.optimizers import WITH_TABLES
-from hf_memopt.tuning.workload import SearchDimension, divisors, num_steps
+from hf_memopt.tuning.workload import Lever, divisors, num_steps
 
 # What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -30,15 +30,15 @@ ACTIVATIONS = {
     "checkpointed, inputs offloaded": ("full", "inputs"),
     "all offloaded": ("none", "all"),
 }
-_LEVERS = (SearchDimension("activations", tuple(ACTIVATIONS)),)
-_LEVERS_OF_SHARDS = (SearchDimension("activations", ("kept", "selectively checkpointed", "checkpointed")),)
+_LEVERS = (Lever("activations", tuple(ACTIVATIONS)),)
+_LEVERS_OF_SHARDS = (Lever("activations", ("kept", "selectively checkpointed", "checkpointed")),)
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ModelOptions):
     """A transformers model as a workload: the arguments are those of `ModelOptions`."""
 
-    levers: tuple[SearchDimension, ...] = field(default=_LEVERS, init=False)
+    levers: tuple[Lever, ...] = field(default=_LEVERS, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,8 +14,8 @@ from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.ranges import COUNT
-from hf_memopt.tuning.settings_table import Row, TrainingPlan, describe
-from hf_memopt.tuning.workload import SearchDimension, Settings, Workload
+from hf_memopt.tuning.settings_table import Row, SettingsPlan, describe
+from hf_memopt.tuning.workload import Lever, Settings, Workload
 from hf_memopt.units import format_gib
 
 # What grows with the samples of a forward pass.
@@ -42,7 +42,7 @@ def plan(
     link: str | None = None,
     num_workers: int | None = None,
     progress: bool = True,
-) -> TrainingPlan:
+) -> SettingsPlan:
     """Simulate a workload's settings on a card and rank them by predicted time.
 
     For every combination of levers the largest micro-batch that fits is sought, and it and the next one are simulated:
@@ -70,7 +70,7 @@ def plan(
     search = _Search(workload, card, None if host is None else parse_size(host, "host"))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
-    result = TrainingPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))
+    result = SettingsPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))
     if not result.best.fits:
         raise _nothing_fits(result)
     return result
@@ -171,14 +171,14 @@ class _Search:
         )
 
 
-def _combinations(levers: Sequence[SearchDimension]) -> Iterator[Settings]:
+def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
     """Yield all settings, those that spend least first."""
     ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
     for chosen in sorted(ranks, key=lambda each: (sum(each), each)):
         yield {lever.name: lever.values[rank] for lever, rank in zip(levers, chosen, strict=True)}
 
 
-def _nothing_fits(result: TrainingPlan) -> NothingFitsError:
+def _nothing_fits(result: SettingsPlan) -> NothingFitsError:
     on_host = [row for row in result.rows if result.host_bytes is None or row.estimate.host_bytes <= result.host_bytes]
     smallest = min(on_host or result.rows, key=lambda row: row.needed_bytes)
     estimate = smallest.estimate

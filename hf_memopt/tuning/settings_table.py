@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt.estimate.estimate_report import MemoryEstimate, time_text
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.text_table import align
-from hf_memopt.tuning.workload import SearchDimension, Settings
+from hf_memopt.tuning.workload import Lever, Settings
 from hf_memopt.units import GIB, MIB, format_gib
 
 
@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class SettingsPlan:
     """What was simulated for a card, and the best of it.
 
     Attributes:
@@ -49,7 +49,7 @@ class TrainingPlan:
     """
 
     workload: str
-    levers: tuple[SearchDimension, ...]
+    levers: tuple[Lever, ...]
     card: Card
     host_bytes: int | None
     rows: tuple[Row, ...]
@@ -63,7 +63,7 @@ class TrainingPlan:
         return f"{headline(self)}\n\n{table(self)}"
 
 
-def table(plan: TrainingPlan) -> str:
+def table(plan: SettingsPlan) -> str:
     """All candidates as a Markdown table: those that fit first, by time."""
     heads = [
         "micro-batch",
@@ -81,7 +81,7 @@ def table(plan: TrainingPlan) -> str:
     return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
 
 
-def _cells(row: Row, plan: TrainingPlan) -> list[str]:
+def _cells(row: Row, plan: SettingsPlan) -> list[str]:
     return [
         f"{row.micro_batch} x {row.accumulation}",
         *(str(row.settings[lever.name]) for lever in plan.levers),
@@ -94,7 +94,7 @@ def _cells(row: Row, plan: TrainingPlan) -> list[str]:
     ]
 
 
-def as_json(plan: TrainingPlan) -> dict[str, Any]:
+def as_json(plan: SettingsPlan) -> dict[str, Any]:
     """Everything that the table shows, in bytes and milliseconds."""
     return {
         "workload": plan.workload,
@@ -124,7 +124,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def headline(plan: TrainingPlan) -> str:
+def headline(plan: SettingsPlan) -> str:
     """The choice in one line."""
     best = plan.best
     return (
@@ -134,7 +134,7 @@ def headline(plan: TrainingPlan) -> str:
     )
 
 
-def explain(plan: TrainingPlan) -> list[str]:
+def explain(plan: SettingsPlan) -> list[str]:
     """Why each lever is used or not, from what was simulated."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
@@ -142,7 +142,7 @@ def explain(plan: TrainingPlan) -> list[str]:
     return [*lines, time, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
 
 
-def _explain_micro_batch(plan: TrainingPlan) -> str:
+def _explain_micro_batch(plan: SettingsPlan) -> str:
     best = plan.best
     larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
     if not larger and best.accumulation > 1:
@@ -161,7 +161,7 @@ def _explain_micro_batch(plan: TrainingPlan) -> str:
     )
 
 
-def _explain(plan: TrainingPlan, lever: SearchDimension) -> Iterator[str]:
+def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
     chosen = plan.best.settings[lever.name]
     for value in lever.values:
         if value == chosen:
@@ -179,7 +179,7 @@ def _explain(plan: TrainingPlan, lever: SearchDimension) -> Iterator[str]:
             yield f"{lever.name} {chosen}, not {value}: not needed, since the {batch} fits without it."
 
 
-def _assumptions(plan: TrainingPlan) -> list[str]:
+def _assumptions(plan: SettingsPlan) -> list[str]:
     estimate = plan.best.estimate
     lines = [f"Assumed: {assumption}." for assumption in estimate.assumptions]
     if estimate.unreached:

@@ -25,7 +25,7 @@ def num_steps(offload: str, num_micro_batches: int) -> int:
 
 
 @dataclass(frozen=True)
-class SearchDimension:
+class Lever:
     """One setting that trades time for memory.
 
     Attributes:
@@ -58,7 +58,7 @@ class Workload(Protocol):
     def name(self) -> str: ...
 
     @property
-    def levers(self) -> Sequence[SearchDimension]: ...
+    def levers(self) -> Sequence[Lever]: ...
 
     @property
     def effective_batch(self) -> int: ...

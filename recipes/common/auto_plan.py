@@ -22,7 +22,7 @@ from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.tuning import Row, plan
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.settings_table import explain, headline
-from hf_memopt.tuning.workload import SearchDimension, Settings, Workload, divisors, num_steps
+from hf_memopt.tuning.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class RecipeWorkload(ABC):
         self.name, self.options, self.effective_batch = name, options, effective_batch
         precisions = PRECISIONS if precision == "auto" else (precision,)
         self.levers = (
-            *(SearchDimension(lever, tuple(values)) for lever, values in self.LEVERS.items()),
-            SearchDimension(PRECISION, precisions),
+            *(Lever(lever, tuple(values)) for lever, values in self.LEVERS.items()),
+            Lever(PRECISION, precisions),
         )
 
     @property

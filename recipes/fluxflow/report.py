@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import num_parameters
-from hf_memopt.recipes.fluxflow.levers import WeightAverage
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
+from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
 
 logger = logging.getLogger(__name__)
 

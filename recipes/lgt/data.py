@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memopt.recipes.lgt.config import Config, DataConfig
+from hf_memopt.recipes.lgt.options import Config, DataConfig
 from hf_memopt.training import split_batch
 
 # start, time: where integration starts, and when; latents: the content; targets: style ids; target_latents: samples of

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hf_memopt.recipes.common.results import History, drawn, plot_history
 from hf_memopt.recipes.landscapes import autoencoder
-from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
+from hf_memopt.recipes.lgt.options import Config
 from hf_memopt.training.repeatable import RandomState
 
 NUM_EVALUATED = 64

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.recipes.lgt.config import ModelConfig
+from hf_memopt.recipes.lgt.options import ModelConfig
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 

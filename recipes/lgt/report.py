@@ -11,8 +11,8 @@ from safetensors.torch import save
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
-from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Latents, describe
+from hf_memopt.recipes.lgt.options import Config
 from hf_memopt.recipes.lgt.step import Run
 from hf_memopt.text_table import align
 from hf_memopt.units import format_gib

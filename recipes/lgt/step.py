@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Batch, LatentBank
 from hf_memopt.recipes.lgt.losses import full_precision, self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer
+from hf_memopt.recipes.lgt.options import Config
 from hf_memopt.training import GradientCache, StepResult, train_step
 
 Outputs = tuple[Tensor, ...]

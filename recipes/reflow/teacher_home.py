@@ -12,9 +12,9 @@ from lerobot.configs.train import TrainPipelineConfig
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.simulation.child_process import IsolatedError
 from hf_memopt.recipes.common.auto_plan import card_of
-from hf_memopt.recipes.reflow.plan import SmolVLAReflow, why_not_simulated
+from hf_memopt.recipes.reflow.workload import SmolVLAReflow, why_not_simulated
 from hf_memopt.teacher.strategies.mode_choice import usable_bytes
-from hf_memopt.tuning import TrainingPlan, plan
+from hf_memopt.tuning import SettingsPlan, plan
 from hf_memopt.tuning.settings_table import explain, headline
 from hf_memopt.units import format_gib
 
@@ -111,11 +111,11 @@ def _workload(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> SmolVLAR
     )
 
 
-def _home(found: TrainingPlan) -> str:
+def _home(found: SettingsPlan) -> str:
     return str(found.best.settings["teacher_offload"])
 
 
-def _reason(found: TrainingPlan, batch_size: int) -> str:
+def _reason(found: SettingsPlan, batch_size: int) -> str:
     best, card = found.best, found.card
     too_large = [row for row in found.rows if not row.fits]
     others = [f"; {row.settings['teacher_offload']} needs {format_gib(row.needed_bytes)}" for row in too_large]

@@ -98,7 +98,7 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> 
 @pytest.mark.parametrize(("index", "name"), list(enumerate(NAMES)))
 def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = RandomPlanner(random.Random(index))
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.make_plan", planner)
+    monkeypatch.setattr("hf_memopt.activations.plan_maker.make_plan", planner)
     autocast, make_copier = index % 2 == 0, list(COPIERS.values())[index // 2 % 2]
     workload = build(name)
     want = gradients(workload, autocast)

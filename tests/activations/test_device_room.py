@@ -10,8 +10,8 @@ from gradients import equal, take_gradients
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
 from hf_memopt.activations import offloader as offloader_module
+from hf_memopt.activations import pass_planner, plan_maker
 from hf_memopt.activations.device_room import USABLE, DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
 
@@ -21,7 +21,7 @@ WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
 @pytest.fixture(autouse=True)
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that take long, so that only memory is a reason for them."""
-    monkeypatch.setattr(auto_mode, "measure_link", lambda copier, clock: (1e6, 1e6))
+    monkeypatch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e6, 1e6))
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def test_what_fits_only_with_everything_offloaded_runs_on(
         train_step(model, torch.randn(LARGEST_BATCH, WIDTH), card)
 
 
-def plan_of(offloader: ActivationOffloader, model: nn.Module) -> auto_mode.AutoMode:
-    (mode,) = offloader._plans[model].values()
-    return mode
+def planner_of(offloader: ActivationOffloader, model: nn.Module) -> pass_planner.PassPlanner:
+    (planner,) = offloader._planners[model].values()
+    return planner
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
@@ -114,7 +114,7 @@ def test_a_card_in_between_is_used_and_never_exceeded(make: Callable[..., Activa
     offloader = make(card)
     for _ in range(6):
         train_step(model, x, card, offloader)
-    plan = plan_of(offloader, model).plan
+    plan = planner_of(offloader, model).plan
     assert plan is not None
     assert card.num_ooms == 0
     before = card.copier.bytes_to_host
@@ -134,14 +134,14 @@ def test_optimizer_states_that_come_later_are_made_room_for(make: Callable[..., 
     offloader = make(card)
     for _ in range(4):
         train_step(model, x, card, offloader)
-    before = plan_of(offloader, model).plan
+    before = planner_of(offloader, model).plan
     assert before is not None
     assert before.offloaded_bytes <= 4  # the loss at most
     with card:
         kept = [torch.zeros(2, WIDTH, WIDTH + 1) for _ in range(LAYERS)]
     for _ in range(3):
         train_step(model, x, card, offloader)
-    after = plan_of(offloader, model).plan
+    after = planner_of(offloader, model).plan
     assert card.num_ooms == 0
     assert sum(tensor.nbytes for tensor in kept) == states
     assert after is None or after.predicted_peak_bytes < before.predicted_peak_bytes
@@ -159,7 +159,7 @@ def test_other_processes_memory_is_not_counted_on(make: Callable[..., Activation
         offloader = make(card)
         for _ in range(3):
             train_step(model, x, card, offloader)
-        limits.append(plan_of(offloader, model)._limit_bytes)
+        limits.append(planner_of(offloader, model)._maker.limit_bytes)
     assert limits[0] - limits[1] == pytest.approx(USABLE * (plain // 4), abs=2)
 
 
@@ -183,7 +183,7 @@ def test_running_out_in_a_planned_pass_makes_the_plan_smaller(
     offloader = make(card)
     for _ in range(4):
         train_step(model, x, card, offloader)
-    planned = plan_of(offloader, model).plan.predicted_peak_bytes
+    planned = planner_of(offloader, model).plan.predicted_peak_bytes
     with card:
         model.register_forward_hook(hook := BigOnce(card))
         with pytest.raises(torch.OutOfMemoryError):
@@ -194,7 +194,7 @@ def test_running_out_in_a_planned_pass_makes_the_plan_smaller(
         gradients = train_step(model, x, card, offloader)
     assert "ran out of memory" in caplog.text
     assert equal(gradients, train_step(model, x, Card(2**40)))
-    now = plan_of(offloader, model).plan
+    now = planner_of(offloader, model).plan
     assert now is None or now.predicted_peak_bytes <= 0.7 * planned
     assert offloader.stats.host_bytes_live == 0
 
@@ -211,7 +211,7 @@ def test_a_log_that_is_kept_keeps_no_errors(
     offloader = make(card, budget_gib=error.value.smallest_bytes / 2**30)
     for _ in range(3):
         train_step(model, x, card, offloader)
-    plan_of(offloader, model).break_off(ran_out=True)
+    planner_of(offloader, model).break_off(ran_out=True)
     with caplog.at_level(logging.INFO):
         train_step(model, x, card, offloader)
     assert "going on with the smallest" in caplog.text

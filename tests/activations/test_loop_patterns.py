@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.optim import AdamW
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import plan_maker
 from hf_memopt.transfer import Copier
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
@@ -298,7 +298,7 @@ def test_mode_all(pattern: str, copier: str) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_any_plan(pattern: str, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = RandomPlanner(random.Random(f"{pattern} {copier}"))
-    monkeypatch.setattr(auto_mode, "make_plan", planner)
+    monkeypatch.setattr(plan_maker, "make_plan", planner)
     check(pattern, ActivationOffloader(mode="auto", offload_threshold_mb=0, copier=COPIERS[copier]()))
     assert planner.num_plans > 0
 

@@ -9,10 +9,10 @@ from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
-from hf_memopt.activations.planner.offload_plan import Plan, make_plan
+from hf_memopt.activations import plan_maker
+from hf_memopt.activations.planner.offload_plan import OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
-from hf_memopt.activations.saved_tensors import device_context
+from hf_memopt.activations.saved_tensors import device_state
 from hf_memopt.transfer.clock import HostClock
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
@@ -79,12 +79,12 @@ class Run:
         self.links: list[float] = []
         self.steps_s: list[float] = []
         self.model = Layers(device)
-        patch.setattr(auto_mode, "measure_link", lambda copier, clock: (1e9, 1e9))
-        patch.setattr(auto_mode, "make_plan", self._plan)
-        patch.setattr(device_context, "clock_for", lambda _: device)
+        patch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e9, 1e9))
+        patch.setattr(plan_maker, "make_plan", self._plan)
+        patch.setattr(device_state, "clock_for", lambda _: device)
         self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
 
-    def _plan(self, profile: Profile, link: Link, **limits: Any) -> Plan:
+    def _plan(self, profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
         self.links.append(link.to_host_bytes_per_s)
         self.steps_s.append(profile.step_s)
         return make_plan(profile, link, **limits)
@@ -109,9 +109,8 @@ def test_times_that_recording_has_inflated_are_scaled_down_once(lag: int, monkey
     run.go(6)
     recorded_s = run.steps_s[0]
     assert run.steps_s == pytest.approx([recorded_s, recorded_s / 3], rel=0.1)  # after the first pass and the plain one
-    (plans,) = run.offloader._plans.values()
-    (mode,) = plans.values()
-    assert mode.plan.predicted_step_s == pytest.approx(run.offloader.stats.measured_step_ms / 1e3, rel=0.02)
+    (planner,) = next(iter(run.offloader._planners.values())).values()
+    assert planner.plan.predicted_step_s == pytest.approx(run.offloader.stats.measured_step_ms / 1e3, rel=0.02)
 
 
 class Noted(Layers):
@@ -159,11 +158,11 @@ def test_a_plan_that_was_fast_enough_stays(monkeypatch: pytest.MonkeyPatch) -> N
     """A device that becomes slower, as hot ones do, says nothing of plans."""
     run = Run(Device(), monkeypatch)
     run.go(NUM_RECORDED + 1 + 3)
-    (mode,) = next(iter(run.offloader._plans.values())).values()
-    plan = mode.plan
+    (planner,) = next(iter(run.offloader._planners.values())).values()
+    plan = planner.plan
     run.device.layer_s = 2 * LAYER_S
     run.go(6)
-    assert mode.plan is plan
+    assert planner.plan is plan
 
 
 def test_a_larger_pass_is_not_compared_with_a_smaller_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +170,10 @@ def test_a_larger_pass_is_not_compared_with_a_smaller_plain_one(monkeypatch: pyt
     run.go(NUM_RECORDED + 1)
     run.device.layer_s = 2 * LAYER_S
     run.go(1, batch_size=8)
-    (mode,) = next(iter(run.offloader._plans.values())).values()
+    (planner,) = next(iter(run.offloader._planners.values())).values()
     run.go(6, batch_size=8)
     assert len(run.steps_s) == 3  # after the first, the plain and the larger pass
-    assert Action.OFFLOAD in mode.plan.actions
+    assert Action.OFFLOAD in planner.plan.actions
 
 
 class HostDevice(Device, HostClock):
@@ -212,8 +211,8 @@ def test_in_host_memory_nothing_is_done_where_hooks_alone_take_too_long(monkeypa
     moved_bytes = run.offloader.stats.bytes_moved
     run.go(1)
     assert run.offloader.stats.bytes_moved == moved_bytes > 0
-    (mode,) = next(iter(run.offloader._plans.values())).values()
-    assert set(mode.plan.actions) == {Action.KEEP}
+    (planner,) = next(iter(run.offloader._planners.values())).values()
+    assert set(planner.plan.actions) == {Action.KEEP}
 
 
 def test_a_plain_pass_that_took_too_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +237,9 @@ def test_a_plain_pass_of_another_size_is_not_compared(monkeypatch: pytest.Monkey
         run.go(1)
         run.device.layer_s = LAYER_S / 4
         run.go(1, batch_size=1)
-    (mode,) = next(iter(run.offloader._plans.values())).values()
-    assert not mode.rests
-    assert Action.OFFLOAD in mode.plan.actions
+    (planner,) = next(iter(run.offloader._planners.values())).values()
+    assert not planner.rests
+    assert Action.OFFLOAD in planner.plan.actions
 
 
 def test_times_that_were_right_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

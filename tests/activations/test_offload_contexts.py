@@ -12,7 +12,7 @@ from random_plans import plan_at_random
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier, wrap_forward_with_offload
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.profile import Action
 
 GIB = 2**30
@@ -66,7 +66,7 @@ def test_what_is_predicted_of_several_backwards_is_what_is_measured(
 ) -> None:
     """Peaks to the byte, bytes copied too, whatever the plan."""
     plan_by_lot = plan_at_random(seed, in_flight=seed % 3, ahead=seed // 2)
-    monkeypatch.setattr(auto_mode, "make_plan", plan_by_lot)
+    monkeypatch.setattr(plan_maker, "make_plan", plan_by_lot)
     model = blocks()
     pattern(model)
     want = take_gradients(model)
@@ -77,9 +77,9 @@ def test_what_is_predicted_of_several_backwards_is_what_is_measured(
             pattern(model)
         assert equal(take_gradients(model), want)
     stats = offloader.stats
-    (mode,) = offloader._plans[model].values()
+    (planner,) = offloader._planners[model].values()
     assert stats.measured_peak_gib == stats.predicted_peak_gib
-    assert stats.bytes_moved - moved == mode.plan.offloaded_bytes
+    assert stats.bytes_moved - moved == planner.plan.offloaded_bytes
 
 
 class Probe(nn.Module):
@@ -119,11 +119,11 @@ def test_operations_are_noted_only_where_results_are_computed_again(monkeypatch:
         return type(plan)(**{**vars(plan), "actions": actions})
 
     def owner_is_linear(index: int) -> bool:
-        (mode,) = offloader._plans[model].values()
-        owners = mode.recording.owners
+        (planner,) = offloader._planners[model].values()
+        owners = planner.recording.owners
         return index < len(owners) and owners[index] == "3"  # saves what the first block has computed
 
-    monkeypatch.setattr(auto_mode, "make_plan", recompute_what_blocks_compute)
+    monkeypatch.setattr(plan_maker, "make_plan", recompute_what_blocks_compute)
     model(BATCH).square().mean().backward()
     want = take_gradients(model)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())

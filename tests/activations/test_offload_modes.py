@@ -92,8 +92,8 @@ def test_a_report_sums_what_kinds_of_modules_save(decoder: nn.Module, tokens: Te
     plan = report.plan
     assert sum(row.kept_bytes for row in report.rows) >= plan.kept_bytes
     assert sum(row.offloaded_bytes for row in report.rows) >= plan.offloaded_bytes
-    (mode,) = offloader._plans[decoder].values()
-    assert sum(sum(astuple(row)[1:]) for row in report.rows) == sum(mode.recording.sizes)
+    (planner,) = offloader._planners[decoder].values()
+    assert sum(sum(astuple(row)[1:]) for row in report.rows) == sum(planner.recording.sizes)
     lines = str(report).splitlines()
     assert lines[0].split() == ["saved", "by", "(MiB)", "kept", "offloaded", "recomputed"]
     assert [line.split()[0] for line in lines[1:-1]] == [owner.split()[0] for owner in owners]
@@ -136,7 +136,7 @@ def test_weights_that_are_freed_after_backward_are_not_computed_from(freed: bool
     with offloader.offload_context(layer):
         loss = layer(torch.randn(4, 16)).square().sum()
     loss.backward()
-    (mode,) = offloader._plans[layer].values()
-    mode.review()
-    product = mode.recording.profile.storages[1]  # after the input
+    (planner,) = offloader._planners[layer].values()
+    planner.review()
+    product = planner.recording.profile.storages[1]  # after the input
     assert (product.recompute_s is None) == freed

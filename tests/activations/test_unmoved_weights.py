@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weights_at_home import forbid_weights
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import plan_maker
 from hf_memopt.transfer import Copier
 
 pytestmark = [
@@ -129,7 +129,7 @@ def check(workload: Workload, autocast: bool, mode: str, copier: Copier) -> None
 @pytest.fixture
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> RandomPlanner:
     planner = RandomPlanner(random.Random(0))
-    monkeypatch.setattr(auto_mode, "make_plan", planner)
+    monkeypatch.setattr(plan_maker, "make_plan", planner)
     return planner
 
 

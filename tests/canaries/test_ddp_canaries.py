@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.canary, pytest.mark.usefixtures("one_rank")]
 
-DDP = "hf_memopt/training/window/ddp.py"
+DDP = "hf_memopt/training/accumulation/ddp.py"
 
 
 @pytest.fixture

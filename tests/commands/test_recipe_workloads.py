@@ -14,7 +14,7 @@ CHOICES = ("causal_lm", "fluxflow", "lgt", "neural_operator", "reflow_smolvla", 
 def test_a_recipe_is_found_with_and_without_its_prefix_and_gets_what_is_given(name: str) -> None:
     config = CONFIGS / "lgt.json"
     own = recipe_workload(name, config, precision=None, effective_batch=None)
-    assert type(own).__module__ == "hf_memopt.recipes.lgt.plan"
+    assert type(own).__module__ == "hf_memopt.recipes.lgt.workload"
     other = recipe_workload(name, config, precision=None, effective_batch=2 * own.effective_batch)
     assert other.effective_batch == 2 * own.effective_batch
 

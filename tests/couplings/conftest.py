@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished cache of `make_plan()`. Read only."""
+    """A finished cache of `make_spec()`. Read only."""
     from coupling_toys import write
 
     path = tmp_path_factory.mktemp("couplings") / "cache"

@@ -13,7 +13,7 @@ key = LateModule("hf_memopt.couplings.key")
 
 
 def test_a_target_solves_the_teachers_ode(folder: Path) -> None:
-    index = coupling_toys.make_plan().indices[5]
+    index = coupling_toys.make_spec().indices[5]
     coupling = couplings_cache.CouplingCache(folder).of([index], [1], coupling_toys.load([index]))
     noise = key.draw_noise([key.noise_seed(7, index, 1)], coupling_toys.SHAPE)
     assert torch.equal(coupling.noise, noise)
@@ -30,7 +30,7 @@ def test_copies_and_pickles_read_the_folder_anew(folder: Path) -> None:
     cache = couplings_cache.CouplingCache(folder)
     pickled = pickle.dumps(cache)
     assert len(pickled) < 1000
-    twin, index = pickle.loads(pickled), coupling_toys.make_plan().indices[0]
+    twin, index = pickle.loads(pickled), coupling_toys.make_spec().indices[0]
     assert torch.equal(
         twin.of([index], [0], coupling_toys.load([index])).target,
         cache.of([index], [0], coupling_toys.load([index])).target,

@@ -18,13 +18,13 @@ couplings_source = LateModule("hf_memopt.couplings.source")
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_cached_is_online_bit_for_bit_on_every_rank(folder: Path, world_size: int) -> None:
-    plan, state = coupling_toys.make_plan(), torch.get_rng_state()
+    spec, state = coupling_toys.make_spec(), torch.get_rng_state()
     for rank in range(world_size):
         online = couplings_source.CouplingSource.online(
-            coupling_toys.Teacher(), coupling_toys.load, plan, rank=rank, world_size=world_size
+            coupling_toys.Teacher(), coupling_toys.load, spec, rank=rank, world_size=world_size
         )
         cached = couplings_source.CouplingSource.cached(
-            folder, coupling_toys.load, expected=plan.key, rank=rank, world_size=world_size
+            folder, coupling_toys.load, expected=spec.key, rank=rank, world_size=world_size
         )
         coupling_toys.assert_same(online, cached, num_epochs=3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -32,24 +32,24 @@ def test_cached_is_online_bit_for_bit_on_every_rank(folder: Path, world_size: in
 
 def test_an_epoch_takes_each_sample_once_and_epochs_differ() -> None:
     source = couplings_source.CouplingSource.online(
-        coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan(num_draws=2)
+        coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec(num_draws=2)
     )
     seen = []
     for epoch in range(3):
         source.set_epoch(epoch)
         seen.append({index: c.noise[row] for c in source for row, index in enumerate(c.indices)})
-    assert all(sorted(epoch) == sorted(coupling_toys.make_plan().indices) for epoch in seen)
+    assert all(sorted(epoch) == sorted(coupling_toys.make_spec().indices) for epoch in seen)
     assert list(seen[0]) != list(seen[1])
-    index = coupling_toys.make_plan().indices[0]
+    index = coupling_toys.make_spec().indices[0]
     assert torch.equal(seen[0][index], seen[2][index])  # two draws, so the third epoch repeats the first's
     assert not torch.equal(seen[0][index], seen[1][index])
 
 
 def test_ranks_take_different_samples_and_as_many() -> None:
-    plan = coupling_toys.make_plan(batch_size=2)
+    spec = coupling_toys.make_spec(batch_size=2)
     ranks = [
         couplings_source.CouplingSource.online(
-            coupling_toys.Teacher(), coupling_toys.load, plan, rank=rank, world_size=3
+            coupling_toys.Teacher(), coupling_toys.load, spec, rank=rank, world_size=3
         )
         for rank in range(3)
     ]
@@ -69,7 +69,7 @@ def test_the_folder_is_a_dataset_of_the_datasets_library(folder: Path) -> None:
 def test_training_on_cached_couplings_is_training_online(folder: Path) -> None:
     weights = []
     for source in (
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
         couplings_source.CouplingSource.cached(folder, coupling_toys.load),
     ):
         torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_training_on_cached_couplings_is_training_online(folder: Path) -> None:
     ],
 )
 def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: Any) -> None:
-    stale = coupling_toys.make_plan(**{field: value})
+    stale = coupling_toys.make_spec(**{field: value})
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is .* there and .* here\. "):
         couplings_source.CouplingSource.cached(folder, coupling_toys.load, expected=stale.key)
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is"):
@@ -114,7 +114,7 @@ def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: An
 def test_a_folder_is_completed_with_its_own_plan_only(folder: Path, changes: dict[str, int], field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is"):
         couplings_source.precompute(
-            coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan(**changes), folder, shard_size=8
+            coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec(**changes), folder, shard_size=8
         )
 
 
@@ -139,7 +139,7 @@ def test_an_unfinished_cache_is_refused_and_repaired_by_the_same_command(own: Pa
     assert coupling_toys.write(own) == []
     assert all(file.stat().st_mtime_ns == stamp for file, stamp in before.items())
     coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
         couplings_source.CouplingSource.cached(own, coupling_toys.load),
         2,
     )
@@ -163,7 +163,7 @@ def test_folders_without_couplings_are_refused(tmp_path: Path, own: Path) -> Non
 def test_random_augmentation_is_refused_before_anything_is_solved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="augmented at random"):
         couplings_source.precompute(
-            coupling_toys.Teacher(), coupling_toys.load_augmented, coupling_toys.make_plan(), tmp_path / "cache"
+            coupling_toys.Teacher(), coupling_toys.load_augmented, coupling_toys.make_spec(), tmp_path / "cache"
         )
     assert not list((tmp_path / "cache").glob("*.arrow"))
 
@@ -172,7 +172,7 @@ def test_stored_observations_make_augmented_couplings_right(tmp_path: Path) -> N
     couplings_source.precompute(
         coupling_toys.Teacher(),
         coupling_toys.load_augmented,
-        coupling_toys.make_plan(),
+        coupling_toys.make_spec(),
         tmp_path / "cache",
         store_observations=True,
     )

@@ -24,11 +24,11 @@ AGAIN = r"run the same `precompute` command again$"
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Caches of as many shards of the same shape: of another teacher, other noise, another order. Read only."""
-    path, plan = tmp_path_factory.mktemp("others"), coupling_toys.make_plan()
+    path, spec = tmp_path_factory.mktemp("others"), coupling_toys.make_spec()
     for name, other in (
-        ("teacher", coupling_toys.make_plan(weights="0" * 64)),
-        ("noise", coupling_toys.make_plan(seed=8)),
-        ("order", couplings_source.CouplingPlan(**{**vars(plan), "indices": plan.indices[::-1]})),
+        ("teacher", coupling_toys.make_spec(weights="0" * 64)),
+        ("noise", coupling_toys.make_spec(seed=8)),
+        ("order", couplings_source.CouplingSpec(**{**vars(spec), "indices": spec.indices[::-1]})),
     ):
         couplings_source.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
     return path
@@ -36,7 +36,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_is_the_teachers(folder: Path) -> None:
     coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
         couplings_source.CouplingSource.cached(folder, coupling_toys.load),
         2,
     )
@@ -55,7 +55,10 @@ def refuse(folder: Path, message: str) -> None:
 def test_a_shard_of_another_cache_is_refused_by_name_and_replaced(own: Path, others: Path, other: str) -> None:
     for suffix in (".arrow", ".json"):
         shutil.copyfile(others / other / f"{SHARD}{suffix}", own / f"{SHARD}{suffix}")
-    refuse(own, rf"{SHARD}\.arrow is not of the couplings that couplings\.json describes: .* another plan's; {AGAIN}")
+    refuse(
+        own,
+        rf"{SHARD}\.arrow is not of the couplings that couplings\.json describes: .* another specification's; {AGAIN}",
+    )
     assert coupling_toys.write(own) == []
     assert_is_the_teachers(own)
 
@@ -76,7 +79,7 @@ def test_the_shards_that_were_checked_are_those_that_are_read(own: Path, others:
         shutil.copyfile(others / "noise" / file.name, own / "draft")
         (own / "draft").replace(file)
     coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
         source,
         2,
     )
@@ -245,7 +248,7 @@ def test_a_second_writer_of_a_shard_is_told_who_writes_it(tmp_path: Path) -> Non
     other: list[list[int]] = []
     assert (
         couplings_source.precompute(
-            coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_plan(), tmp_path / "cache", shard_size=8
+            coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_spec(), tmp_path / "cache", shard_size=8
         )
         == []
     )

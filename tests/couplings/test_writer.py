@@ -66,7 +66,7 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
             current = folder / str(kill + 1)
     coupling_toys.write(current)
     coupling_toys.assert_same(
-        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_plan()),
+        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
         source.CouplingSource.cached(current, coupling_toys.load),
         2,
     )
@@ -125,7 +125,7 @@ def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_pat
     first, second = results_of_both(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", tmp_path)
     assert first["weights"] == second["weights"]
     assert not set(first["samples"]) & set(second["samples"])
-    assert first["solved"] + second["solved"] == coupling_toys.make_plan().num_batches
+    assert first["solved"] + second["solved"] == coupling_toys.make_spec().num_batches
     for file in folder.glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
 
@@ -139,4 +139,4 @@ def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: P
     assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
     for file in (tmp_path / "one").glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-    assert source.CouplingCache(tmp_path / "two").plan == source.CouplingCache(tmp_path / "one").plan
+    assert source.CouplingCache(tmp_path / "two").spec == source.CouplingCache(tmp_path / "one").spec

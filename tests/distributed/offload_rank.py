@@ -176,7 +176,7 @@ def keep_a_budget(folder: Path) -> None:
                 loss.backward()
         except InfeasibleBudgetError as error:
             outcome |= {"needed_bytes": error.smallest_bytes, "message": str(error)}
-        own = [mode.recording.profile for plans in offloader._plans.values() for mode in plans.values()]
+        own = [planner.recording.profile for planners in offloader._planners.values() for planner in planners.values()]
         alone = make_plan(own[0], Link(1e9, 1e9), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
         demands = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
         dist.all_gather(demands, torch.tensor(alone.predicted_peak_bytes))

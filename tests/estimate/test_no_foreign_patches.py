@@ -22,7 +22,7 @@ def test_estimates_change_nothing_of_other_packages() -> None:
 
 IMPORTS = """
 from hf_memopt.activations import device_room
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES
 import hf_memopt.transfer.copier
 """
 

@@ -32,7 +32,7 @@ def other_teacher() -> Any:
 
 @functools.cache
 def make_plan() -> Any:
-    return coupling_toys.make_plan(batch_size=6)
+    return coupling_toys.make_spec(batch_size=6)
 
 
 def write(folder: Path, plan: Any = None, teacher: Any = None) -> list[int]:
@@ -46,8 +46,8 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whole caches of as many shards: one to attack, and one each of another teacher, other noise, another order."""
     folder = tmp_path_factory.mktemp("caches")
     write(folder / "pristine")
-    write(folder / "teacher", coupling_toys.make_plan(batch_size=6, weights="0" * 64), other_teacher())
-    write(folder / "noise", coupling_toys.make_plan(batch_size=6, seed=8))
+    write(folder / "teacher", coupling_toys.make_spec(batch_size=6, weights="0" * 64), other_teacher())
+    write(folder / "noise", coupling_toys.make_spec(batch_size=6, seed=8))
     write(folder / "order", dataclasses.replace(make_plan(), indices=make_plan().indices[::-1]))
     return folder
 

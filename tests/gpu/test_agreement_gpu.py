@@ -10,7 +10,7 @@ from torch import nn
 def heavy_imports() -> None:
     """Import these when the first test runs: collecting tests must not cost their seconds."""
     global Darcy, samples, WeightAverage
-    from hf_memopt.recipes.fluxflow.levers import WeightAverage
+    from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
     from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
 
 

@@ -76,7 +76,7 @@ def test_inputs_of_checkpoints_travel(name: str) -> None:
 @pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize(("index", "name"), list(enumerate(ALL)))
 def test_any_plan_is_followed(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.make_plan", RandomPlanner(random.Random(index)))
+    monkeypatch.setattr("hf_memopt.activations.plan_maker.make_plan", RandomPlanner(random.Random(index)))
     workload = ALL[name].build()
     want = gradients(workload)
     offloader = ActivationOffloader(mode="auto", offload_threshold_mb=0)

@@ -96,7 +96,7 @@ def test_nine_tenths_of_all_copies_run_beside_compute() -> None:
     spans: dict[bool, list[Interval]] = {True: [], False: []}  # of copies, of kernels
     for event in trace.events():
         # Our own labels span copies and are none.
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type == torch.autograd.DeviceBackend.CUDA and not event.is_user_annotation:
             spans["memcpy" in event.name.lower()].append((event.time_range.start, event.time_range.end))
     copies, kernels = union(spans[True]), union(spans[False])
     moved = offloader.stats.bytes_moved

@@ -26,7 +26,7 @@ Run = Callable[[nn.Module, Tensor, Any], Gradients]
 @pytest.fixture(params=["all", "auto"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ActivationOffloader]:
     """Mode "auto" follows plans made by lot, which really offload and recompute."""
-    monkeypatch.setattr("hf_memopt.activations.auto_mode.make_plan", RandomPlanner(random.Random(1)))
+    monkeypatch.setattr("hf_memopt.activations.plan_maker.make_plan", RandomPlanner(random.Random(1)))
     return lambda: ActivationOffloader(mode=request.param, offload_threshold_mb=0)
 
 

@@ -15,8 +15,8 @@ from operation_runs import CHECKPOINTED, PLAIN, SETTINGS, Setting, run, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
-from hf_memopt.activations import auto_mode
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations import plan_maker
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.transfer import Copier, SyncCopier
 
@@ -35,12 +35,12 @@ COPIERS: dict[str, Callable[[int], Copier]] = {
 # ------------------------------------------------------------------------------------------------ plans
 
 
-def _plan(profile: Profile, choose: Callable[[bool], Action]) -> Plan:
+def _plan(profile: Profile, choose: Callable[[bool], Action]) -> OffloadPlan:
     """A plan that leaves nothing on its way: what is offloaded is gone at once."""
     actions = tuple(choose(storage.recompute_s is not None) for storage in profile.storages)
     order = tuple(index for index in profile.use_order if actions[index] is Action.OFFLOAD)
     given = {"actions": actions, "reload_order": order, "prefetch_bytes": 2 * max(profile.sizes, default=0)}
-    return Plan(**{each.name: given.get(each.name, 0) for each in fields(Plan)})
+    return OffloadPlan(**{each.name: given.get(each.name, 0) for each in fields(OffloadPlan)})
 
 
 def _by_lot(seed: int) -> Callable[[bool], Action]:
@@ -57,20 +57,20 @@ STRATEGIES = ("all", *PLANS)
 
 
 @contextmanager
-def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[Plan]]:
+def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[OffloadPlan]]:
     """Mode "auto" takes these plans; yields those that were made."""
-    made: list[Plan] = []
+    made: list[OffloadPlan] = []
 
-    def make_plan(profile: Profile, link: Link, **limits: Any) -> Plan:
+    def make_plan(profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
         made.append(_plan(profile, choose))
         return made[-1]
 
-    own = auto_mode.make_plan, auto_mode.measure_link
-    auto_mode.make_plan, auto_mode.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
+    own = plan_maker.make_plan, plan_maker.measure_link
+    plan_maker.make_plan, plan_maker.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
     try:
         yield made
     finally:
-        auto_mode.make_plan, auto_mode.measure_link = own
+        plan_maker.make_plan, plan_maker.measure_link = own
 
 
 # ------------------------------------------------------------------------------------------------ variants

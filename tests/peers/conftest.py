@@ -7,7 +7,7 @@ from adversarial_copier import COPIERS
 from random_plans import RandomPlanner
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import plan_maker
 from hf_memopt.transfer import Copier
 
 
@@ -19,6 +19,6 @@ def copier(request: pytest.FixtureRequest) -> Copier:
 @pytest.fixture(params=["all", "auto"])
 def offloader(request: pytest.FixtureRequest, copier: Copier, monkeypatch: pytest.MonkeyPatch) -> ActivationOffloader:
     """Moves whatever it can. In mode "auto" plans are drawn by lot; from the third pass on nothing is recorded."""
-    monkeypatch.setattr(auto_mode, "make_plan", RandomPlanner(random.Random(request.node.name)))
-    monkeypatch.setattr(auto_mode, "measure_link", lambda *args: (1e10, 1e10))
+    monkeypatch.setattr(plan_maker, "make_plan", RandomPlanner(random.Random(request.node.name)))
+    monkeypatch.setattr(plan_maker, "measure_link", lambda *args: (1e10, 1e10))
     return ActivationOffloader(mode=request.param, offload_threshold_mb=0, copier=copier)

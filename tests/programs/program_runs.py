@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import auto_mode
+from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner import refinement, search
-from hf_memopt.activations.saved_tensors import device_context
+from hf_memopt.activations.saved_tensors import device_state
 from hf_memopt.transfer.clock import HostClock
 
 Around = Callable[["Run"], AbstractContextManager[object]]
@@ -250,8 +250,8 @@ class CountingClock(HostClock):
 def repeatable() -> Iterator[None]:
     """Plans are the same in each run, and are searched for less long."""
     with (
-        patch.object(device_context, "clock_for", lambda device: CountingClock()),
-        patch.object(auto_mode, "measure_link", lambda *_: (1e7, 1e7)),
+        patch.object(device_state, "clock_for", lambda device: CountingClock()),
+        patch.object(plan_maker, "measure_link", lambda *_: (1e7, 1e7)),
         patch.object(search, "_MAX_EVENTS", 500),
         patch.object(search, "_MIN_PLANS", 20),
         patch.object(refinement, "_MAX_EVENTS", 500),
@@ -272,7 +272,7 @@ def offloaded(program: Program, mode: str) -> list[str]:
     if "lot" in mode:
         options["budget_gib"] = 1024.0  # without a budget one pass more is not planned
     offloader = ActivationOffloader(**options, max_slowdown=100.0)
-    with patch.object(auto_mode, "make_plan", lots) if "lot" in mode else nullcontext():
+    with patch.object(plan_maker, "make_plan", lots) if "lot" in mode else nullcontext():
         run = Run(program, lambda run: offloader.offload_context(run.model if program.is_known else None))
     return [*_differences(run, want), *_left_behind(offloader)]
 

@@ -11,8 +11,9 @@ from program_strategy import FEATURES, Program
 from torch import Tensor
 
 from hf_memopt import autograd_state
-from hf_memopt.activations.recompute import op_recorder
-from hf_memopt.activations.saved_tensors import forward_pass, pack_hook, shown_elements, storages
+from hf_memopt.activations import offloaded_pass, saved_tensor_hooks
+from hf_memopt.activations.recompute import op_tracer
+from hf_memopt.activations.saved_tensors import shown_elements, storages
 
 Put = Callable[[pytest.MonkeyPatch], None]
 
@@ -86,7 +87,7 @@ def a_copy_serves_what_nobody_had_shown(patch: pytest.MonkeyPatch) -> None:
     """A storage is copied when a part of it is saved, and other parts, written by `.data` later, come from the copy."""
     patch.setattr(shown_elements.ShownElements, "include_all_of", lambda self, tensor: True)
     patch.setattr(shown_elements.ShownElements, "include", lambda self, part: True)
-    patch.setattr(forward_pass, "is_whole", lambda tensor, num_bytes: True)
+    patch.setattr(offloaded_pass, "is_whole", lambda tensor, num_bytes: True)
 
 
 def restored_views_count_for_themselves(patch: pytest.MonkeyPatch) -> None:
@@ -96,18 +97,18 @@ def restored_views_count_for_themselves(patch: pytest.MonkeyPatch) -> None:
 
 def custom_functions_are_like_others(patch: pytest.MonkeyPatch) -> None:
     """Other tensors are computed again from what a custom function has saved, and overwrites."""
-    patch.setattr(pack_hook, "called_from_function", lambda frame: False)
+    patch.setattr(saved_tensor_hooks, "called_from_function", lambda frame: False)
 
 
 def sources_are_the_models_own(patch: pytest.MonkeyPatch) -> None:
     """Plans act by number, in passes that do something else too, and compute from what the model modifies there."""
-    patch.setattr(forward_pass, "OwnCopy", storages.KeptStorage)
-    patch.setattr(forward_pass.ForwardPass, "_is_as_recorded", lambda self, index, found: found is not None)
+    patch.setattr(offloaded_pass, "OwnCopy", storages.KeptStorage)
+    patch.setattr(offloaded_pass.OffloadedPass, "_is_as_recorded", lambda self, index, found: found is not None)
 
 
 def writes_through_data_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A tensor is computed again from what code has overwritten before it was saved."""
-    patch.setattr(op_recorder.OpRecorder, "num_writes", lambda self, key: 0)
+    patch.setattr(op_tracer.OpTracer, "num_writes", lambda self, key: 0)
 
 
 def sources_may_be_written_to(patch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
-from hf_memopt.recipes.lgt import config as lgt_config_module
-from hf_memopt.recipes.lgt import plan as lgt_plan
+from hf_memopt.recipes.lgt import options as lgt_config_module
+from hf_memopt.recipes.lgt import workload as lgt_plan
 
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
-causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.plan")
+causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
 fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
-fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.plan")
+fluxflow_plan = LateModule("hf_memopt.recipes.fluxflow.workload")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
-neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.plan")
+neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.workload")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)

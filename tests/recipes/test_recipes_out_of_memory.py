@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 out_of_memory = LateModule("hf_memopt.recipes.common.out_of_memory")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
-lgt_config = LateModule("hf_memopt.recipes.lgt.config")
+lgt_config = LateModule("hf_memopt.recipes.lgt.options")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
 train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 train_lgt = LateModule("hf_memopt.recipes.train_lgt")

@@ -22,7 +22,7 @@ from hf_memopt import recipes
 
 train_sft = LateModule("hf_memopt.recipes.train_sft")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
-sft_plan = LateModule("hf_memopt.recipes.sft.plan")
+sft_plan = LateModule("hf_memopt.recipes.sft.workload")
 model_options = LateModule("hf_memopt.tuning.transformers_models.model_options")
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
@@ -108,7 +108,7 @@ def test_rows_of_prompts_and_completions_from_a_folder(tmp_path: Path) -> None:
 
 def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = SimpleNamespace(settings={"activations": "checkpointed, inputs offloaded"}, micro_batch=2)
-    monkeypatch.setattr("hf_memopt.recipes.sft.plan.best_row", lambda model, card, process: best)
+    monkeypatch.setattr("hf_memopt.recipes.sft.workload.best_row", lambda model, card, process: best)
     flags = ("--plan=8GiB", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=3")
     options = sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}"])
     assert sft_plan.apply_plan(options) is best

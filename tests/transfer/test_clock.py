@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_memopt.activations.recording import Recorder
-from hf_memopt.activations.saved_tensors.device_context import DeviceBytes
+from hf_memopt.activations.pass_recorder import PassRecorder
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
 from hf_memopt.transfer.clock import StreamClock
 
 
@@ -49,7 +49,7 @@ def test_time_never_runs_backwards(clock: StreamClock) -> None:
 def test_a_pass_on_several_streams_is_recorded(clock: StreamClock) -> None:
     # It begins on one stream, saves on another one that is far ahead, and is used on a third one that is behind.
     TimedEvent.moments = [0.0, 7.0, 7.0, 2.0, 2.0, 9.0]
-    recorder = Recorder(clock, None, DeviceBytes())
+    recorder = PassRecorder(clock, None, DeviceBytes())
     storage = torch.zeros(4).untyped_storage()
     with recorder.working():
         recorder.saved(storage, 0, stays=False, num_writes=0)

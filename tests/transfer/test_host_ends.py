@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.teacher import OffloadedTeacher
-from hf_memopt.transfer.copier import HostEnds
+from hf_memopt.transfer.copier import HostBuffersInFlight
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.host_memory import _CudaArray
 
@@ -97,7 +97,7 @@ def test_what_is_dropped_under_queued_copies_is_kept(copier: AdversarialCopier, 
 def test_the_copier_catches_host_memory_that_is_not_kept(
     copier: AdversarialCopier, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostEnds, "hold", lambda *_: None)
+    monkeypatch.setattr(HostBuffersInFlight, "hold", lambda *_: None)
     WAYS[way](copier)
     with pytest.raises(AssertionError, match="host memory was freed"):
         go_on(copier)
@@ -116,7 +116,7 @@ def test_what_is_over_is_let_go(copier: AdversarialCopier) -> None:
 
 def test_a_destructor_that_gets_in_between_drops_nothing_unfinished() -> None:
     """Garbage collection may run at any time, and what it finds may copy."""
-    ends = HostEnds()
+    ends = HostBuffersInFlight()
 
     class Meddling:
         def query(self) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_memopt import ActivationOffloader
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.tuning import NothingFitsError, Row, SearchDimension, TrainingPlan, plan
+from hf_memopt.tuning import Lever, NothingFitsError, Row, SettingsPlan, plan
 from hf_memopt.tuning.settings_table import explain
 from hf_memopt.units import GIB
 
@@ -44,8 +44,8 @@ class Toy:
     effective_batch = 16
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
 
-    def __init__(self, *levers: SearchDimension) -> None:
-        self.levers = levers or (SearchDimension("activations", ("kept", "checkpointed", "offloaded")),)
+    def __init__(self, *levers: Lever) -> None:
+        self.levers = levers or (Lever("activations", ("kept", "checkpointed", "offloaded")),)
         self.simulations: list[tuple[str, int]] = []
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
@@ -84,12 +84,12 @@ def card_with(room_bytes: int) -> Card:
     return Card("test", KEPT + room_bytes, 10e12, 20e12, 500e9, 25e9)
 
 
-def make_plan(room_bytes: int, **options: Any) -> TrainingPlan:
+def make_plan(room_bytes: int, **options: Any) -> SettingsPlan:
     return plan(Toy(), gpu=card_with(room_bytes), num_workers=1, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
-def tight() -> TrainingPlan:
+def tight() -> SettingsPlan:
     """For a card on which the whole batch does not fit as it is."""
     return make_plan(100 * MIB)
 
@@ -111,7 +111,7 @@ def test_nothing_else_is_simulated_where_the_one_micro_batch_that_may_be_chosen_
     assert "activations kept, not offloaded: not needed, since the micro-batch fits without it." in reasons
 
 
-def test_one_worker_ends_with_the_first_combination_that_fits(tight: TrainingPlan) -> None:
+def test_one_worker_ends_with_the_first_combination_that_fits(tight: SettingsPlan) -> None:
     toy = Toy()
     toy.micro_batches = (max(row.micro_batch for row in tight.rows if row.fits and _is_checkpointed(row)),)
     found = plan(toy, gpu=tight.card, num_workers=1, progress=False)
@@ -122,7 +122,7 @@ def _is_checkpointed(row: Row) -> bool:
     return bool(row.settings["activations"] == "checkpointed")
 
 
-def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tight: TrainingPlan) -> None:
+def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tight: SettingsPlan) -> None:
     best = tight.best
     assert best.estimate.trace.fits(100 * MIB)
     for row in tight.rows:
@@ -132,11 +132,11 @@ def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tigh
             assert not row.fits
 
 
-def test_all_combinations_are_compared_on_a_card_that_is_too_small_for_plain_training(tight: TrainingPlan) -> None:
+def test_all_combinations_are_compared_on_a_card_that_is_too_small_for_plain_training(tight: SettingsPlan) -> None:
     assert {row.settings["activations"] for row in tight.rows} == {"kept", "checkpointed", "offloaded"}
 
 
-def test_each_combination_is_tried_with_the_largest_micro_batch_that_fits(tight: TrainingPlan) -> None:
+def test_each_combination_is_tried_with_the_largest_micro_batch_that_fits(tight: SettingsPlan) -> None:
     for activations in ("kept", "checkpointed", "offloaded"):
         rows = [row for row in tight.rows if row.settings["activations"] == activations]
         largest = max(row.micro_batch for row in rows if row.fits)
@@ -144,7 +144,7 @@ def test_each_combination_is_tried_with_the_largest_micro_batch_that_fits(tight:
 
 
 def test_what_one_micro_batch_needs_tells_which_is_tried_next() -> None:
-    kept = SearchDimension("activations", ("kept",))
+    kept = Lever("activations", ("kept",))
     alone = Toy(kept)
     alone.micro_batches = (4,)
     needed = plan(alone, gpu=card_with(2 * GIB), num_workers=1, progress=False).best.needed_bytes
@@ -153,13 +153,13 @@ def test_what_one_micro_batch_needs_tells_which_is_tried_next() -> None:
     assert found.best.micro_batch == 4
 
 
-def test_rows_are_sorted_and_an_update_is_always_the_whole_batch(tight: TrainingPlan) -> None:
+def test_rows_are_sorted_and_an_update_is_always_the_whole_batch(tight: SettingsPlan) -> None:
     keys = [(not row.fits, row.update_ms) for row in tight.rows]
     assert keys == sorted(keys)
     assert all(row.micro_batch * row.accumulation == 16 for row in tight.rows)
 
 
-def test_checkpointing_takes_longer_and_needs_less(tight: TrainingPlan) -> None:
+def test_checkpointing_takes_longer_and_needs_less(tight: SettingsPlan) -> None:
     rows = {(row.settings["activations"], row.micro_batch): row for row in tight.rows}
     kept, checkpointed = rows["kept", 1], rows["checkpointed", 1]
     assert checkpointed.update_ms > kept.update_ms
@@ -173,11 +173,11 @@ def test_offloading_waits_for_a_slow_link_and_is_not_chosen() -> None:
 
 def _offloaded_ms(link_bytes_per_s: float) -> float:
     card = replace(card_with(60 * MIB), link_bytes_per_s=link_bytes_per_s)
-    found = plan(Toy(SearchDimension("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
+    found = plan(Toy(Lever("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
     return min(row.update_ms for row in found.rows)
 
 
-def test_what_needs_more_host_memory_than_there_is_does_not_fit(tight: TrainingPlan) -> None:
+def test_what_needs_more_host_memory_than_there_is_does_not_fit(tight: SettingsPlan) -> None:
     poor = make_plan(100 * MIB, host="4MiB")
     assert any(row.fits for row in tight.rows if row.settings["activations"] == "offloaded")
     assert not any(row.fits for row in poor.rows if row.settings["activations"] == "offloaded")
@@ -193,7 +193,7 @@ def test_where_nothing_fits_the_error_says_what_would_and_what_takes_the_memory(
     assert found.best.needed_bytes <= smallest.needed_bytes
 
 
-def test_several_simulations_at_once_give_the_same_plan(tight: TrainingPlan) -> None:
+def test_several_simulations_at_once_give_the_same_plan(tight: SettingsPlan) -> None:
     parallel = plan(Toy(), gpu=card_with(100 * MIB), num_workers=3, progress=False)
     assert {_key(row) for row in parallel.rows} == {_key(row) for row in tight.rows}
     assert _key(parallel.best) == _key(tight.best)

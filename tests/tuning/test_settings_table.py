@@ -9,12 +9,12 @@ import pytest
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.gpus import Card
-from hf_memopt.tuning import Row, SearchDimension, TrainingPlan
+from hf_memopt.tuning import Lever, Row, SettingsPlan
 from hf_memopt.tuning.settings_table import as_json, explain, headline, table
 from hf_memopt.units import GIB
 
 CARD = Card("toy card", 8 * GIB, 10e12, 20e12, 500e9, 25e9)
-LEVERS = (SearchDimension("checkpointing", ("none", "full")), SearchDimension("offload", ("off", "auto", "all")))
+LEVERS = (Lever("checkpointing", ("none", "full")), Lever("offload", ("off", "auto", "all")))
 
 
 def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib: float, host_gib: float = 0.0) -> Row:
@@ -44,8 +44,8 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
     return Row(chosen, micro_batch, 16 // micro_batch, update_ms, round(needed_gib * GIB), needed_gib <= 8, estimate)
 
 
-def plan_of(*rows: Row) -> TrainingPlan:
-    return TrainingPlan("toy", LEVERS, CARD, 32 * GIB, rows)
+def plan_of(*rows: Row) -> SettingsPlan:
+    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, rows)
 
 
 PLAN = plan_of(

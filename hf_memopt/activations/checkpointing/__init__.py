@@ -1,7 +1,1 @@
-"""Selective activation checkpointing: recompute cheap operations, keep what the expensive ones gave.
-
-Read in this order:
-
-- `save_policies`: which results are kept, operation by operation.
-- `selective`: applies a policy to a function or to a model's blocks.
-"""
+"""Selective activation checkpointing: cheap operations are recomputed, the results of expensive ones kept."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
 from hf_memopt.autograd_state import VersionGuard, is_plain
-from hf_memopt.transfer.device_types import PLAIN_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES
 
 Policy = Callable[..., CheckpointPolicy | bool]
 _Position = tuple[Any, int]  # an operation, and how many times it ran before in the region
@@ -56,7 +56,7 @@ POLICIES: dict[str, Callable[[], Policy | None]] = {
 }
 
 
-class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The forward pass of a region: notes the outputs that the policy keeps.
 
     They are saved when the region is over, by `save`, outside of the dispatch and under the caller's saved-tensor
@@ -115,7 +115,7 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._aliases[key].append(tensor)
 
 
-class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The recomputation of a region: runs what was not kept."""
 
     supports_higher_order_operators = True

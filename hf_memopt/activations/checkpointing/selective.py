@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.activations.checkpointing.save_policies import POLICIES, Keeping, Policy, Replaying
+from hf_memopt.activations.checkpointing.save_policies import POLICIES, KeepOutputs, Policy, ReplayOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class SelectiveCheckpoint:
             return checkpoint(run, *leaves, use_reentrant=False)
         # The checkpoint runs the region under the first mode, and each recomputation under the second one. Both share
         # the dictionary of what was kept, which is empty until `save`.
-        keeping = Keeping(policy)
-        contexts = keeping, Replaying(keeping.kept)
+        keeping = KeepOutputs(policy)
+        contexts = keeping, ReplayOutputs(keeping.kept)
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
         keeping.save()
         return output

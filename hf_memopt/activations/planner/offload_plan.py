@@ -64,7 +64,7 @@ class InfeasibleBudgetError(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class OffloadPlan:
     """What to do with each storage, and what that is predicted to cost.
 
     Attributes:
@@ -120,7 +120,7 @@ def make_plan(
     prefetch_ahead: int,
     host_budget_bytes: int | None = None,
     device_limit_bytes: int | None = None,
-) -> Plan:
+) -> OffloadPlan:
     """Return the fastest plan that fits a budget or, without one, the smallest that is fast enough.
 
     Steps that differ by less than 0.1 % of the plain one count as equally fast. Of equally good plans it is the one
@@ -177,13 +177,13 @@ def _smallest(trials: Trials, max_step_s: float) -> Candidate:
     return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
 
 
-def _plan(profile: Profile, candidate: Candidate) -> Plan:
+def _plan(profile: Profile, candidate: Candidate) -> OffloadPlan:
     timeline = candidate.timeline
     num_bytes = dict.fromkeys(Action, 0)
     needs = count_needs(profile, candidate.actions)
     for storage, action, count in zip(profile.storages, candidate.actions, needs, strict=True):
         num_bytes[Action(action)] += storage.num_bytes if count or storage.freed_s is not None else 0
-    return Plan(
+    return OffloadPlan(
         actions=tuple(Action(action) for action in candidate.actions),
         in_flight_bytes=candidate.in_flight_bytes,
         prefetch_bytes=candidate.prefetch_bytes,

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from hf_memopt.activations.planner.offload_plan import Plan
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action
 from hf_memopt.text_table import Table
 from hf_memopt.units import MIB
@@ -29,7 +29,7 @@ class SavedBy:
 class PlanReport:
     """One plan, and its rows by kind of module, the largest first; `str` makes a table of it."""
 
-    plan: Plan
+    plan: OffloadPlan
     rows: tuple[SavedBy, ...]
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class OffloadReport:
         return "\n\n".join(map(str, self.plans)) or self.note
 
 
-def plan_report(plan: Plan, owners: Sequence[str], sizes: Sequence[int]) -> PlanReport:
+def plan_report(plan: OffloadPlan, owners: Sequence[str], sizes: Sequence[int]) -> PlanReport:
     """Sum up bytes by owner and action; owners that differ only in a layer's number count together."""
     rows: defaultdict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for owner, num_bytes, action in zip(owners, sizes, plan.actions, strict=False):

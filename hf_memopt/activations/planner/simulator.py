@@ -14,7 +14,7 @@ Saving b lets a leave, so compute waits for the copy of a. Backward finds c stil
 is; c goes when its copy is over. Using c starts the copy of b back, and using b that of a.
 
 Compute is delayed where it needs bytes that are not there, or must free memory whose copy is not over. The simulator
-does in host order what `saved_tensors.forward_pass` does, so its peak is exact and its step time a prediction. Pure
+does in host order what `offloaded_pass` does, so its peak is exact and its step time a prediction. Pure
 Python; one pass over the saves and uses, about 0.4 us each.
 """
 

@@ -5,21 +5,16 @@ This is rematerialisation (Chen et al. 2016) of single tensors instead of module
 bytes, so the result is the same bits. Nothing that draws random numbers is ever repeated.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.recompute.op_recorder import OpRecord, OpRecorder, TensorRef, map_tensors
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.recompute.op_tracer import OpTracer, TensorRef, TracedOp, map_tensors
 from hf_memopt.activations.saved_tensors.shown_elements import elements
-from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
-from hf_memopt.activations.uncompiled import uncompiled
+from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
 
 # How many operations may lie between a storage and what it is computed from.
@@ -102,7 +97,7 @@ class ComputedInput:
 class Recomputation:
     """A record whose operands have been found."""
 
-    def __init__(self, record: OpRecord, args: Any, kwargs: Any) -> None:
+    def __init__(self, record: TracedOp, args: Any, kwargs: Any) -> None:
         self.record, self._args, self._kwargs = record, args, kwargs
         self._operands: list[StoredInput | WeightInput | ComputedInput] = []
         map_tensors(self._operands.append, [args, *kwargs.values()], _INPUTS)
@@ -184,20 +179,20 @@ class Resolver:
     or bytes that are alive for another reason and can be saved for this purpose.
 
     Args:
-        op_recorder: the notes on the pass.
+        op_tracer: the notes on the pass.
         find_live: what was saved last of the storage of a key.
     """
 
-    def __init__(self, op_recorder: OpRecorder, find_live: Callable[[int], LiveStorage | None]) -> None:
-        self._op_recorder, self._find_live = op_recorder, find_live
-        self._computations: dict[OpRecord, Recomputation] = {}
+    def __init__(self, op_tracer: OpTracer, find_live: Callable[[int], LiveStorage | None]) -> None:
+        self._op_tracer, self._find_live = op_tracer, find_live
+        self._computations: dict[TracedOp, Recomputation] = {}
 
     def resolve(self, operand: TensorRef) -> Recomputation | None:
         """The computation of an operand's storage, None if there is none."""
-        record = self._op_recorder.record_of(operand)
+        record = self._op_tracer.record_of(operand)
         return None if record is None else self._compute(record, _MAX_DEPTH, pure=False)
 
-    def _compute(self, record: OpRecord, depth: int, pure: bool) -> Recomputation | None:
+    def _compute(self, record: TracedOp, depth: int, pure: bool) -> Recomputation | None:
         if record in self._computations:
             return self._computations[record]
         # One operand that cannot be had makes the rest of the search pointless.
@@ -218,15 +213,15 @@ class Resolver:
 
     def _find(self, operand: TensorRef, depth: int, pure: bool) -> StoredInput | WeightInput | ComputedInput | None:
         if operand.weight is not None:
-            is_same = operand.weight._version == operand.version and self._op_recorder.is_unwritten(operand)
+            is_same = operand.weight._version == operand.version and self._op_tracer.is_unwritten(operand)
             return WeightInput(operand.weight, operand.meta) if is_same else None
-        if operand.is_leaf or self._op_recorder.is_distrusted(operand):
+        if operand.is_leaf or self._op_tracer.is_distrusted(operand):
             return None
         # Autograd holds its bytes anyway, so reading them costs nothing.
         live = self._live(operand)
         if live is not None and live.saved_by is not None:
             return StoredInput(operand, live, None)
-        record = self._op_recorder.record_of(operand) if depth else None
+        record = self._op_tracer.record_of(operand) if depth else None
         # On the way only what needs nothing new to be saved; else the operand itself is the better thing to save.
         light = self._compute(record, depth - 1, pure=True) if record is not None and record.light else None
         if light is not None:
@@ -234,7 +229,7 @@ class Resolver:
         if pure:
             return None
         # Somebody else keeps the bytes alive now; the pass may save them for this purpose.
-        tensor = operand.alive() if live is None and self._op_recorder.is_unwritten(operand) else None
+        tensor = operand.alive() if live is None and self._op_tracer.is_unwritten(operand) else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
     def _live(self, operand: TensorRef) -> LiveStorage | None:
@@ -248,77 +243,3 @@ class Resolver:
         tensor = operand.alive()
         is_same = live.num_writes == operand.num_writes and (tensor is None or live.covers(tensor))
         return live if is_same else None
-
-
-class RecomputedStorage(LiveStorage):
-    """Computed again when it is needed, and kept until its last need.
-
-    Args:
-        computation: with the live storage of every source in place; this object keeps them until it has been computed.
-        owner: the module that saved it, for a range in torch.profiler's trace; None where nothing is traced.
-    """
-
-    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
-
-    def __init__(
-        self, tensor: Tensor, device: DeviceContext, index: int, computation: Recomputation, owner: str | None
-    ) -> None:
-        self._counted_bytes = 0
-        self._sources: list[LiveStorage] = []
-        super().__init__(tensor, device, index)
-        self._computation: Recomputation | None = computation
-        self._owner = owner
-        self._device_type = tensor.device.type
-        self._memory: Tensor | None = None
-        self._computed_in = 0
-        sources = [source.live for source in computation.sources() if source.live is not None]
-        self._sources = list(dict.fromkeys(sources))
-        for source in self._sources:
-            source.num_dependents += 1
-
-    def ripen(self) -> None:
-        """Nothing is pending for this kind."""
-
-    def _num_own_tensors(self) -> int:
-        return 0
-
-    def _bring(self, backward: int) -> Tensor:
-        if self._memory is None:
-            traced = self._owner is not None
-            with traced_range("recompute", self.index, self.num_bytes, self._owner or "") if traced else nullcontext():
-                self._memory = self._compute(backward)
-            assert self._memory.nbytes == self.num_bytes
-            if not self.is_read_again():  # then the result stays for as long as it may be asked for
-                self._drop_sources()
-        return self._memory
-
-    def _compute(self, backward: int) -> Tensor:
-        # Its sources count how often they are asked: once by this storage in each backward.
-        is_first = self._computed_in != backward
-        self._computed_in = backward
-        memory = {source: source.fetch(backward, is_first) for source in self._sources}
-        self._counted_bytes = self.num_bytes
-        self.device.held.add(self.num_bytes)
-        assert self._computation is not None
-        # Operations were noted below autograd and autocast, with their casts made.
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-            return self._computation.run(memory)
-
-    def _give_up(self) -> None:
-        if self._computation is None:  # it could not be made a second time
-            return
-        self._memory = None
-        self.device.held.remove_after_node(self._counted_bytes)
-        self._counted_bytes = 0
-
-    def _drop_sources(self) -> None:
-        for source in self._sources:
-            source.num_dependents -= 1
-        self._sources = []
-        self._computation = None
-
-    @uncompiled
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._drop_sources()
-            self._forget(self._counted_bytes)

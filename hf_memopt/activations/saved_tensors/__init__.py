@@ -1,8 +1,1 @@
-"""What becomes of each tensor that autograd saves. Read in this order:
-
-- `hf_memopt/autograd_state.py`: what autograd does now, and a tensor taken apart into memory, view and version.
-- `device_context`: what all passes on one device share: bytes held, copies on their way, orders learned.
-- `storages`: a saved storage, kept or copied to the host and back.
-- `forward_pass`: one pass: where it puts what it saves, and what its backward needs next.
-- `pack_hook`: decides which tensors are the pass's business, and what the autograd graph holds in their place.
-"""
+"""Saved storages on one device: kept, or copied to the host and back."""

@@ -1,32 +1,22 @@
 """The storages behind saved tensors, and how each is had again in backward: kept, or copied to the host and back.
 
-The third way, computing it again, is in `recompute/replay.py`. A storage knows its device and never sees a forward
-pass: the pass drives it, and an offloaded storage tells the pass through `on_use` that its bytes are needed.
-
-An offloaded storage holds device memory twice in its life, before it has left and after it has come back:
-
-    save          leave           prefetch        last use
-     | copy to host |               | copy to device |
-     |=== _source ==|.. host only ..|=== _memory ====|
-                    let_go()                         _give_up()
-
-`_source` and `_memory` are never both there. Backward may come so early that `_source` is still there: then it reads
-that, and nothing is copied back.
+The third way, computing it again, is in `recompute/recomputed_storage.py`. A storage knows its device and its pass's
+prefetcher, and never sees the pass that drives it. `activations/README.md` draws the life of an offloaded one.
 """
 
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
-from hf_memopt.activations.uncompiled import uncompiled
 from hf_memopt.autograd_state import (
     StoragePin,
     VersionGuard,
@@ -36,6 +26,7 @@ from hf_memopt.autograd_state import (
     refuse_rrelu,
 )
 from hf_memopt.transfer import Transfer
+from hf_memopt.uncompiled import uncompiled
 
 
 class ForeseenReads:
@@ -121,7 +112,7 @@ class LiveStorage(VersionGuard, ABC):
     # Whether its kind stays on the device.
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         # What `__del__` reads, should anything fail.
         self.device, self.key = device, 0
         super().__init__(tensor)
@@ -254,7 +245,7 @@ class KeptStorage(LiveStorage):
 
     is_kept = True
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int, is_pending: bool = False) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         self._counted_bytes = 0
         super().__init__(tensor, device, index, is_pending)
         self._tensor = tensor.detach()
@@ -292,7 +283,7 @@ class OwnCopy(KeptStorage):
 
     is_kept = False
 
-    def __init__(self, tensor: Tensor, device: DeviceContext, index: int) -> None:
+    def __init__(self, tensor: Tensor, device: DeviceState, index: int) -> None:
         super().__init__(tensor, device, index)
         self._tensor = bytes_of(tensor).clone()
 
@@ -309,7 +300,7 @@ class OffloadedStorage(LiveStorage):
     Args:
         block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
             still pending.
-        on_use: called when the bytes are needed, before the wait for them.
+        prefetcher: of the pass; starts the copies of what follows before the wait for this one.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
@@ -321,8 +312,8 @@ class OffloadedStorage(LiveStorage):
         "_is_private",
         "_may_be_noise",
         "_memory",
-        "_on_use",
         "_outgoing",
+        "_prefetcher",
         "_source",
         "is_leaving",
     )
@@ -330,14 +321,14 @@ class OffloadedStorage(LiveStorage):
     def __init__(
         self,
         tensor: Tensor,
-        device: DeviceContext,
+        device: DeviceState,
         index: int,
         block: Tensor | None,
-        on_use: Callable[["OffloadedStorage"], None],
+        prefetcher: Prefetcher,
         is_private: bool = False,
     ) -> None:
         # All that `__del__` reads is set before anything can fail.
-        self.device, self._block, self._on_use = device, block, on_use
+        self.device, self._block, self._prefetcher = device, block, prefetcher
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
         self._source: Tensor | None = None
@@ -439,7 +430,7 @@ class OffloadedStorage(LiveStorage):
                 self.prefetch()  # before those that follow, if nobody has asked for it yet
         elif self.is_leaving:
             self.device.stay(self)
-        self._on_use(self)
+        self._prefetcher.begin_use(self)
         return self._source if self._source is not None else self._arrive()
 
     def _arrive(self) -> Tensor:
@@ -495,16 +486,16 @@ class TracedStorage(OffloadedStorage):
     def __init__(
         self,
         tensor: Tensor,
-        device: DeviceContext,
+        device: DeviceState,
         index: int,
         block: Tensor | None,
-        on_use: Callable[[OffloadedStorage], None],
+        prefetcher: Prefetcher,
         is_private: bool,
         owner: str,
     ) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
-        super().__init__(tensor, device, index, block, on_use, is_private)
+        super().__init__(tensor, device, index, block, prefetcher, is_private)
 
     def _start(self, source: Tensor, block: Tensor) -> None:
         with self._range("offload"):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
-from hf_memopt.estimate.accounting.operation import Operation, device_type, name_of, tensors_in
+from hf_memopt.estimate.accounting.operation import Operation, device_kind, name_of, tensors_in
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
 
@@ -232,7 +232,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if found is None else found[0]
 
     def _note(self, tensor: Tensor, function: Any, source: int | None) -> StorageRecord | None:
-        device = device_type(tensor)
+        device = device_kind(tensor)
         if device not in (self._counted, "cpu"):
             return None
         storage = tensor.untyped_storage()

@@ -63,7 +63,7 @@ def _collect_parts(tensor: Any, found: list[Tensor]) -> None:
         found.append(tensor)
 
 
-def device_type(tensor: Tensor) -> str:
+def device_kind(tensor: Tensor) -> str:
     """Return the type of a tensor's device; asking a fake tensor for `device` would be an operation of its own."""
     device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
     return str(device.type)

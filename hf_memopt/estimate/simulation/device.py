@@ -43,7 +43,7 @@ from hf_memopt.estimate.simulation.virtual_time import (
     VirtualEvent,
     VirtualStream,
 )
-from hf_memopt.transfer.device_types import DeviceType, registered
+from hf_memopt.transfer.backends import DeviceBackend, registered
 
 # torch's device meshes take letters alone.
 DEVICE_TYPE = "virtualcuda"
@@ -161,13 +161,13 @@ def simulation(
         yield device, data_dependent
 
 
-def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], None] | None) -> DeviceType:
+def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], None] | None) -> DeviceBackend:
     """Describe the simulated device to those who copy, offload and stream."""
 
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
         return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
-    return DeviceType(
+    return DeviceBackend(
         make_copier=make_copier,
         make_clock=lambda device: clock,
         map_host=_on_device,

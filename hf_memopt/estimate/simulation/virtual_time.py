@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate.accounting.operation import Operation, device_type
+from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.simulation.kernel_work import (
@@ -87,8 +87,8 @@ class VirtualClock:
 
     def charge(self, operation: Operation, phase: str) -> None:
         """Let an operation take its time, and book all time since the last one to a phase."""
-        devices = set(map(device_type, operation.inputs))
-        devices.update(map(device_type, operation.outputs))
+        devices = set(map(device_kind, operation.inputs))
+        devices.update(map(device_kind, operation.outputs))
         if not devices <= self._unbooked:
             is_kernel = starts_kernel(operation.function)
             share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)

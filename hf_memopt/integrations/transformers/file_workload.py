@@ -25,7 +25,7 @@ from hf_memopt.tuning.equal_layers import equal_layers, told_by_few, under_offlo
 from hf_memopt.tuning.huggingface import ACTIVATIONS
 from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.tasks import TASKS, task_of
-from hf_memopt.tuning.workload import SearchDimension, divisors
+from hf_memopt.tuning.workload import Lever, divisors
 
 _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.
@@ -48,7 +48,7 @@ class FileWorkload:
             simulated.
     """
 
-    levers = (SearchDimension("activations", _CHOICES),)
+    levers = (Lever("activations", _CHOICES),)
 
     def __init__(
         self,

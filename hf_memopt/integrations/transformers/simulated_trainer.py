@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.attach import FrozenModels
 from hf_memopt.estimate.simulation.device import replace_memory
-from hf_memopt.integrations.transformers.trainer_batches import Window, num_bytes
+from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, num_bytes
 
 MODEL = "model"
 
@@ -36,7 +36,7 @@ class SimulatedTrainer:
         batches: of an update.
     """
 
-    def __init__(self, trainer: Trainer, window: Window, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, window: TrainerWindow, device: torch.device) -> None:
         gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
         self._trainer = trainer
         args = trainer.args

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 
 @dataclass(frozen=True)
-class Window:
+class TrainerWindow:
     """The batches of one update, on the host.
 
     Attributes:
@@ -32,7 +32,7 @@ class Window:
         return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def largest_window(trainer: Trainer, num_batches: int) -> Window:
+def largest_window(trainer: Trainer, num_batches: int) -> TrainerWindow:
     """Draw batches and return the consecutive ones that hold the largest.
 
     Changes the trainer and the state of random numbers, so it is for a process of its own.
@@ -64,7 +64,7 @@ def largest_window(trainer: Trainer, num_batches: int) -> Window:
             largest, kept = max(largest, num_bytes(batch)), list(newest)
     if not kept:
         raise ValueError("the trainer's dataloader has no batch; check train_dataset and per_device_train_batch_size")
-    return Window(kept, num_seen, is_all=next(remaining, None) is None, moves=moves)
+    return TrainerWindow(kept, num_seen, is_all=next(remaining, None) is None, moves=moves)
 
 
 def num_bytes(batch: Any) -> int:

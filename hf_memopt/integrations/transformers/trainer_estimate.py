@@ -14,7 +14,7 @@ from hf_memopt.estimate.gpus import Card, find_card
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
-from hf_memopt.integrations.transformers.trainer_batches import Window, largest_window
+from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, largest_window
 from hf_memopt.ranges import COUNT
 from hf_memopt.tuning.workload import num_steps
 
@@ -60,7 +60,7 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     return estimate
 
 
-def trainer_step(trainer: Trainer, window: Window, repeated: RepeatedLayers | None = None) -> SimulatedStep:
+def trainer_step(trainer: Trainer, window: TrainerWindow, repeated: RepeatedLayers | None = None) -> SimulatedStep:
     """Return the update of a trainer on some batches, for one simulation, to which the trainer is lost.
 
     Args:
@@ -91,7 +91,7 @@ def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[Me
     return _about_the_model(estimate, has_others, window), str(window)
 
 
-def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: Window) -> MemoryEstimate:
+def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: TrainerWindow) -> MemoryEstimate:
     """Leave out what other modules lack, which are not trained, and say if there may be larger batches."""
     prefix = f"{MODEL}." if has_others else ""
     unreached = tuple(name for name in estimate.unreached if name.startswith(prefix))

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.teacher.packed_weights import PackedWeights
-from hf_memopt.teacher.strategies.mode_choice import Choice, Measured, choose, usable_bytes
+from hf_memopt.teacher.strategies.mode_choice import Choice, StepMeasurements, choose, usable_bytes
 from hf_memopt.teacher.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.teacher.strategies.stream import StreamedWeights
 from hf_memopt.transfer import Copier
@@ -126,7 +126,7 @@ class AutoWeights(WeightPlacement):
         room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes
         plan = streamed.plan_within(room)
         self.choice = choose(
-            Measured(
+            StepMeasurements(
                 capacity_bytes=capacity_bytes,
                 outside_bytes=self._outside_bytes,
                 inside_bytes=self._inside_bytes,

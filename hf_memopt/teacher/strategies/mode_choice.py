@@ -1,21 +1,26 @@
-"""Which mode a teacher should have, given what was measured."""
+"""Chooses a teacher's mode: at the start from the arguments, and with mode `auto` again from measurements."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from hf_memopt.units import format_gib
+from hf_memopt.units import GIB, format_gib
+
+TeacherMode = Literal["auto", "resident", "swap", "stream"]
+TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 
 # Of the memory that the process's tensors may have: the rest is left to fragmentation.
 _USABLE = 0.95
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a choice is made from. Bytes are device memory.
+class StepMeasurements:
+    """The measurements that a choice is made from. Bytes are device memory.
 
     Attributes:
         capacity_bytes: what all tensors of this process may take.
         outside_bytes: their peak outside of the teacher's visits, once the optimizer's state existed.
-        inside_bytes: their peak during visits, with whatever the teacher's weights took.
+        inside_bytes: their peak during visits, those of the teacher's weights included.
         weights_bytes: all of the teacher's own weights.
         stream_bytes: what streaming holds in a visit, hot set and ring.
         stream_visit_bytes: what streaming copies in a visit.
@@ -51,13 +56,43 @@ class Choice:
     predicted_stall_ms: float
 
 
+def choose_at_start(
+    mode: TeacherMode,
+    weights_bytes: int,
+    budget_bytes: int | None,
+    device_type: str,
+    counts_memory: Callable[[], bool],
+) -> tuple[TeacherMode, str]:
+    """Return the mode to begin with, and the reason in words. `auto` stands for streaming until steps were measured.
+
+    Args:
+        mode: the user's.
+        weights_bytes: all of the teacher's own weights.
+        budget_bytes: device memory that they may take, None for no budget.
+        device_type: the type of the device that the teacher computes on.
+        counts_memory: asked last, whether torch counts the memory of that device.
+    """
+    if mode != "auto":
+        return mode, f"{mode} was asked for"
+    if device_type == "cpu":
+        return "resident", "it runs on the CPU, where offloading frees nothing"
+    if budget_bytes is not None:
+        own, budget = format_gib(weights_bytes), f"{budget_bytes / GIB:g} GiB"
+        if weights_bytes <= budget_bytes:
+            return "resident", f"its {own} fit the budget of {budget}"
+        return "stream", f"its {own} exceed {budget}"
+    if not counts_memory():
+        return "swap", f"torch counts no memory on {device_type}, so there is nothing to choose by"
+    return "auto", "it streams until two optimizer steps have been measured"
+
+
 def usable_bytes(capacity_bytes: int) -> int:
-    """What a plan may count on, of what all tensors may take."""
+    """Return the share of the memory that a plan may count on."""
     return int(_USABLE * capacity_bytes)
 
 
-def choose(measured: Measured) -> Choice:
-    """The first mode that fits, from the fastest to the smallest.
+def choose(measured: StepMeasurements) -> Choice:
+    """Return the first mode that fits, from the fastest to the smallest.
 
     Resident, if the weights fit beside the step's peak. Swap, if they fit beside the peak of the teacher's own pass,
     which helps where the student's activations are the larger ones. Otherwise stream.

@@ -15,7 +15,7 @@ from hf_memopt.teacher.streaming.access_trace import Tracer, own_slices
 from hf_memopt.teacher.streaming.copy_schedule import StreamPlan, plan_stream, untraced_plan
 from hf_memopt.teacher.streaming.ring import Ring
 from hf_memopt.transfer import Copier
-from hf_memopt.transfer.device_types import readable_in_place
+from hf_memopt.transfer.backends import readable_in_place
 from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)

@@ -106,7 +106,7 @@ def _family(config: DenoiserConfig) -> DenoiserFamily:
         raise ValueError(
             f"task='denoising': what {config.class_name} takes beside latents is not known, as it is for "
             f"{', '.join(FAMILIES)}; write setup and step yourself and call "
-            "hf_memopt.estimate.estimate.estimate_peak_memory"
+            "hf_memopt.estimate_peak_memory"
         )
     return FAMILIES[config.class_name]
 

@@ -59,7 +59,7 @@ def spectrogram_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
         raise ValueError(
             f"task='speech-seq2seq': model_type={config.model_type!r} does not say in its configuration how long its "
             "inputs are, as whisper does; write setup and step yourself and call "
-            "hf_memopt.estimate.estimate.estimate_peak_memory"
+            "hf_memopt.estimate_peak_memory"
         )
     features = torch.zeros(num_samples, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "labels": torch.zeros(num_samples, sample.seq_len, dtype=torch.long)}
@@ -75,7 +75,7 @@ def waveform_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
         raise ValueError(
             f"task='ctc': model_type={config.model_type!r} has no conv_kernel and conv_stride in its configuration, "
             "which tell how much sound a frame is, as in wav2vec2; write setup and step yourself and call "
-            "hf_memopt.estimate.estimate.estimate_peak_memory"
+            "hf_memopt.estimate_peak_memory"
         )
     length = sample.seq_len
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):

@@ -141,7 +141,7 @@ def task_of(config: Any, wanted: str, source: str) -> str:
         tried = "any task of " + ", ".join(TASKS) if wanted == "auto" else f"task={wanted!r}"
         raise ValueError(
             f"{source}: transformers has no class of model_type={config.model_type!r} for {tried}; write setup and "
-            "step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
+            "step yourself and call hf_memopt.estimate_peak_memory"
         )
     named = config.architectures or list(possible.values())
     for name, class_name in possible.items():

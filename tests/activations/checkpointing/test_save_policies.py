@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hf_memopt.activations.checkpointing.save_policies import POLICIES, Keeping, Policy, Replaying, may_be_kept
+from hf_memopt.activations.checkpointing.save_policies import POLICIES, KeepOutputs, Policy, ReplayOutputs, may_be_kept
 
 aten = torch.ops.aten
 
@@ -39,8 +39,8 @@ def products(x: Tensor) -> list[Tensor]:
     return [first, second]
 
 
-def keeping(policy: Policy, x: Tensor) -> tuple[Keeping, list[Tensor]]:
-    mode = Keeping(policy)
+def keeping(policy: Policy, x: Tensor) -> tuple[KeepOutputs, list[Tensor]]:
+    mode = KeepOutputs(policy)
     with mode:
         results = products(x)
     mode.save()
@@ -66,7 +66,7 @@ def never(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
 )
 def test_a_replay_runs_what_was_not_kept(policy: str | Policy, again: list[str], x: Tensor) -> None:
     mode, results = keeping(made(policy) if isinstance(policy, str) else policy, x)
-    replaying = Replaying(mode.kept)
+    replaying = ReplayOutputs(mode.kept)
     for _ in range(2):  # it begins anew whenever it is entered
         with Calls() as calls, replaying:
             replayed = products(x)
@@ -81,14 +81,14 @@ def test_the_policy_that_counts_begins_anew_in_each_region(x: Tensor) -> None:
 
 
 def test_nothing_is_kept_before_the_region_is_over(x: Tensor) -> None:
-    mode = Keeping(always)
+    mode = KeepOutputs(always)
     with mode:
         products(x)
     assert mode.kept == {}
 
 
 def test_what_the_region_writes_later_is_not_kept(x: Tensor) -> None:
-    mode = Keeping(always)
+    mode = KeepOutputs(always)
     with mode:
         x.mm(x).data.mul_(2)  # no version shows it
         x.mm(x)
@@ -100,7 +100,7 @@ def test_what_was_written_after_the_region_is_computed_again(x: Tensor) -> None:
     mode, results = keeping(made("heavy_ops"), x)
     want = results[0].clone()
     results[0].add_(1)
-    with Calls() as calls, Replaying(mode.kept):
+    with Calls() as calls, ReplayOutputs(mode.kept):
         replayed = products(x)
     assert calls.names == ["mm", "exp"]
     assert torch.equal(replayed[0], want)
@@ -136,7 +136,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right).float()
 
 
-@pytest.mark.parametrize("mode", [Keeping(made("heavy_ops")), Replaying({})], ids=["keeping", "replaying"])
+@pytest.mark.parametrize("mode", [KeepOutputs(made("heavy_ops")), ReplayOutputs({})], ids=["keeping", "replaying"])
 def test_a_kernel_for_the_device_calls_others_as_it_does_outside(mode: TorchDispatchMode, x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         want = product(x, x)

@@ -5,7 +5,7 @@ import pickle
 import planner_profiles
 import pytest
 
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.planner.simulator import Timeline, simulate
 
@@ -13,7 +13,7 @@ KEEP, OFFLOAD, RECOMPUTE = Action
 LINK = Link(to_host_bytes_per_s=100.0, to_device_bytes_per_s=50.0)
 
 
-def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None) -> Plan:
+def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None) -> OffloadPlan:
     return make_plan(profile, link, budget_bytes=budget, max_slowdown=0.05, prefetch_ahead=ahead)
 
 
@@ -93,7 +93,7 @@ def test_profile_without_storages() -> None:
 
 
 def test_summary_is_one_line_with_units() -> None:
-    plan = Plan((), 0, 0, (), 2**30, 1.1, 1.0, 0.06, 0.04, 2**29, 2**31, 2**28)
+    plan = OffloadPlan((), 0, 0, (), 2**30, 1.1, 1.0, 0.06, 0.04, 2**29, 2**31, 2**28)
     assert plan.summary() == (
         "saved activations: 512.00 MiB kept, 2.00 GiB offloaded, 256.00 MiB recomputed; predicted peak 1.00 GiB, "
         "step 1100.0 ms (+10.0 %: 40.0 ms recomputing, 60.0 ms waiting for copies)"

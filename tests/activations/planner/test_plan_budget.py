@@ -9,7 +9,7 @@ import pytest
 from plan_reference import all_plans, front
 from planner_profiles import at_random, chain, convolutions, decoder, language_model, link_for, u_net
 
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Plan, make_plan
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Link, Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.planner.search import search_plans
@@ -30,7 +30,7 @@ PROFILES: dict[str, Callable[[], tuple[Profile, float]]] = {
 }
 
 
-def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None, **limits: Any) -> Plan:
+def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None, **limits: Any) -> OffloadPlan:
     return make_plan(profile, link, budget_bytes=budget, **{"max_slowdown": 0.05, "prefetch_ahead": ahead, **limits})
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.activations.recompute.op_recorder import OpRecorder
-from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.recompute.op_tracer import OpTracer
+from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
+from hf_memopt.activations.recompute.replay import Recomputation, Resolver
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import SyncCopier
@@ -18,8 +19,8 @@ class Pass:
     """Notes operations and keeps what it is told to save, as a forward pass does."""
 
     def __init__(self) -> None:
-        self.context = DeviceContext(torch.device("cpu"), SyncCopier(), None)
-        self.recorder = OpRecorder(frozenset(), None)
+        self.context = DeviceState(torch.device("cpu"), SyncCopier(), None)
+        self.recorder = OpTracer(frozenset(), None)
 
     def save(self, tensor: Tensor) -> LiveStorage:
         live = KeptStorage(tensor, self.context, 0)

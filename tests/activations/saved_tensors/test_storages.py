@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_context import DeviceContext
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.prefetcher import Offloaded, Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, TracedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import SyncCopier
@@ -15,8 +16,8 @@ NUM_BYTES = 256
 
 
 @pytest.fixture
-def context() -> DeviceContext:
-    return DeviceContext(torch.device("cpu"), SyncCopier(), None)
+def context() -> DeviceState:
+    return DeviceState(torch.device("cpu"), SyncCopier(), None)
 
 
 @pytest.fixture
@@ -24,17 +25,28 @@ def tensor() -> Tensor:
     return torch.randn(NUM_BYTES // 4, generator=torch.Generator().manual_seed(0))
 
 
+class Uses(Prefetcher):
+    """Counts the uses of storages, and prefetches nothing."""
+
+    def __init__(self) -> None:
+        self.num_uses = 0
+
+    def begin_use(self, storage: Offloaded) -> None:
+        self.num_uses += 1
+
+
 class Offloading:
     """Offloads a tensor's storage and counts how often its bytes are needed."""
 
-    def __init__(self, context: DeviceContext, tensor: Tensor) -> None:
-        self.num_uses = 0
+    def __init__(self, context: DeviceState, tensor: Tensor) -> None:
+        self._uses = Uses()
         block = context.arena.acquire(tensor.untyped_storage().nbytes())
         assert block is not None
-        self.storage = OffloadedStorage(tensor, context, 0, block, self._count)
+        self.storage = OffloadedStorage(tensor, context, 0, block, self._uses)
 
-    def _count(self, storage: OffloadedStorage) -> None:
-        self.num_uses += 1
+    @property
+    def num_uses(self) -> int:
+        return self._uses.num_uses
 
 
 def in_backward(action: Callable[[], None]) -> None:
@@ -51,7 +63,7 @@ def in_backward(action: Callable[[], None]) -> None:
     assert done == [True]
 
 
-def test_what_is_kept_is_the_same_memory_until_it_dies(context: DeviceContext, tensor: Tensor) -> None:
+def test_what_is_kept_is_the_same_memory_until_it_dies(context: DeviceState, tensor: Tensor) -> None:
     storage = KeptStorage(tensor[8:], context, 3)
     assert storage.is_kept
     assert (storage.index, storage.num_bytes) == (3, NUM_BYTES)  # the whole storage, not the view
@@ -65,7 +77,7 @@ def test_what_is_kept_is_the_same_memory_until_it_dies(context: DeviceContext, t
     assert key not in context.storages
 
 
-def test_what_is_offloaded_leaves_and_comes_back_with_the_same_bytes(context: DeviceContext, tensor: Tensor) -> None:
+def test_what_is_offloaded_leaves_and_comes_back_with_the_same_bytes(context: DeviceState, tensor: Tensor) -> None:
     offloading = Offloading(context, tensor)
     storage, want = offloading.storage, bytes_of(tensor).clone()
     assert not storage.is_kept
@@ -89,7 +101,7 @@ def test_what_is_offloaded_leaves_and_comes_back_with_the_same_bytes(context: De
 
 
 def test_where_the_graph_is_retained_the_last_reader_of_a_backward_gives_the_bytes_up(
-    context: DeviceContext, tensor: Tensor
+    context: DeviceState, tensor: Tensor
 ) -> None:
     storage = Offloading(context, tensor).storage
     storage.num_views = 2
@@ -103,7 +115,7 @@ def test_where_the_graph_is_retained_the_last_reader_of_a_backward_gives_the_byt
     assert storage.is_away
 
 
-def test_a_prefetch_is_made_once_and_what_is_there_is_released(context: DeviceContext, tensor: Tensor) -> None:
+def test_a_prefetch_is_made_once_and_what_is_there_is_released(context: DeviceState, tensor: Tensor) -> None:
     storage = Offloading(context, tensor).storage
     storage.prefetch()  # the bytes have not left
     assert context.held.now_bytes == NUM_BYTES
@@ -119,7 +131,7 @@ def test_a_prefetch_is_made_once_and_what_is_there_is_released(context: DeviceCo
     assert (storage.is_away, context.held.now_bytes) == (True, 0)
 
 
-def test_a_backward_that_comes_early_reads_the_original(context: DeviceContext, tensor: Tensor) -> None:
+def test_a_backward_that_comes_early_reads_the_original(context: DeviceState, tensor: Tensor) -> None:
     storage = Offloading(context, tensor).storage
     context.leave(storage, in_flight_bytes=NUM_BYTES)
 
@@ -132,7 +144,7 @@ def test_a_backward_that_comes_early_reads_the_original(context: DeviceContext, 
     in_backward(read)
 
 
-def test_what_was_modified_in_place_is_refused(context: DeviceContext, tensor: Tensor) -> None:
+def test_what_was_modified_in_place_is_refused(context: DeviceState, tensor: Tensor) -> None:
     storages = [KeptStorage(tensor, context, 0), Offloading(context, tensor).storage]
     tensor.add_(1)
     for storage in storages:
@@ -140,10 +152,10 @@ def test_what_was_modified_in_place_is_refused(context: DeviceContext, tensor: T
             storage.fetch(0, True)
 
 
-def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceContext, tensor: Tensor) -> None:
+def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceState, tensor: Tensor) -> None:
     block = context.arena.acquire(NUM_BYTES)
     assert block is not None
-    storage = OffloadedStorage(tensor, context, 0, block, lambda storage: None)
+    storage = OffloadedStorage(tensor, context, 0, block, Uses())
     assert (context.arena.bytes_live, context.held.now_bytes) == (NUM_BYTES, NUM_BYTES)
     del storage
     assert (context.arena.bytes_live, context.held.now_bytes) == (0, 0)
@@ -151,11 +163,11 @@ def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceContext, 
     assert context.arena.num_allocations == 1
 
 
-def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceContext, tensor: Tensor) -> None:
+def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceState, tensor: Tensor) -> None:
     block = context.arena.acquire(NUM_BYTES)
     assert block is not None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage(tensor, context, 7, block, lambda storage: None, False, "layers.0.mlp")
+        storage = TracedStorage(tensor, context, 7, block, Uses(), False, "layers.0.mlp")
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):

@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hf_memopt.estimate.accounting.operation import Operation, device_type, name_of, tensors_in
+from hf_memopt.estimate.accounting.operation import Operation, device_kind, name_of, tensors_in
 
 
 def test_tensors_of_an_operation_in_their_order() -> None:
@@ -23,6 +23,6 @@ def test_a_tensor_made_of_others_counts_as_these() -> None:
 def test_the_device_of_a_fake_tensor_is_the_one_that_it_stands_for() -> None:
     with FakeTensorMode():
         fake = torch.empty(2, device="cuda")
-    assert device_type(fake) == "cuda"
-    assert device_type(torch.empty(2, device="meta")) == "meta"
+    assert device_kind(fake) == "cuda"
+    assert device_kind(torch.empty(2, device="meta")) == "meta"
     assert tensors_in(fake) == [fake]

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
-from hf_memopt.transfer.device_types import device_type
+from hf_memopt.transfer.backends import backend_of
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -175,4 +175,4 @@ def test_optimizers_and_clipping_take_their_default_path_for_cuda() -> None:
 
 
 def test_host_memory_has_no_end() -> None:
-    assert simulated(lambda device: device_type(device).free_host_bytes()) == sys.maxsize
+    assert simulated(lambda device: backend_of(device).free_host_bytes()) == sys.maxsize

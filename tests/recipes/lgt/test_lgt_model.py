@@ -5,8 +5,8 @@ import torch
 from lgt_toys import random_batch, tiny, trained_model
 from torch import Tensor
 
-from hf_memopt.recipes.lgt.config import ModelConfig
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
+from hf_memopt.recipes.lgt.options import ModelConfig
 from hf_memopt.recipes.lgt.step import Objective, build_model
 
 

@@ -4,8 +4,8 @@ import torch
 from lgt_toys import tiny
 
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.evaluation import evaluate
+from hf_memopt.recipes.lgt.options import Config
 from hf_memopt.recipes.lgt.report import checklist
 from hf_memopt.recipes.lgt.step import build_model
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.recipes.lgt import model as lgt_model
-from hf_memopt.recipes.lgt.config import Config
 from hf_memopt.recipes.lgt.data import Batch, make_batch
+from hf_memopt.recipes.lgt.options import Config
 from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer, training_step
 from hf_memopt.training import GradientCache, split_batch, train_step
 

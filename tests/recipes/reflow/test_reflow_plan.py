@@ -21,7 +21,7 @@ from hf_memopt.tuning import NothingFitsError
 policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
 training_flags = LateModule("hf_memopt.integrations.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
-reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.plan")
+reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
 teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
 
 
@@ -101,7 +101,7 @@ def test_euler_steps_that_are_not_run_change_no_byte(
     workload = smolvla(tmp_path, toy_vlm, share_prefix=share_prefix)
     step = workload.simulated({"teacher_offload": home, "mixed_precision": "no"}, 2)
     few = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu="rtx4090")
-    monkeypatch.setattr("hf_memopt.recipes.reflow.plan._NUM_EULER_STEPS", 10)
+    monkeypatch.setattr("hf_memopt.recipes.reflow.workload._NUM_EULER_STEPS", 10)
     every = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu="rtx4090")
     for name in ("peak_bytes", "reserved_bytes", "host_bytes", "phases", "breakdown", "top", "assumptions"):
         assert getattr(few, name) == getattr(every, name), name

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hf_memopt.teacher.strategies.mode_choice import Measured, choose
+from hf_memopt.teacher.strategies.mode_choice import StepMeasurements, choose
 
 
-def measured(**changes: float) -> Measured:
+def measured(**changes: float) -> StepMeasurements:
     facts = {
         "capacity_bytes": 1000,
         "outside_bytes": 800,
@@ -16,7 +16,7 @@ def measured(**changes: float) -> Measured:
         "bytes_per_s": 1000.0,
         "visit_s": 0.05,
     }
-    return Measured(**{**facts, **changes})
+    return StepMeasurements(**{**facts, **changes})
 
 
 @pytest.mark.parametrize(

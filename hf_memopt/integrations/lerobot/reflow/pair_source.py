@@ -29,25 +29,11 @@ from hf_memopt.integrations.lerobot.reflow.velocity_teacher import VelocityTeach
 logger = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
-    """What the teacher is asked with.
-
-    Attributes:
-        student: of whom the others are.
-        observation: of the batch that the student sees.
-        prefix: the student's, if the teacher shares it.
-    """
-
-    student: PreTrainedPolicy
-    observation: Observation
-    prefix: SharedPrefix | None
-
-
 class Pairs(NamedTuple):
-    """What a batch is trained on.
+    """The pairs of noise and actions that a batch is trained on.
 
     Attributes:
-        batch: what the student sees.
+        batch: the batch that the student sees.
         noise: `(batch, chunk, max_action_dim)`.
         target: the actions at the other end of the paths, in the same shape; None before they are known.
         valid: `(batch, chunk)` bool, which steps of the chunks count; None, all.
@@ -65,25 +51,33 @@ class PairSource:
     That takes two steps. `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise
     before the times. `complete` comes when the prefix is there, which the teacher may share, and before the student's
     forward, so that the teacher never meets the student's activations.
-
-    Args:
-        teacher: decides whether the prefix is shared, and is asked for what is not known.
     """
-
-    def __init__(self, teacher: VelocityTeacher) -> None:
-        self.teacher = teacher
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
         """Raise a ValueError for all that can be refused before training starts."""
-        self.teacher.check(dataset_stats)
 
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         """Draw a batch's noise, unless it is given."""
         return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
-    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
-        """Return the drawn pairs with their actions."""
-        return pairs._replace(target=self.teacher.sample(asked.observation, pairs.noise, asked.prefix))
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        """Return the drawn pairs with their actions.
+
+        Args:
+            pairs: as drawn.
+            teacher: loaded.
+            student: the policy that trains on them.
+            observation: of the batch that the student sees.
+            prefix: the student's, if the teacher shares it.
+        """
+        return pairs._replace(target=teacher.sample(observation, pairs.noise, prefix))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
         state, config = batch[OBS_STATE], student.config
@@ -95,17 +89,24 @@ class DemonstratedPairs(PairSource):
     """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
 
     @torch.no_grad()
-    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
         """Find the other end of each path: the actions of a noise, or the noise of actions."""
-        batch, noise, config = pairs.batch, pairs.noise, asked.student.config
+        batch, noise, config = pairs.batch, pairs.noise, student.config
         flow = flow_of(config)
         from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
-        actions = flow.demonstrated_actions(asked.student, batch)
-        with self.teacher.visit() as model:
-            prefix = flow.prefix(model, asked.observation) if asked.prefix is None else asked.prefix
+        actions = flow.demonstrated_actions(student, batch)
+        with teacher.visit() as model:
+            prefix = flow.prefix(model, observation) if prefix is None else prefix
             num_action_dims = config.action_feature.shape[0]
             noise, target = flow.expert(model, prefix).couple(
-                noise, actions, from_actions, self.teacher.num_steps, num_action_dims
+                noise, actions, from_actions, teacher.num_steps, num_action_dims
             )
         # Behind the end of an episode a demonstration is padding, which is no path of the teacher's.
         padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=noise.device))
@@ -115,12 +116,19 @@ class DemonstratedPairs(PairSource):
 class SeededPairs(PairSource):
     """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
 
-    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
         """Let the teacher solve frame by frame: the neighbours in a batch would change the rounding."""
-        inputs, noise = coupling_inputs(asked.student.config, pairs.batch), pairs.noise
+        inputs, noise = coupling_inputs(student.config, pairs.batch), pairs.noise
         rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
-        with self.teacher.visit():
-            targets = [solve(asked.student, self.teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
+        with teacher.visit():
+            targets = [solve(student, teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
         return pairs._replace(target=torch.cat(targets))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
@@ -130,14 +138,11 @@ class SeededPairs(PairSource):
 class CachedPairs(PairSource):
     """Reads pairs from the folder that a configuration names. Copies and pickles open it anew.
 
-    There is no teacher to ask; what the student alone says decides whether its prefix needs a graph.
-
     Args:
         config: the student's.
     """
 
     def __init__(self, config: ReflowOptions) -> None:
-        super().__init__(SelfTeacher(config))
         self._config = config
         self._cache: CouplingCache | None = None
 
@@ -167,13 +172,20 @@ class CachedPairs(PairSource):
         cache = self._open()
         indices = frame_indices(batch)
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
-        coupling = cache.of(indices, draw_numbers(len(indices), cache.plan.num_draws), inputs)
+        coupling = cache.of(indices, draw_numbers(len(indices), cache.spec.num_draws), inputs)
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
         return Pairs(batch, coupling.noise.to(device), coupling.target.to(device))
 
-    def complete(self, asked: Asked, pairs: Pairs) -> Pairs:
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
         """Return what was looked up."""
         return pairs
 
@@ -187,10 +199,18 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
     """Make the source that a student's configuration asks for."""
     if config.couplings_path is not None:
         return CachedPairs(config)
-    teacher = SelfTeacher(config) if config.teaches_itself else ReflowTeacher(config)
     if config.couplings_seed is not None:
-        return SeededPairs(teacher)
-    return DemonstratedPairs(teacher) if config.reflow_real_data > 0 else PairSource(teacher)
+        return SeededPairs()
+    return DemonstratedPairs() if config.reflow_real_data > 0 else PairSource()
+
+
+def make_teacher(config: ReflowOptions) -> VelocityTeacher:
+    """Make the teacher that a student's configuration names.
+
+    With couplings from a folder there is nobody to ask, and the student alone says whether its prefix needs a graph.
+    """
+    has_own_weights = config.couplings_path is None and not config.teaches_itself
+    return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)
 
 
 def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:

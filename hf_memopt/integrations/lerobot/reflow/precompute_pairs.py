@@ -17,7 +17,7 @@ from lerobot.policies import make_policy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hf_memopt.couplings.source import CouplingKey, CouplingPlan, precompute
+from hf_memopt.couplings.source import CouplingKey, CouplingSpec, precompute
 from hf_memopt.integrations.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.integrations.lerobot.flow.reflow_options import SELF, is_student
 from hf_memopt.integrations.lerobot.processors import load_processors
@@ -65,19 +65,19 @@ def precompute_for_policy(
     frames = Frames(cfg, policy, dataset)
     key = key_of(config, dataset)
     shape = (config.chunk_size, config.max_action_dim)
-    plan = CouplingPlan(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
+    spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
     policy.load_teacher_model()
     rank, world_size = _rank()
 
     def ask(inputs: Any, noise: Tensor) -> Tensor:
-        target: Tensor = solve(policy, policy.pair_source.teacher, inputs, noise.to(config.device))
+        target: Tensor = solve(policy, policy.teacher, inputs, noise.to(config.device))
         return target.cpu()
 
     with _arithmetic_of_training(cfg):
         return precompute(
             ask,
             frames.load,
-            plan,
+            spec,
             output,
             shard_size=shard_size,
             store_observations=store_observations,

@@ -14,7 +14,7 @@ from hf_memopt.integrations.lerobot.flow.flow_policy import Observation, SharedP
 from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.integrations.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.integrations.lerobot.processors import check_processors
-from hf_memopt.integrations.lerobot.reflow.pair_source import Asked, Pairs, make_pair_source
+from hf_memopt.integrations.lerobot.reflow.pair_source import Pairs, make_pair_source, make_teacher
 from hf_memopt.integrations.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.teacher import TeacherReport
@@ -39,9 +39,10 @@ class ReflowPolicy(nn.Module):
     model: Any
 
     def __init__(self, config: Any, dataset_stats: Any = None, **kwargs: Any) -> None:
-        source = make_pair_source(config)
+        source, teacher = make_pair_source(config), make_teacher(config)
         if config.use_reflow and dataset_stats is not None:
             root = getattr(kwargs.get("dataset_meta"), "root", None)
+            teacher.check(dataset_stats)
             source.check(dataset_stats, None if root is None else Path(root))
         if dataset_stats is not None:
             config.check_start()
@@ -51,7 +52,7 @@ class ReflowPolicy(nn.Module):
             check_processors(config.pretrained_path)
         with no_remote_code():
             super().__init__(config, **kwargs)
-        self.pair_source = source
+        self.pair_source, self.teacher = source, teacher
         self.memory: PhaseMemory | None = None
         self.offloader = ActivationOffloader(
             enabled=config.activation_offload != "off",
@@ -98,14 +99,13 @@ class ReflowPolicy(nn.Module):
         observation = observe(self, pairs.batch)
         if time is None:
             time = sample_time(len(pairs.noise), self.config.reflow_time_sampling, pairs.noise.device)
-        teacher = self.pair_source.teacher
-        teacher.load(self)
+        self.teacher.load(self)
         # The teacher's weights travel while the prefix is computed.
-        teacher.prefetch()
-        prefix = teacher.shared_prefix(self, observation)
+        self.teacher.prefetch()
+        prefix = self.teacher.shared_prefix(self, observation)
         self._mark("prefix")
         # The target comes before the student's forward, so that the teacher never meets the student's activations.
-        pairs = self.pair_source.complete(Asked(self, observation, prefix), pairs)
+        pairs = self.pair_source.complete(pairs, self.teacher, self, observation, prefix)
         self._mark("teacher")
         losses = self._losses(observation, prefix, pairs, time)
         loss = losses.mean()
@@ -116,7 +116,7 @@ class ReflowPolicy(nn.Module):
 
         Without a teacher of its own (`teacher_model_path=self`, or `couplings_path`), the student itself.
         """
-        return self.pair_source.teacher.load(self)
+        return self.teacher.load(self)
 
     def generate_reflow_target(
         self,
@@ -140,14 +140,13 @@ class ReflowPolicy(nn.Module):
                 f"couplings_path={self.config.couplings_path!r} has the targets; there is no teacher to ask"
             )
         observation = Observation(images, img_masks, lang_tokens, lang_masks, state)
-        teacher = self.pair_source.teacher
-        teacher.load(self)
-        teacher.prefetch()
-        return teacher.sample(observation, noise, teacher.shared_prefix(self, observation))
+        self.teacher.load(self)
+        self.teacher.prefetch()
+        return self.teacher.sample(observation, noise, self.teacher.shared_prefix(self, observation))
 
     def teacher_report(self) -> TeacherReport | None:
         """Return what the teacher costs; None before it was used and where there is none."""
-        return self.pair_source.teacher.report()
+        return self.teacher.report()
 
     def memory_figures(self) -> dict[str, float]:
         """Return where memory is, in GiB, each under its name in a log; empty before the first `forward`.
@@ -172,13 +171,13 @@ class ReflowPolicy(nn.Module):
     @property
     def why_prefix_not_shared(self) -> str | None:
         """Return why the teacher computes its own prefix; None if the student's serves both."""
-        return self.pair_source.teacher.why_not_shared
+        return self.teacher.why_not_shared
 
     def update(self) -> None:
         """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""
         self._mark("optimizer")
         if self.config.use_reflow:
-            self.pair_source.teacher.prefetch()
+            self.teacher.prefetch()
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
         """Return the loss of each sample, `(batch,)`."""

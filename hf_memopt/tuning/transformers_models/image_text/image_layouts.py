@@ -45,7 +45,7 @@ def image_layout(config: Any, size: Size | None) -> ImageLayout:
         raise ValueError(
             f"task='image-text-to-text': how many tokens an image of model_type={config.model_type!r} takes is its "
             f"processor's choice, which is known for {', '.join(LAYOUTS)}; write setup and step yourself and call "
-            "hf_memopt.estimate.estimate.estimate_peak_memory"
+            "hf_memopt.estimate_peak_memory"
         )
     return LAYOUTS[config.model_type](config, size)
 
@@ -56,7 +56,7 @@ def _one_size(config: Any, size: Size | None) -> ImageLayout:
     if vision.model_type == "pixtral":
         raise ValueError(
             "task='image-text-to-text': images of a 'pixtral' vision tower have sizes of their own in a batch, which "
-            "are not simulated; write setup and step yourself and call hf_memopt.estimate.estimate.estimate_peak_memory"
+            "are not simulated; write setup and step yourself and call hf_memopt.estimate_peak_memory"
         )
     side, patches = _side(vision), _patches(vision)
     _check_same(config, size, side)

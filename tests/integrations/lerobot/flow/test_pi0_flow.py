@@ -74,7 +74,7 @@ def test_where_the_teacher_lives_and_when_it_is_copied_changes_nothing(
     for mode, schedule in (("resident", "early"), ("swap", "early"), ("swap", "late"), ("stream", "random")):
         flags = {"teacher_offload": mode, "share_prefix": share_prefix}
         policy = pi0_toys.make_student(random_teacher, teacher_num_steps=2, **flags)
-        policy.pair_source.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
+        policy.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
         for _ in range(2):
             policy.zero_grad()
             loss, _ = policy(pi0_batch, noise=noise, time=time)

@@ -60,7 +60,7 @@ def test_shared_prefix_does_not_depend_on_copy_timing(make: Make, batch: Any, no
     results = []
     for schedule in ("early", "late", "random"):
         policy = make()
-        policy.pair_source.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
+        policy.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
         for _ in range(2):
             policy.zero_grad()
             loss, _ = policy(batch, noise=noise, time=time)

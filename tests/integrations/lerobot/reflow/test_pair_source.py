@@ -127,15 +127,15 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     chosen = torch.tensor([True, False, True, False, False, True])
     monkeypatch.setattr(torch, "rand", lambda *_: torch.where(chosen, 0.0, 0.9))
     source = policy.pair_source
-    prefix = source.teacher.shared_prefix(policy, observation)
-    asked = pair_source.Asked(policy, observation, prefix)
-    _, found, target, valid = source.complete(asked, source.draw(policy, batch, noise))
+    prefix = policy.teacher.shared_prefix(policy, observation)
+    drawn = source.draw(policy, batch, noise)
+    _, found, target, valid = source.complete(drawn, policy.teacher, policy, observation, prefix)
     assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions go straight to the noise that was drawn, the robot's to the noise that the actions come from.
     torch.testing.assert_close(found[chosen][..., DIMS:], noise[chosen][..., DIMS:], rtol=1e-5, atol=1e-5)
     assert (found[chosen][..., :DIMS] - noise[chosen][..., :DIMS]).abs().max() > 0.1
-    solved = source.teacher.sample(observation, noise, prefix)
+    solved = policy.teacher.sample(observation, noise, prefix)
     torch.testing.assert_close(target[~chosen], solved[~chosen], rtol=1e-4, atol=1e-4)
     assert torch.equal(valid, ~(batch["action_is_pad"] & chosen[:, None]))
     assert not valid.all()
@@ -176,7 +176,7 @@ def test_a_student_teaches_itself(
         got = policy.generate_reflow_target(*known_flows.observe(policy, batch).arguments(), noise)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
-        with policy.pair_source.teacher.visit() as model:
+        with policy.teacher.visit() as model:
             assert not model.training
         loss, figures = policy(batch, noise=noise, time=time)
         loss.backward()

@@ -86,7 +86,7 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
     cache = source.CouplingCache(couplings)
-    assert sorted(cache.plan.indices) == list(range(12))
+    assert sorted(cache.spec.indices) == list(range(12))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
     assert (described["num_draws"], described["num_shards"], described["shared_prefix"]) == (2, 3, True)
@@ -288,11 +288,11 @@ def rows(cache: source.CouplingCache, indices: list[int], draw: int) -> torch.Te
 def pairs_of(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> pair_source.Pairs:
     policy.load_teacher_model()
     drawn = policy.pair_source.draw(policy, batch, None)
-    return policy.pair_source.complete(pair_source.Asked(policy, known_flows.observe(policy, batch), None), drawn)
+    return policy.pair_source.complete(drawn, policy.teacher, policy, known_flows.observe(policy, batch), None)
 
 
 def ask(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
-    return pair_source.solve(policy, policy.pair_source.teacher, inputs, noise)
+    return pair_source.solve(policy, policy.teacher, inputs, noise)
 
 
 def _arguments(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> Any:

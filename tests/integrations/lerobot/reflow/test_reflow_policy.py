@@ -213,4 +213,4 @@ def test_copies_and_pickles_carry_no_teacher_and_can_train(make: Make, batch: An
         assert twin.teacher_report() is None
         assert torch.equal(twin(batch, noise=noise, time=time)[0], loss)
         assert twin.load_teacher_model() is not policy.load_teacher_model()
-        assert twin.pair_source.teacher._config is twin.config
+        assert twin.teacher._config is twin.config

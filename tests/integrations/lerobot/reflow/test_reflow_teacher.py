@@ -133,9 +133,7 @@ def test_right_after_a_fault_in_any_copy(
     policy = make(share_prefix=share_prefix)
     want, _ = policy(batch, noise=noise, time=time)
     for fail_at in (1, 2, 3, 5):  # allocate, copy and wait of the first visit, and a copy of the second
-        policy.pair_source.teacher = reflow_teacher.ReflowTeacher(
-            policy.config, AdversarialCopier("late", fail_at=fail_at)
-        )
+        policy.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier("late", fail_at=fail_at))
         losses = []
         for _ in range(3):
             try:

@@ -87,7 +87,7 @@ def test_first_target_is_the_teachers_action_chunk(share_prefix: str, toy_studen
     teacher = modeling_smolvla.SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)
     batch, noise = observation(student, toy_student), noise_for(student)
     targets = []
-    teaching = student.pair_source.teacher
+    teaching = student.teacher
     sample = teaching.sample
     teaching.sample = lambda *arguments: targets.append(sample(*arguments)) or targets[-1]
     loss, _ = student.train().forward(batch, noise=noise)

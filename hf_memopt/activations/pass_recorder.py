@@ -1,0 +1,324 @@
+"""What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.activations.device_room import DeviceRoom
+from hf_memopt.activations.planner.profile import Profile, SavedStorage
+from hf_memopt.activations.recompute.replay import Recomputation, StoredInput
+from hf_memopt.activations.recorded_pass import Makers, RecordedPass
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
+from hf_memopt.autograd_state import StoragePin, VersionGuard, calling_module, current_node
+from hf_memopt.transfer.clock import Clock
+
+
+@dataclass
+class _Event:
+    """A stretch of the offloader's own work, which does not count as compute."""
+
+    begun: Any
+    ended: Any = None
+    saved: list[int] = field(default_factory=list)
+    used: int | None = None
+    node: int | None = None
+    ends_backward: bool = False
+
+
+@dataclass(eq=False)
+class _Unsaved:
+    """A source of the storage `dependent` that nobody had saved by then; `index` is set if autograd saves it later."""
+
+    num_bytes: int
+    dependent: int
+    guard: VersionGuard
+    num_writes: int
+    index: int | None = None
+
+    def was_modified(self, num_writes: int | None) -> bool:
+        """Return whether the source has been written to, given the number of writes to its storage seen by now."""
+        return self.num_writes != num_writes or self.guard.was_modified()
+
+
+@dataclass
+class _Computable:
+    """How a storage could be computed again: the time of each operation, and what they read.
+
+    `checks` say whether that is no longer so. They are made at the end of each backward up to the one that used the
+    storage: what becomes of the operands later does not matter.
+    """
+
+    marks: list[Any]
+    sources: list[int | _Unsaved]
+    makers: Makers
+    operations: tuple[Any, ...]
+    checks: list[Callable[[], bool]] | None
+
+    def saved_sources(self) -> list[int]:
+        """Return the indices of the sources that autograd had saved before."""
+        return [source for source in self.sources if not isinstance(source, _Unsaved)]
+
+    def source_indices(self, unsaved_indices: "dict[_Unsaved, int]") -> tuple[int, ...]:
+        """Return the index of each source, once each and in the order in which the computation reads them."""
+        indices = []
+        for source in self.sources:
+            if not isinstance(source, _Unsaved):
+                indices.append(source)
+            else:
+                indices.append(unsaved_indices[source] if source.index is None else source.index)
+        return tuple(dict.fromkeys(indices))
+
+
+class PassRecorder:
+    """Notes everything that one context saved, and the backward passes through it.
+
+    Args:
+        clock: of the compute stream.
+        model: gives the storages' owners their names.
+        held: what saved activations hold.
+        room: measures what everything else needs; None does not.
+    """
+
+    def __init__(
+        self, clock: Clock, model: nn.Module | None, held: DeviceBytes, room: DeviceRoom | None = None
+    ) -> None:
+        self._clock = clock
+        self._held, self._room = held, room
+        if room is not None:
+            room.begin()
+        self._names = {id(module): name for name, module in (model.named_modules() if model else ())}
+        self._events: list[_Event] = []
+        self._sizes: dict[int, int] = {}
+        self._owners: dict[int, str] = {}
+        # The events in which storages were saved, and which of them the model has kept.
+        self._placed: dict[int, int] = {}
+        self._lasting: set[int] = set()
+        self._indices: dict[int, int] = {}
+        self._staying: set[int] = set()
+        # How many events had been noted when the last saved tensor of a storage went.
+        self._freed: dict[int, int] = {}
+        self._unsaved: dict[int, _Unsaved] = {}
+        self._all_unsaved: list[_Unsaved] = []
+        self._computable: dict[int, _Computable] = {}
+        # As long as these exist, no other storage is given the key of one that was noted.
+        self._pins: list[StoragePin] = []
+        self._begun = clock.mark()
+
+    def name_modules(self, model: nn.Module | None) -> None:
+        """Give the modules of another model their names."""
+        for name, module in model.named_modules() if model is not None else ():
+            self._names.setdefault(id(module), name)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Take the time inside for the offloader's, not the model's."""
+        # The event is listed before the work is done: `saved` and `using` fill in what the newest event is about.
+        event = _Event(self._clock.mark())
+        self._events.append(event)
+        # A stretch of the model's own work ends here, and the next one begins when this is left.
+        if self._room is not None:
+            self._room.sample(self._held.now_bytes)
+        try:
+            yield
+        finally:
+            if self._room is not None:
+                self._room.restart()
+            event.ended = self._clock.mark()
+
+    @contextmanager
+    def using(self, index: int) -> Iterator[None]:
+        """Take the time inside for bringing back a storage that autograd unpacks."""
+        with self.working():
+            self._events[-1].used, self._events[-1].node = index, current_node()
+            yield
+
+    def saved(
+        self, storage: torch.UntypedStorage, index: int, stays: bool, num_writes: int | None, of_function: bool = False
+    ) -> None:
+        """Note that autograd saved a storage, inside of `working`.
+
+        Args:
+            storage: that a saved tensor is a view of.
+            index: its place in the pass.
+            stays: whether it never goes to the host.
+            num_writes: how many writes to it have been seen, None where nothing is watched.
+            of_function: whether a custom `autograd.Function` saved it, which gets a copy of its own.
+        """
+        key = storage._cdata
+        self._pins.append(StoragePin.of(storage))
+        self._placed[index] = len(self._events) - 1
+        self._indices[key] = index
+        self._sizes[index] = storage.nbytes()
+        self._owners[index] = _owner(self._names)
+        # Another storage could be computed from this one when nobody had saved it yet. Now autograd does save it, so
+        # that the planner will know this source by its index.
+        if key in self._unsaved and not of_function:
+            source = self._unsaved.pop(key)
+            if not source.was_modified(num_writes):
+                source.index = index
+        if stays:
+            self._staying.add(index)
+
+    def begun(self, index: int) -> None:
+        """Note, inside of `working`, that a storage is the model's no more, or is dealt with while it still is."""
+        self._events[-1].saved.append(index)
+
+    def lasts(self, index: int) -> None:
+        """Note that the model has a storage for longer than forward."""
+        self._lasting.add(index)
+
+    def not_computable(self, index: int) -> None:
+        """Note that parts of a storage may have been written since it was computed."""
+        self._computable.pop(index, None)
+
+    def computable(self, index: int, computation: Recomputation) -> None:
+        """Note how a storage could be computed again; keeps nothing of it but times and keys."""
+        sources = [self._source(source, index) for source in computation.sources()]
+        marks = [step.record.marks for step in computation.steps()]
+        self._computable[index] = _Computable(
+            marks, sources, computation.modules(), computation.operations(), computation.checks()
+        )
+
+    def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
+        # The planner knows by its index what autograd has saved. Any other source would have to be saved for this
+        # purpose alone, unless autograd still saves it later in the pass: see `saved`.
+        if source.is_saved and source.key in self._indices:
+            return self._indices[source.key]
+        known = self._unsaved.get(source.key)
+        if known is None or known.was_modified(source.num_writes):
+            self._pins.append(source.pin())
+            self._unsaved[source.key] = _Unsaved(source.num_bytes, dependent, source.guard, source.num_writes)
+            self._all_unsaved.append(self._unsaved[source.key])
+        return self._unsaved[source.key]
+
+    def freed(self, index: int) -> None:
+        """Note that the last saved tensor of a storage is gone."""
+        self._freed[index] = len(self._events)
+
+    def end_backward(self, mark: Any) -> None:
+        """Note that a backward is over. What was modified or freed by now, as eager mode may allow, is no source."""
+        # A storage that this backward has used was computable until its use, which is all that the plan needs: its
+        # checks end here. The others stay under watch until their own backward.
+        used = {event.used for event in self._events}
+        for index, noted in list(self._computable.items()):
+            if noted.checks is not None and any(has_changed() for has_changed in noted.checks):
+                del self._computable[index]
+            elif index in used:
+                noted.checks = None
+        self._events.append(_Event(mark, mark, ends_backward=True))
+        self._unsaved.clear()  # who saves these from now on does so too late
+        if self._room is not None:
+            self._room.end(self._held.now_bytes)
+
+    def finish(self) -> RecordedPass:
+        """Return the profile; waits for the device."""
+        times = _Times(self._clock, self._begun, self._events)
+        # Sources that autograd never saved come after the storages that it did.
+        unsaved = [source for source in self._all_unsaved if source.index is None]
+        indices = {source: len(self._sizes) + place for place, source in enumerate(unsaved)}
+        # Never left alone means that tensors of the model's parts kept a storage.
+        lasting = self._lasting | (self._sizes.keys() - times.saved_s.keys())
+        storages = [
+            self._lasting_storage(index, times) if index in lasting else self._storage(index, times, indices)
+            for index in self._sizes
+        ]
+        for source in unsaved:
+            storages.append(SavedStorage(source.num_bytes, times.events_s[self._placed[source.dependent]], ()))
+        return RecordedPass(
+            Profile(tuple(storages), times.step_s, tuple(times.backward_ends_s[:-1])),
+            tuple(self._sizes.values()),
+            tuple(self._owners.values()),
+            {index: computable.makers for index, computable in self._computable.items()},
+            {index: computable.operations for index, computable in self._computable.items()},
+            frozenset(lasting),
+        )
+
+    def _storage(self, index: int, times: "_Times", unsaved_indices: dict[_Unsaved, int]) -> SavedStorage:
+        uses_s = times.uses_of(index)
+        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
+        computable = self._computable.get(index) if uses_s else None
+        if computable is not None and not times.outlive(computable.saved_sources(), uses_s):
+            computable = None
+        return SavedStorage(
+            self._sizes[index],
+            times.saved_s[index],
+            uses_s,
+            None if computable is None else sum(self._clock.elapsed_s(*span) for span in computable.marks),
+            () if computable is None else computable.source_indices(unsaved_indices),
+            times.freed_s(self._freed.get(index), uses_s),
+            can_offload=index not in self._staying,
+        )
+
+    def _lasting_storage(self, index: int, times: "_Times") -> SavedStorage:
+        """Return a storage whose bytes are the model's, so that keeping it holds nothing."""
+        uses_s = times.uses_of(index)
+        freed_s = times.freed_s(self._freed.get(index), uses_s)
+        return SavedStorage(0, times.events_s[self._placed[index]], uses_s, freed_s=freed_s, can_offload=False)
+
+
+class _Times:
+    """When events happened, in seconds of compute: the clock stands still while the offloader itself works.
+
+    Attributes:
+        saved_s: by index, when the model let go of a storage.
+        backward_ends_s: the end of each backward.
+        events_s: the time of each event.
+        step_s: the time of the last event.
+    """
+
+    def __init__(self, clock: Clock, begun: Any, events: list[_Event]) -> None:
+        self.saved_s: dict[int, float] = {}
+        self.backward_ends_s: list[float] = []
+        self.events_s: list[float] = []
+        self._uses_s: dict[int, list[float]] = {}
+        now, before, node, node_time = 0.0, begun, None, 0.0
+        for event in events:
+            # Only the time between the offloader's own stretches is compute.
+            now += clock.elapsed_s(before, event.begun)
+            before = event.ended
+            time = now
+            for index in event.saved:
+                self.saved_s[index] = now
+            if event.used is not None:
+                # Storages that one node unpacks are needed together.
+                time = node_time = node_time if event.node is not None and event.node == node else now
+                node = event.node
+                self._uses_s.setdefault(event.used, []).append(node_time)
+            if event.ends_backward:
+                self.backward_ends_s.append(now)
+                node = None
+            self.events_s.append(time)
+        self.step_s = now
+
+    def uses_of(self, index: int) -> tuple[float, ...]:
+        """Return the times at which backward read a storage."""
+        return tuple(self._uses_s.get(index, ()))
+
+    def outlive(self, sources: list[int], uses_s: tuple[float, ...]) -> bool:
+        """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
+
+        Until then writing to them is an error in the plain run, too. Later a kernel may use their memory, or the model.
+        """
+        backward = bisect_left(self.backward_ends_s, uses_s[-1])
+        read_s = next(used_s for used_s in uses_s if bisect_left(self.backward_ends_s, used_s) == backward)
+        return all(max(self._uses_s.get(source, (-1.0,))) >= read_s for source in sources)
+
+    def freed_s(self, num_events: int | None, uses_s: tuple[float, ...]) -> float | None:
+        """Return when memory went that did not go with its last use.
+
+        Args:
+            num_events: how many events had been noted by then; None where the memory is still there.
+            uses_s: when it was read.
+        """
+        freed_s = self.step_s if num_events is None else self.events_s[num_events - 1]
+        return freed_s if not uses_s or freed_s > uses_s[-1] else None
+
+
+def _owner(names: dict[int, str]) -> str:
+    module = calling_module()
+    return "" if module is None else names.get(id(module), type(module).__name__)

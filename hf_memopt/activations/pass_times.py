@@ -1,0 +1,151 @@
+"""Measures the times of whole passes, and compares them with a plan's and with those of plain passes."""
+
+import logging
+import weakref
+from collections.abc import Mapping
+
+from torch import nn
+
+from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.plan_comparison import Comparison
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
+from hf_memopt.activations.recorded_pass import RecordedPass, scaled, with_cost_of_noting
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.transfer.clock import HostClock
+
+logger = logging.getLogger(__name__)
+
+# Differences from the prediction that are put down to noise, as a share of the step.
+_TOLERATED = 0.02
+
+
+class PassTimes:
+    """The times of one model's passes on one device.
+
+    Args:
+        device: the state that passes share, with the clock of the compute stream.
+        max_slowdown: by which share a plan may make passes longer.
+        takes_turns: whether each planned pass is followed by a plain one.
+    """
+
+    def __init__(self, device: DeviceState, max_slowdown: float, takes_turns: bool) -> None:
+        self._device = device
+        # On a host's clock copies never run beside compute.
+        self._has_own_time = not isinstance(device.clock, HostClock)
+        self._comparison = Comparison(max_slowdown, takes_turns)
+        # Whether a pass that followed the plan in force has been timed as a whole, without recording.
+        self._is_timed = False
+        self._computed_s = 0.0
+        self._stalled_ms = 0.0
+        # A pass whose end the device may still have to reach before it can be compared with the plan.
+        self._watched: OffloadedPass | None = None
+
+    def start_timing(self, this_pass: OffloadedPass) -> None:
+        """Begin to time a pass as a whole; the host waits for the device."""
+        # Asking for a time between two equal marks waits until the device has reached the mark. The stalls before it
+        # are counted off, so that `stop_timing` finds those of this pass alone.
+        self._device.clock.elapsed_s(this_pass.begun, this_pass.begun)
+        self._newly_stalled_s()
+
+    def stop_timing(self, this_pass: OffloadedPass) -> None:
+        """Take the time of the pass, up to the end of the last backward so far; the host waits for the device."""
+        self._computed_s = this_pass.elapsed_s() - self._newly_stalled_s()
+
+    def begin_recording(self) -> None:
+        """Forget the times before a pass was recorded."""
+        self._is_timed = False
+        self._comparison.restart()
+
+    def begin_plan(self) -> None:
+        """Forget the times of the plan before."""
+        self._watched = None
+        self._comparison.restart()
+        self._newly_stalled_s()
+
+    def forget_plain(self) -> None:
+        """Forget the time of the one plain pass: no plain pass of the new size has been timed."""
+        self._comparison.plain_s = None
+
+    # ----------------------------------------------------------------------------------------------- plain passes
+
+    @property
+    def wants_plain(self) -> bool:
+        """Return whether it is a plain pass's turn."""
+        return self._comparison.wants_plain
+
+    def compare_plain(self, this_pass: OffloadedPass, recording: RecordedPass) -> float | None:
+        """Compare a plain pass with the planned one before it, if it saved the same sizes as far as that is noted.
+
+        Returns:
+            the share by which planned passes take longer, if that is too much.
+        """
+        if tuple(this_pass.sizes) == recording.sizes[: len(this_pass.sizes)]:
+            return self._comparison.add_plain(self._computed_s)
+        self._comparison.drop_planned()
+        return None
+
+    def take_plain(
+        self, recording: RecordedPass, num_operations: Mapping[weakref.ref[nn.Module] | None, int]
+    ) -> RecordedPass:
+        """Return the recording with the time of a pass that was not recorded, and the time of noting operations.
+
+        Args:
+            recording: of the pass before.
+            num_operations: how many operations each module performed in it.
+        """
+        plain_s, recorded_s = self._computed_s, recording.profile.step_s
+        self._is_timed = True
+        if plain_s <= 0 or recorded_s <= 0:
+            return recording
+        self._comparison.plain_s = plain_s
+        in_proportion, num = self._scaled(recording, plain_s, recorded_s), sum(num_operations.values())
+        if in_proportion is None or not num:
+            return in_proportion or recording
+        return with_cost_of_noting(in_proportion, num_operations, max(0.0, recorded_s - plain_s) / num)
+
+    # --------------------------------------------------------------------------------------------- planned passes
+
+    @property
+    def wants_whole(self) -> bool:
+        """Return whether the times of the plan in force still have to be compared with those of a whole pass."""
+        return self._has_own_time and not self._is_timed
+
+    def take_whole(self, recording: RecordedPass, plan: OffloadPlan) -> RecordedPass | None:
+        """Return the recording for the time of a planned pass, None where the plan has foreseen it."""
+        self._is_timed = True
+        expected_s = plan.plain_step_s + plan.recompute_s
+        return self._scaled(recording, self._computed_s, expected_s) if self._computed_s > 0 else None
+
+    def next_ended(self, this_pass: OffloadedPass) -> OffloadedPass | None:
+        """Return a planned pass whose end the device has reached, this one or one before; None if there is none yet."""
+        self._watched = self._watched or this_pass
+        # A host that runs ahead asks again when the next pass begins.
+        if not self._device.clock.reached(self._watched.ended):
+            return None
+        ended, self._watched = self._watched, None
+        return ended
+
+    def excess_wait_s(self, ended: OffloadedPass, plan: OffloadPlan) -> float:
+        """Return how much longer compute has waited for copies than predicted, 0 where that is within noise."""
+        if not self._has_own_time:
+            return 0.0
+        # Stalls of later passes, if the host is ahead, are among the new ones; the time of the pass is its own.
+        excess_s = min(self._newly_stalled_s() - plan.stall_s, ended.elapsed_s() - plan.predicted_step_s)
+        return excess_s if excess_s > _TOLERATED * plan.predicted_step_s else 0.0
+
+    def compare_planned(self, ended: OffloadedPass) -> float | None:
+        """Return the share by which planned passes take longer, if it has just turned out that this is too much."""
+        return self._comparison.add_planned(ended.elapsed_s())
+
+    def _scaled(self, recording: RecordedPass, computed_s: float, expected_s: float) -> RecordedPass | None:
+        """Return the recorded times in proportion to a pass that was not recorded, None where they hardly differ."""
+        if abs(computed_s - expected_s) <= _TOLERATED * expected_s:
+            return None
+        figures = 1e3 * computed_s, 1e3 * expected_s
+        logger.info("activation offloading: a pass computes for %.1f ms; recorded, it took %.1f ms", *figures)
+        return scaled(recording, computed_s / expected_s)
+
+    def _newly_stalled_s(self) -> float:
+        """Return how long compute has waited for copies since the last call or plan."""
+        before, self._stalled_ms = self._stalled_ms, self._device.copier.stall_ms()
+        return 1e-3 * (self._stalled_ms - before)

@@ -1,0 +1,150 @@
+"""Makes plans for the memory that passes may hold: a budget, or the room that the device has left."""
+
+import logging
+from dataclasses import dataclass
+
+from hf_memopt.activations.device_room import DeviceRoom
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
+from hf_memopt.activations.planner.profile import Link, Profile
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.memory.ranks import rank_among_several
+from hf_memopt.transfer.link import measure_link
+from hf_memopt.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SLOWER_LINK = 0.8
+# The memory that a plan may hold, as a share of the plan with which the device ran out of memory, or nearly did.
+_SMALLER = 0.7
+
+
+@dataclass(frozen=True)
+class OffloadLimits:
+    """The limits that a plan has to keep to; see `ActivationOffloader`."""
+
+    budget_bytes: int | None
+    max_slowdown: float
+    prefetch_ahead: int
+    host_budget_bytes: int | None
+
+
+class PlanMaker:
+    """Makes the plans of one model's passes on one device.
+
+    Args:
+        device: the state that passes share; its link is measured for the first plan.
+        limits: the user's limits.
+        room: the memory that the device has left, None where it is not known.
+
+    Attributes:
+        limit_bytes: the limit that the plan in force was made for, None for no limit.
+    """
+
+    def __init__(self, device: DeviceState, limits: OffloadLimits, room: DeviceRoom | None) -> None:
+        self.limit_bytes: int | None = None
+        self._device, self._limits, self._room = device, limits, room
+        self._link: Link | None = None
+        # A limit that the device has been seen not to grant.
+        self._out_of_reach_bytes: int | None = None
+        # How much passes that were planned for the limit have held beyond it.
+        self._overlap_bytes = 0
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether the user has set a budget."""
+        return self._limits.budget_bytes is not None
+
+    def make(self, profile: Profile, is_first: bool) -> OffloadPlan | None:
+        """Return a plan. None: the device has room for none, so that everything is offloaded.
+
+        Args:
+            profile: the recorded pass.
+            is_first: whether no plan was made before.
+
+        Raises:
+            InfeasibleBudgetError: the first plan shows that the budget cannot be met.
+        """
+        if self._link is None:
+            self._link = Link(*measure_link(self._device.copier, self._device.clock))
+        self.limit_bytes = self._find_limit()
+        plan = self._make_for_budget(profile, is_first) if self.has_budget else self._make_for_device(profile)
+        if plan is not None:
+            logger.info("activation offloading: %s", plan.summary())
+        return plan
+
+    def has_less_room_than(self, plan: OffloadPlan) -> bool:
+        """Return whether a plan holds more than the device now has left: optimizer states came, or other processes."""
+        if self._room is None or self.has_budget:
+            return False
+        return plan.predicted_peak_bytes > self._room.limit_bytes()
+
+    def note_shortage(self, plan: OffloadPlan) -> None:
+        """Note that the device ran out of memory under a plan, or nearly did: later plans hold less."""
+        self._out_of_reach_bytes = int(_SMALLER * plan.predicted_peak_bytes)
+        logger.warning(
+            "activation offloading: the device ran out of memory, or nearly did, with %s of saved activations on it; "
+            "from now on they may hold at most %s",
+            format_bytes(plan.predicted_peak_bytes),
+            format_bytes(self._out_of_reach_bytes),
+        )
+
+    def note_overlap(self, peak_bytes: int) -> bool:
+        """Note the peak of a pass, and return whether it was over budget: passes overlap, which no plan foresees."""
+        assert self._limits.budget_bytes is not None
+        excess_bytes = peak_bytes - self._limits.budget_bytes
+        if excess_bytes <= 0:
+            return False
+        self._overlap_bytes += excess_bytes
+        logger.warning(
+            "activation offloading: saved activations held %s more than budget_gib allows, because passes overlap; "
+            "their plans leave room for that from now on",
+            format_bytes(excess_bytes),
+        )
+        return True
+
+    def note_slow_link(self) -> None:
+        """Note that copies take longer than measured, beside the model's compute."""
+        assert self._link is not None
+        self._link = Link(
+            _SLOWER_LINK * self._link.to_host_bytes_per_s, _SLOWER_LINK * self._link.to_device_bytes_per_s
+        )
+
+    def _find_limit(self) -> int | None:
+        limit_bytes = self._limits.budget_bytes
+        if limit_bytes is None and self._room is not None:
+            limit_bytes = max(0, self._room.limit_bytes())
+        limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
+        return max(0, min(limits) - self._overlap_bytes) if limits else None
+
+    def _make_for_budget(self, profile: Profile, is_first: bool) -> OffloadPlan:
+        try:
+            return self._make(profile, budget_bytes=self.limit_bytes)
+        except InfeasibleBudgetError as error:
+            if is_first or self._overlap_bytes:
+                needed_bytes = error.smallest_bytes + self._overlap_bytes
+                budget_bytes = error.budget_bytes + self._overlap_bytes
+                raise InfeasibleBudgetError(budget_bytes, needed_bytes, rank=rank_among_several()) from None
+            logger.warning("%s; going on with the smallest", str(error))
+            return self._make(profile, budget_bytes=error.smallest_bytes)
+
+    def _make_for_device(self, profile: Profile) -> OffloadPlan | None:
+        """Return the plan that the accepted slowdown allows if it fits, else the fastest that does, else None."""
+        try:
+            return self._make(profile, device_limit_bytes=self.limit_bytes)
+        except InfeasibleBudgetError as error:
+            logger.info("activation offloading: %s; until then everything is offloaded", str(error))
+            return None
+
+    def _make(
+        self, profile: Profile, *, budget_bytes: int | None = None, device_limit_bytes: int | None = None
+    ) -> OffloadPlan:
+        assert self._link is not None
+        return make_plan(
+            profile,
+            self._link,
+            budget_bytes=budget_bytes,
+            max_slowdown=self._limits.max_slowdown,
+            prefetch_ahead=self._limits.prefetch_ahead,
+            host_budget_bytes=self._limits.host_budget_bytes,
+            device_limit_bytes=device_limit_bytes,
+        )

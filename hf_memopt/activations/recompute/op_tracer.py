@@ -1,0 +1,281 @@
+"""Which operation computed a tensor, and from what: noted during the forward pass, so that it can be computed again.
+
+Notes hold no tensors except weights, so they keep no memory alive.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
+
+from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
+from hf_memopt.autograd_state import StoragePin, ViewMeta, calling_module, in_backward, is_plain, is_regathered
+from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.transfer.clock import Clock
+
+_aten = torch.ops.aten
+
+# Operations of one pass over memory, besides those that torch tags as pointwise.
+_LIGHT = {
+    _aten._fused_rms_norm.default,
+    _aten._log_softmax.default,
+    _aten._softmax.default,
+    _aten._to_copy.default,
+    _aten.cat.default,
+    _aten.constant_pad_nd.default,
+    _aten.embedding.default,
+    _aten.gather.default,
+    _aten.index_select.default,
+    _aten.mean.dim,
+    _aten.native_group_norm.default,
+    _aten.native_layer_norm.default,
+    _aten.stack.default,
+    _aten.sum.dim_IntList,
+    _aten.upsample_nearest2d.default,
+}
+# Expensive operations: recomputed for a saved output itself, never on the way to another one.
+_HEAVY = {
+    _aten._fft_c2c.default,
+    _aten._fft_c2r.default,
+    _aten._fft_r2c.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.bmm.default,
+    _aten.convolution.default,
+    _aten.mm.default,
+}
+
+
+class TensorRef:
+    """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not.
+
+    Attributes:
+        weight: what keeps the storage of a weight: the operand or, where that is a view, the weight itself.
+    """
+
+    __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
+
+    def __init__(self, tensor: Tensor, weights: frozenset[int], num_writes: int) -> None:
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self.meta = ViewMeta(tensor)
+        self.version = tensor._version
+        self.num_writes = num_writes
+        # As long as this exists, no other storage is given the same key.
+        self._storage = StoragePin.of(storage)
+        self._tensor = weakref.ref(tensor)
+        is_weight = self.key in weights or is_parameter(tensor)
+        # Not a view with its history, which would keep the gradient accumulator of a pass that is over.
+        has_base = tensor.grad_fn is not None and tensor._base is not None
+        self.weight = (tensor._base if has_base else tensor) if is_weight else None
+        # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
+        base = tensor if tensor._base is None else tensor._base
+        self.is_leaf = base.requires_grad and base.grad_fn is None
+
+    def alive(self) -> Tensor | None:
+        """The tensor, if something else keeps it and it has the same bytes."""
+        tensor = self._tensor()
+        return tensor if tensor is not None and tensor._version == self.version else None
+
+
+class TracedOp:
+    """One operation that was performed and can be again: same function, same operands, same bits.
+
+    Attributes:
+        module: the innermost module that performed it, where that is noted; None outside of modules.
+        num_writes: how many writes to the result's storage had been seen.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "light", "marks", "module", "num_writes", "output", "storage", "version")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, marks: tuple[Any, Any] | None) -> None:
+        self.func, self.args, self.kwargs, self.marks = func, args, kwargs, marks
+        self.light = func not in _HEAVY
+        self.module: weakref.ref[nn.Module] | None = None
+        self.output: int | None = None
+        self.version = self.num_writes = 0
+        self.storage: StoragePin | None = None
+
+
+class OpTracer(TorchDispatchMode):
+    """Notes for each new storage the operation that made it.
+
+    Only functional, deterministic operations count: what draws random numbers or writes into its operands cannot be
+    repeated. Costs about 15 us per operation on the host, while it is active.
+
+    Versions do not tell whether a storage still has the bytes that an operation read or left: `.data` and the parts of
+    `unsafe_chunk` are counted apart. So writes are counted by storage, as far as they are seen.
+
+    Attributes:
+        weights: keys of storages that stay where they are until backward is over.
+        is_noting: whether a context has it switched on.
+        num_by_module: operations that each module itself performed, None for outside of modules; counted with a clock.
+
+    Args:
+        weights: see above.
+        clock: times each operation, and has the module noted that performed it; None does not.
+    """
+
+    def __init__(self, weights: frozenset[int], clock: Clock | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights = weights
+        self.is_noting = False
+        self._clock = clock
+        self._records: dict[int, TracedOp] = {}
+        self._num_writes: dict[int, int] = {}
+        self._distrusted: dict[int, StoragePin] = {}
+        self.num_by_module: Counter[weakref.ref[nn.Module] | None] = Counter()
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether operations are timed, for a plan."""
+        return self._clock is not None
+
+    def leave_node(self) -> None:
+        """Called while a backward node unpacks what it has saved: the mode is off for the rest of the node.
+
+        Nothing is noted in backward, and torch's formulas look whether there is a mode: that of `prod` then takes
+        another path, with other bits. The engine gives each node the modes that the thread had when backward began.
+        """
+        if is_innermost(self):
+            _pop_mode()
+
+    # Compiled regions run as they are; what they compute has no record.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind.writes:
+            self._count_writes(kind, args, kwargs)
+        if not PLAIN_TYPES.issuperset(types) or kind.is_view:
+            return func(*args, **kwargs)
+        if not kind.is_repeatable or in_backward():
+            return call_as_plain(func, args, kwargs)
+        start = self._clock.mark() if self._clock else None
+        result = func(*args, **kwargs)
+        marks = (start, self._clock.mark()) if self._clock else None
+        self._note(func, args, kwargs, result, marks)
+        return result
+
+    def record_of(self, operand: TensorRef) -> TracedOp | None:
+        """How the bytes of an operand came about, if they are still those that the operation left."""
+        record = self._records.get(operand.key)
+        if record is None or record.version != operand.version or record.num_writes != operand.num_writes:
+            return None
+        return record
+
+    def distrust(self, storage: UntypedStorage) -> None:
+        """Note that a custom `autograd.Function` has a storage: its kernels may write what no operation shows."""
+        self._records.pop(storage._cdata, None)
+        self._distrusted[storage._cdata] = StoragePin.of(storage)
+
+    def is_distrusted(self, operand: TensorRef) -> bool:
+        """Return whether a custom `autograd.Function` has the operand's storage."""
+        return operand.key in self._distrusted
+
+    def operand(self, tensor: Tensor) -> TensorRef:
+        """A tensor as it is now."""
+        return TensorRef(tensor, self.weights, self.num_writes(tensor.untyped_storage()._cdata))
+
+    def num_writes(self, key: int) -> int:
+        """How many writes to a storage have been seen."""
+        return self._num_writes.get(key, 0)
+
+    def is_unwritten(self, operand: TensorRef) -> bool:
+        """Return whether no write to an operand's storage has been seen since the operation read it."""
+        return self.num_writes(operand.key) == operand.num_writes
+
+    def _count_writes(self, kind: "_Kind", args: Any, kwargs: Any) -> None:
+        written: list[Tensor] = []
+        map_tensors(written.append, [args[place] for place in kind.written_places if place < len(args)])
+        map_tensors(written.append, [kwargs[name] for name in kind.written_names if name in kwargs])
+        for tensor in written:
+            if is_plain(tensor):
+                key = tensor.untyped_storage()._cdata
+                self._num_writes[key] = self.num_writes(key) + 1
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, marks: tuple[Any, Any] | None) -> None:
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, [args, *kwargs.values()])
+        outputs = [result] if isinstance(result, Tensor) else result
+        if not isinstance(outputs, list | tuple) or not all(is_plain(tensor) for tensor in tensors):
+            return
+        if any(is_regathered(tensor) for tensor in tensors):  # not there when the operation would be repeated
+            return
+        args = map_tensors(self.operand, args)
+        kwargs = {name: map_tensors(self.operand, value) for name, value in kwargs.items()}
+        read = {tensor.untyped_storage()._cdata for tensor in tensors}
+        module = calling_module() if marks is not None else None
+        maker = None if module is None else weakref.ref(module)
+        self.num_by_module[maker] += marks is not None
+        hash(maker)  # a reference knows its hash once it was asked, and a module made for one call is soon gone
+        for position, output in enumerate(outputs):
+            # An output that is a view of an operand (_unsafe_view) was not made here.
+            if not isinstance(output, Tensor) or not is_plain(output) or output.untyped_storage()._cdata in read:
+                continue
+            record = TracedOp(func, args, kwargs, marks)
+            record.module = maker
+            record.output = None if outputs is not result else position
+            record.version = output._version
+            record.num_writes = self.num_writes(output.untyped_storage()._cdata)
+            record.storage = StoragePin.of(output.untyped_storage())
+            self._records[output.untyped_storage()._cdata] = record
+
+
+class _Kind(NamedTuple):
+    """What an operation does, by its schema."""
+
+    is_view: bool
+    is_repeatable: bool
+    written_places: tuple[int, ...] = ()
+    written_names: tuple[str, ...] = ()
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.written_names)
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Kind(is_view=False, is_repeatable=False)
+    if func._schema.is_mutable:
+        arguments = list(enumerate(func._schema.arguments))
+        written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        places, names = zip(*written, strict=True) if written else ((), ())
+        return _Kind(False, False, places, names)
+    return _Kind(func.is_view, not func.is_view and _is_repeatable(func))
+
+
+def _is_repeatable(func: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether nobody has entered another mode inside this one."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any, kind: Any = Tensor) -> Any:
+    """`value` with everything of `kind` in it replaced; looks into lists and tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return [map_tensors(function, item, kind) for item in value]
+    return value

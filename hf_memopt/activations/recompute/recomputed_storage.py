@@ -1,0 +1,86 @@
+"""A saved storage that backward computes again."""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from hf_memopt.activations.recompute.replay import Recomputation
+from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
+from hf_memopt.uncompiled import uncompiled
+
+
+class RecomputedStorage(LiveStorage):
+    """Computed again when it is needed, and kept until its last need.
+
+    Args:
+        computation: with the live storage of every source in place; this object keeps them until it has been computed.
+        owner: the module that saved it, for a range in torch.profiler's trace; None where nothing is traced.
+    """
+
+    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
+
+    def __init__(
+        self, tensor: Tensor, device: DeviceState, index: int, computation: Recomputation, owner: str | None
+    ) -> None:
+        self._counted_bytes = 0
+        self._sources: list[LiveStorage] = []
+        super().__init__(tensor, device, index)
+        self._computation: Recomputation | None = computation
+        self._owner = owner
+        self._device_type = tensor.device.type
+        self._memory: Tensor | None = None
+        self._computed_in = 0
+        sources = [source.live for source in computation.sources() if source.live is not None]
+        self._sources = list(dict.fromkeys(sources))
+        for source in self._sources:
+            source.num_dependents += 1
+
+    def ripen(self) -> None:
+        """Nothing is pending for this kind."""
+
+    def _num_own_tensors(self) -> int:
+        return 0
+
+    def _bring(self, backward: int) -> Tensor:
+        if self._memory is None:
+            traced = self._owner is not None
+            with traced_range("recompute", self.index, self.num_bytes, self._owner or "") if traced else nullcontext():
+                self._memory = self._compute(backward)
+            assert self._memory.nbytes == self.num_bytes
+            if not self.is_read_again():  # then the result stays for as long as it may be asked for
+                self._drop_sources()
+        return self._memory
+
+    def _compute(self, backward: int) -> Tensor:
+        # Its sources count how often they are asked: once by this storage in each backward.
+        is_first = self._computed_in != backward
+        self._computed_in = backward
+        memory = {source: source.fetch(backward, is_first) for source in self._sources}
+        self._counted_bytes = self.num_bytes
+        self.device.held.add(self.num_bytes)
+        assert self._computation is not None
+        # Operations were noted below autograd and autocast, with their casts made.
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            return self._computation.run(memory)
+
+    def _give_up(self) -> None:
+        if self._computation is None:  # it could not be made a second time
+            return
+        self._memory = None
+        self.device.held.remove_after_node(self._counted_bytes)
+        self._counted_bytes = 0
+
+    def _drop_sources(self) -> None:
+        for source in self._sources:
+            source.num_dependents -= 1
+        self._sources = []
+        self._computation = None
+
+    @uncompiled
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._drop_sources()
+            self._forget(self._counted_bytes)

@@ -1,0 +1,247 @@
+"""The pair of hooks that autograd calls for each tensor that it saves and each one that it asks for again.
+
+`SavedTensorHooks.pack` decides whether a tensor belongs to the pass or stays as it is, and leaves a payload in the
+autograd graph. The graph owns its payloads, and the payloads own the storages, on the device or on the host. A graph
+that is used twice, dropped, or lost to an exception therefore frees its memory by itself; nothing is tracked or reset.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.saved_tensors.storages import LiveStorage
+from hf_memopt.activations.skipped_modules import SkippedCalls
+from hf_memopt.activations.stats import OffloadCounters
+from hf_memopt.autograd_state import (
+    ViewMeta,
+    called_from_checkpoint,
+    called_from_function,
+    called_from_rrelu,
+    in_backward,
+    is_plain,
+    is_regathered,
+    is_weight,
+    modified_in_place,
+)
+from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.uncompiled import uncompiled
+
+logger = logging.getLogger(__name__)
+
+# A tensor that stays on the device without being counted: a detached alias and its version. A pair, since there may be
+# thousands of small ones. A hook that returned the tensor itself would tie the graph into a reference cycle.
+Kept = tuple[Tensor, int]
+_STRIDED = torch.strided
+
+
+class KeptView:
+    """A saved tensor as a view of a storage that is counted and stays on the device.
+
+    Attributes:
+        read_in: the number of the backward pass that unpacked it last.
+    """
+
+    __slots__ = ("_kept", "_pass", "_storage", "read_in")
+
+    def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
+        # Counted first, so that `__del__` undoes no more than that, should anything fail.
+        self._storage, self._pass = storage, this_pass
+        this_pass.add_view(storage)
+        self._kept = tensor.detach(), tensor._version
+        self.read_in = 0
+
+    def restore(self) -> Tensor:
+        self._pass.note_use(self._storage, self)
+        return _unmodified(self._kept)
+
+    @uncompiled
+    def __del__(self) -> None:
+        self._pass.drop_view(self._storage)
+
+
+class MovedView(ViewMeta):
+    """A saved tensor as a view of a storage that comes back from the host or is computed again.
+
+    Attributes:
+        read_in: the number of the backward pass that unpacked it last.
+    """
+
+    __slots__ = ("_pass", "_storage", "read_in")
+
+    def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
+        self._storage, self._pass = storage, this_pass
+        this_pass.add_view(storage)
+        super().__init__(tensor)
+        self.read_in = 0
+
+    def restore(self) -> Tensor:
+        storage = self._storage
+        return storage.counted_together(self.of(self._pass.use(storage, self)))
+
+    @uncompiled
+    def __del__(self) -> None:
+        self._pass.drop_view(self._storage)
+
+
+Payload = Kept | KeptView | MovedView
+
+
+class SavedTensorHooks:
+    """The hooks of one `offload_context`, on as long as it is entered, or until a pass that keeps everything has begun.
+
+    Args:
+        threshold_bytes: smaller storages are kept.
+        fixed: keys of storages that never move: the model's weights and buffers.
+        begin_pass: the forward pass on a device, None where nothing can be offloaded.
+        counters: of the offloader.
+        inputs_only: leave everything alone but the inputs of checkpointed regions.
+        leave_node: called while a backward node unpacks what it has saved, where operations are noted.
+        skipped: whose saved tensors stay on the device.
+    """
+
+    def __init__(
+        self,
+        threshold_bytes: int,
+        fixed: frozenset[int],
+        begin_pass: Callable[[torch.device], OffloadedPass | None],
+        counters: OffloadCounters,
+        *,
+        inputs_only: bool = False,
+        leave_node: Callable[[], None] | None = None,
+        skipped: SkippedCalls | None = None,
+    ) -> None:
+        self._threshold_bytes, self._fixed = threshold_bytes, fixed
+        self._begin_pass, self._counters = begin_pass, counters
+        self._inputs_only, self._leave_node = inputs_only, leave_node
+        self._skipped = skipped
+        self._passes: dict[torch.device, OffloadedPass | None] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._take_off()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was there to offload."""
+        return bool(self._passes)
+
+    @uncompiled
+    def pack(self, tensor: Tensor) -> Payload:
+        """Return the payload that autograd keeps instead of `tensor`.
+
+        The questions are asked from the cheapest to the dearest, since most saved tensors are small or weights.
+        """
+        if type(tensor) not in PLAIN_TYPES:
+            return self._keep_subclass(tensor)
+        if tensor.layout is not _STRIDED or tensor.is_nested:  # memory of another kind, which is not counted
+            return tensor.detach(), tensor._version
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        if num_bytes < self._threshold_bytes:  # most saved tensors: `_keep`, without the call
+            self._counters.bytes_kept += tensor.nbytes
+            return tensor.detach(), tensor._version
+        key = storage._cdata
+        if key in self._fixed or is_weight(tensor):
+            self._counters.bytes_weights += tensor.nbytes
+            return tensor.detach(), tensor._version
+        if in_backward():  # what backward itself saves (recomputation, double backward) is used at once
+            return self._keep(tensor)
+        if self._inputs_only or not tensor.requires_grad:
+            caller = sys._getframe().f_back  # none in a thread that is not Python's
+            if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
+                return self._keep(tensor)
+        this_pass = self._passes.get(tensor.device) or self._begin(tensor.device)
+        if this_pass is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
+            return self._keep(tensor)
+        caller = sys._getframe().f_back
+        of_function = called_from_function(caller)
+        is_skipped = self._skipped is not None and self._skipped.include(caller)
+        if not this_pass.is_observed:
+            live = this_pass.save(tensor, key, num_bytes, of_function, is_skipped)
+        else:  # our own operations are no part of the model's: neither timed nor noted
+            with this_pass.working(), this_pass.device.hide_operations():
+                live = this_pass.save(tensor, key, num_bytes, of_function, is_skipped)
+        if this_pass.keeps_all:
+            self._take_off()  # the first storage tells when backward ends, and that is all there is to learn
+        return KeptView(live, this_pass, tensor) if live.is_kept else MovedView(live, this_pass, tensor)
+
+    @uncompiled
+    def unpack(self, payload: Payload) -> Tensor:
+        """Return the saved tensor, on its device and ready for the compute stream.
+
+        Raises:
+            RuntimeError: it was modified in place since it was saved.
+        """
+        if self._leave_node is not None and in_backward():
+            self._leave_node()
+        if not isinstance(payload, tuple):
+            return payload.restore()
+        tensor, version = payload  # `_unmodified`, without the call
+        if tensor._version != version:
+            raise modified_in_place(tensor, tensor.shape, version)
+        return tensor
+
+    def _take_off(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+
+    def _begin(self, device: torch.device) -> OffloadedPass | None:
+        if device not in self._passes:
+            self._passes[device] = self._begin_pass(device)
+        return self._passes[device]
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        self._counters.bytes_kept += tensor.nbytes
+        return tensor.detach(), tensor._version
+
+    def _keep_subclass(self, tensor: Tensor) -> Kept:
+        if isinstance(tensor, nn.Parameter) and is_regathered(tensor):
+            return tensor, tensor._version  # no cycle: a parameter does not keep the graph
+        name = type(tensor).__name__
+        if not isinstance(tensor, nn.Parameter) and name not in self._counters.subclasses:
+            self._counters.subclasses.add(name)
+            logger.info("activation offloading: saved tensors of type %s stay on the device", name)
+        return tensor.detach(), tensor._version
+
+
+def storages_of(model: nn.Module | None) -> frozenset[int]:
+    """Return the keys of the storages of a model's weights and buffers, also those inside packed and quantised ones.
+
+    Those without memory are left out: ZeRO-3 replaces them in forward, and activations may be given their keys.
+    """
+    if model is None:
+        return frozenset()
+    tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in _inner_tensors(tensor.data)]
+    storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
+    return frozenset(storage._cdata for storage in storages if storage.nbytes())
+
+
+def _inner_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor is made of: itself, or those that a subclass wraps."""
+    if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, Tensor):  # from torch 2.15 on, a sharded one also names its mesh
+            yield from _inner_tensors(part)
+
+
+def _unmodified(kept: Kept) -> Tensor:
+    """Return a kept tensor, unless it was modified: saved-tensor hooks switch off autograd's own check."""
+    tensor, version = kept
+    if tensor._version != version:
+        raise modified_in_place(tensor, tensor.shape, version)
+    return tensor

@@ -1,0 +1,119 @@
+"""How the ranks of an Accelerator exchange gradients and figures: in DDP, FSDP2, DeepSpeed, or not at all."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_memopt.training.accumulation.engine import engine_of
+
+_REFUSED = {
+    DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
+    DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
+    DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
+}
+
+
+def check_distributed_type(accelerator: Accelerator) -> None:
+    """Raises ValueError unless there is one process, or DDP, FSDP2 or DeepSpeed, whose ranks exchange gradients."""
+    if accelerator.distributed_type in _REFUSED and not accelerator.is_fsdp2:
+        reason = _REFUSED[accelerator.distributed_type]
+        raise ValueError(f"distributed_type={accelerator.distributed_type} does not allow exact steps: {reason}")
+
+
+@contextmanager
+def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: bool) -> Iterator[None]:
+    """Within, backward exchanges gradients over ranks if that is due, and leaves each rank its own if it is not.
+
+    DeepSpeed's ZeRO exchanges them in each backward, and needs to know which one is the last.
+    """
+    engine = engine_of(accelerator)
+    if engine is not None:
+        engine.set_gradient_accumulation_boundary(is_due)
+        yield
+        return
+    with ExitStack() as stack:
+        for model in () if is_due else models:
+            stack.enter_context(accelerator.no_sync(model))
+        yield
+
+
+def backward(accelerator: Accelerator, loss: Tensor) -> None:
+    """Compute the gradient of the loss as it is, which `Accelerator.backward` divides, and under DeepSpeed applies."""
+    engine = engine_of(accelerator)
+    if engine is None:
+        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+    else:
+        engine.backward(loss, scale_wrt_gas=False)
+
+
+def backward_to_outputs(accelerator: Accelerator, loss: Tensor) -> None:
+    """Compute the gradient by outputs that are cut off from their models, scaled as by `backward`."""
+    if engine_of(accelerator) is None:
+        backward(accelerator, loss)
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def backward_from_outputs(accelerator: Accelerator, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Go on from the gradients of outputs to those of the models' weights."""
+    engine = engine_of(accelerator)
+    if engine is None:
+        torch.autograd.backward(outputs, gradients)
+        return
+    if not outputs:
+        raise ValueError("forward_fn: none of its outputs has a gradient, and DeepSpeed's ranks wait for each other's")
+    # Its engine wants one number, whose gradients by the outputs are these to the bit.
+    products = [(output * gradient).sum() for output, gradient in zip(outputs, gradients, strict=True)]
+    engine.backward(torch.stack(products).sum(), scale_wrt_gas=False)
+
+
+def gathers_weights(accelerator: Accelerator) -> bool:
+    """Whether a forward or backward pass of one rank waits for the others, which then have to run as many."""
+    return accelerator.is_fsdp2 or engine_of(accelerator) is not None
+
+
+def exchanges_each_batch(accelerator: Accelerator) -> bool:
+    """Whether the accelerator is to exchange gradients in each backward: FSDP2 then accumulates them in shards."""
+    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Drop all gradients, those of gathered weights included, which FSDP2 keeps where `zero_grad` does not look."""
+    model.zero_grad()
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for sharded in group.fsdp_params if group is not None else ():
+            if "unsharded_accumulated_grad" in vars(sharded):  # from torch 2.15 on only what follows has any
+                sharded.unsharded_accumulated_grad = None
+            if hasattr(sharded, "_unsharded_param"):
+                sharded._unsharded_param.grad = None
+
+
+def whole(norm: Tensor) -> float:
+    """A norm that may be in parts, one on each rank; ranks call this together."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
+    """The sum over all ranks of each value; ranks call this together."""
+    if accelerator.num_processes == 1:
+        return values
+    summed: list[float] = accelerator.reduce(
+        torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    ).tolist()
+    return summed
+
+
+def max_over_ranks(accelerator: Accelerator, value: int) -> int:
+    """The largest value of any rank; ranks call this together."""
+    if accelerator.num_processes == 1:
+        return value
+    largest = torch.tensor(value, device=accelerator.device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+    return int(largest)

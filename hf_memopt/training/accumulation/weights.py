@@ -1,0 +1,83 @@
+"""What each micro-batch counts in the gradient of all of them, on all ranks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hf_memopt.training.accumulation.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
+from hf_memopt.training.accumulation.splitting import num_samples
+
+WeightFn = Callable[[Any], float | Tensor]
+Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
+
+_IGNORED = -100  # the label that torch's and transformers' losses leave out
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # transformers' loss types that predict the next token
+
+
+def normalized_weights(
+    accelerator: Accelerator, model: nn.Module, micro_batches: Sequence[Any], weight_fn: WeightFn | None
+) -> Weighted:
+    """Return each micro-batch with its weight divided by the weight of all of them on all ranks."""
+    weights, complaint = _weights(micro_batches, weight_fn or default_weight(accelerator.unwrap_model(model)))
+    total, num_complaints = sum_over_ranks(accelerator, [sum(weights), complaint is not None])
+    if num_complaints:
+        raise ValueError(complaint or "micro_batches or weight_fn: invalid on another rank, whose error says why")
+    if total == 0:
+        raise ValueError("weight_fn: all weights are 0 on all ranks; leave such windows out")
+    weighted = [(each, weight / total) for each, weight in zip(micro_batches, weights, strict=True)]
+    # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0, so such micro-batches do not run. A
+    # rank that has no others runs one of them all the same, because the other ranks wait for it to exchange gradients.
+    weighted = [each for each in weighted if each[1] > 0] or weighted[-1:]
+    if gathers_weights(accelerator):
+        # Each pass takes all ranks, whose shards it needs. Those with fewer repeat their last one for nothing.
+        num_missing = max_over_ranks(accelerator, len(weighted)) - len(weighted)
+        weighted += [(weighted[-1][0], 0.0)] * num_missing
+    return weighted
+
+
+def default_weight(model: nn.Module) -> WeightFn:
+    """Return what a micro-batch counts where nobody says: its labels that are not ignored, or else its samples.
+
+    Labels are `labels` or `shift_labels` of a mapping, integers, of which -100 is ignored. A transformers model that
+    predicts the next token makes no loss of each row's first label, which does not count then.
+
+    Args:
+        model: not wrapped.
+    """
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    shifts = getattr(model, "loss_type", None) in _SHIFTED and not is_encoder_decoder
+
+    def weigh(micro_batch: Any) -> float | Tensor:
+        labels = _labels(micro_batch, "shift_labels")
+        if labels is None:
+            labels = _labels(micro_batch, "labels")
+            if labels is not None and shifts:
+                labels = labels[..., 1:]
+        return num_samples(micro_batch) if labels is None else labels.ne(_IGNORED).sum()
+
+    return weigh
+
+
+def _labels(micro_batch: Any, name: str) -> Tensor | None:
+    labels = micro_batch.get(name) if isinstance(micro_batch, Mapping) else None
+    is_counted = isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point()
+    return labels if is_counted else None
+
+
+def _weights(micro_batches: Sequence[Any], weight_fn: WeightFn) -> tuple[list[float], str | None]:
+    """The weights, and what is wrong with them or the micro-batches, if anything."""
+    if not micro_batches:
+        return [], "micro_batches is empty on this rank; every rank needs one, so that all can exchange gradients"
+    weights: list[float] = []
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        try:
+            weight = float(weight_fn(micro_batch))
+        except ValueError as error:
+            return weights, f"micro-batch {number}: {error}; or give a weight_fn"
+        if not 0 <= weight < math.inf:
+            return weights, f"weight_fn returned {weight} for micro-batch {number}; weights are finite and not negative"
+        weights.append(weight)
+    return weights, None

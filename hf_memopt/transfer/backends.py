@@ -1,0 +1,95 @@
+"""What the library asks of a type of device: one registration each.
+
+A type that is not registered is an accelerator with streams, such as CUDA. The CPU is registered here. A simulation
+registers its device for as long as it runs: nothing else tells the library that nothing is really computed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer.clock import Clock, HostClock, StreamClock
+from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
+from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
+
+
+@dataclass(frozen=True)
+class DeviceBackend:
+    """How a type of device copies, keeps time and reads host memory, and what its tensors are.
+
+    Attributes:
+        make_copier: called with the device, whether host memory is to be pinned, and what the copies are for.
+        make_clock: called with the device.
+        map_host: gives host memory, `(num_bytes,)` uint8, as the device reads it in place; raises a ValueError where it
+            cannot.
+        hide_operations: makes a context whose operations no dispatch mode sees that watches the training step.
+        tensor_class: of tensors that are nothing but a piece of memory and a view of it.
+        is_unlimited: whether its memory is the host's, or nothing can run out of it.
+        free_host_bytes: how much host memory copies may take.
+    """
+
+    make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
+    make_clock: Callable[[torch.device], Clock] = StreamClock
+    map_host: Callable[[Tensor, torch.device], Tensor] = mapped_on_cuda
+    hide_operations: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+    tensor_class: type[Tensor] = Tensor
+    is_unlimited: bool = False
+    free_host_bytes: Callable[[], int] = available_bytes
+
+
+_ACCELERATOR = DeviceBackend()
+_CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
+_REGISTERED = {"cpu": _CPU}
+
+# Classes of tensors that are nothing but a piece of memory and a view of it, on any device; subclasses need more in
+# general. A set of its own, since it is asked for every tensor that is saved.
+PLAIN_TYPES: set[type[Tensor]] = {Tensor}
+
+
+def backend_of(device: torch.device) -> DeviceBackend:
+    """Return what is registered for the device's type."""
+    return _REGISTERED.get(device.type, _ACCELERATOR)
+
+
+@contextmanager
+def registered(name: str, entry: DeviceBackend) -> Iterator[None]:
+    """Register a type of device by its name; what was registered before comes back afterwards."""
+    before, classes = dict(_REGISTERED), set(PLAIN_TYPES)
+    _REGISTERED[name] = entry
+    PLAIN_TYPES.add(entry.tensor_class)
+    try:
+        yield
+    finally:
+        _REGISTERED.clear()
+        _REGISTERED.update(before)
+        PLAIN_TYPES.intersection_update(classes)
+
+
+def copier_for(device: torch.device | str, pin_memory: bool = True, purpose: str = "activations") -> Copier:
+    """Return the copier that suits a device: side streams on an accelerator, plain copies on the CPU.
+
+    Args:
+        device: the device that computes.
+        pin_memory: whether host memory is page-locked.
+        purpose: "activations" or "teacher"; simulations book the device memory under it.
+    """
+    device = torch.device(device)
+    return backend_of(device).make_copier(device, pin_memory, purpose)
+
+
+def clock_for(device: torch.device | str) -> Clock:
+    """Return the clock of the device that computes."""
+    device = torch.device(device)
+    return backend_of(device).make_clock(device)
+
+
+def readable_in_place(memory: Tensor, device: torch.device) -> Tensor:
+    """Return the same bytes as the device sees them.
+
+    Raises:
+        ValueError: the device cannot read this memory.
+    """
+    return memory if memory.device.type == device.type else backend_of(device).map_host(memory, device)

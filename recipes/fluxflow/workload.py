@@ -1,0 +1,62 @@
+"""Plans for `train_fluxflow.py`: its own update, run on fake tensors."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hf_memopt.recipes.common.auto_plan import BatchInParts
+from hf_memopt.recipes.common.flags import read_options
+from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
+from hf_memopt.recipes.fluxflow.model import build_models
+from hf_memopt.recipes.fluxflow.options import Options
+from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
+from hf_memopt.recipes.fluxflow.training_aids import make_average
+
+
+def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":
+    """Return the workload of a configuration file, as for `train_fluxflow.py --config_path FILE`.
+
+    Args:
+        config_path: YAML or JSON.
+        precision: "no", "bf16", or "auto" to try both.
+        effective_batch: images per update; None, what the file makes it.
+    """
+    return FluxFlow(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
+
+
+class FluxFlow(BatchInParts):
+    """A VAE-GAN with the flags of its recipe. The simulated update has the R1 penalty, which needs most."""
+
+    MODULE = "hf_memopt.recipes.train_fluxflow"
+    LEVERS: ClassVar = {
+        "activations": {
+            "kept": {"levers.checkpoint_vae": False, "offload.offload": "off"},
+            "offloaded where free": {"levers.checkpoint_vae": False, "offload.offload": "auto"},
+            "checkpointed": {"levers.checkpoint_vae": True, "offload.offload": "off"},
+            "checkpointed, inputs offloaded": {"levers.checkpoint_vae": True, "offload.offload": "inputs"},
+        },
+        "average": {"on the device": {"levers.ema_on_cpu": False}, "on the host": {"levers.ema_on_cpu": True}},
+    }
+
+    def __init__(self, options: Options, precision: str = "no", effective_batch: int | None = None) -> None:
+        super().__init__(f"FluxFlow at {max(options.resolutions)}", options, precision, effective_batch)
+
+    def setup(self, options: Options, precision: str) -> tuple[Gan, Tensor, Any]:
+        accelerator = Accelerator(mixed_precision=precision)
+        models = build_models(options.model, options.losses, options.levers, options.training.seed)
+        for model in filter(None, models):
+            model.to(accelerator.device)
+        side = max(options.resolutions)
+        images = torch.zeros(options.training.batch_size, 3, side, side, device=accelerator.device)
+        average = make_average(models.vae, options, accelerator.device)
+        return make_gan(models, options, accelerator), images, average
+
+    def step(self, state: Any) -> Figures:
+        gan, images, average = state
+        figures = step(gan, images, weights_at(10**6, gan.losses), with_r1=True)
+        if average is not None:
+            average.step()
+        return figures

@@ -1,0 +1,135 @@
+"""Plans for `train_sft.py`: its model in a step of its size, run on fake tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from accelerate import PartialState
+
+from hf_memopt.integrations.transformers.argument_names import current_names, set_fields
+from hf_memopt.recipes.common.auto_plan import best_row
+from hf_memopt.recipes.sft.conversations import write_tiny_model
+from hf_memopt.recipes.sft.options import Options, parse
+from hf_memopt.tuning import Lever, Row
+from hf_memopt.tuning.accelerate_config import write_accelerate_config
+from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
+
+# What the planner calls Trainer's optimizers.
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    "adamw_torch_8bit": "adamw-8bit",
+    "adamw_torch_4bit": "adamw-4bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+# What the planner calls the recipe's ways to store a frozen base.
+STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
+# Without selective checkpointing, for which TRL has no flag.
+_CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
+
+
+def workload(
+    config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
+) -> "SupervisedFineTuning":
+    """Return the workload of a configuration file, as for `train_sft.py --config FILE`.
+
+    Args:
+        config_path: YAML.
+        precision: "no", "bf16" or "fp16"; None, what the file says.
+        effective_batch: conversations per update; None, what the file makes it.
+    """
+    options = parse("", ["--config", str(config_path)])
+    given = yaml.safe_load(Path(config_path).read_text())
+    changes = {"given": given, "precision": precision, "effective_batch": effective_batch}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if options.sft.model is not None:
+        return simulated(options, **changes)
+    with TemporaryDirectory() as folder:  # its configuration is read at once
+        options.sft.model = write_tiny_model(Path(folder), options.training.seed)
+        return simulated(options, **changes)
+
+
+def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
+    """Return the workload of flags that name a model: `max_length` tokens in each conversation.
+
+    Args:
+        options: the flags.
+        changes: of what the workload takes from them.
+
+    Raises:
+        ValueError: the optimizer is not simulated.
+    """
+    sft, training, memopt = options
+    if training.optim.value not in OPTIMIZERS:
+        raise ValueError(f"optim={training.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
+    of_flags = {
+        "model": sft.model,
+        "seq_len": training.max_length,
+        "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        "task": "causal",
+        "loss": "chunked",
+        "dtype": sft.dtype,
+        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+        "optimizer": OPTIMIZERS[training.optim.value],
+        "lora_rank": sft.lora_rank,
+        "lora_targets": sft.lora_targets if sft.lora_rank else None,
+        "quantize": STORED[sft.quantize],
+        "max_grad_norm": training.max_grad_norm or None,
+        "offload_threshold_mb": memopt.offload_threshold_mb,
+    }
+    return SupervisedFineTuning(**(of_flags | changes))
+
+
+def apply_plan(options: Options) -> Row | None:
+    """Change the flags to what a plan for `--plan`'s card chooses; return what it predicts. Without it, do nothing."""
+    if options.sft.plan is None:
+        return None
+    model = simulated(options)
+    best = best_row(model, options.sft.plan, PartialState())
+    chosen = model.flags(best.settings, best.micro_batch)
+    options.memopt.offload = chosen.pop("offload")
+    set_fields(options.training, chosen)
+    return best
+
+
+@dataclass(frozen=True)
+class SupervisedFineTuning(HuggingFaceModel):
+    """A transformers model with the choices that the recipe has flags for.
+
+    Args:
+        given: what the recipe's configuration file holds.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    levers: tuple[Lever, ...] = field(default=(Lever("activations", _CHOICES),), init=False)
+
+    def flags(self, settings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+        """Return the recipe's flags that a plan chooses."""
+        checkpointing, offload = ACTIVATIONS[settings["activations"]]
+        return {
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": self.effective_batch // micro_batch,
+            "gradient_checkpointing": checkpointing == "full",
+            "offload": offload,
+        }
+
+    def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
+        """Write an accelerate config, and the configuration file with what the plan chooses."""
+        chosen = self.flags(settings, micro_batch)
+        precisions = {name: self.precision == name for name in ("bf16", "fp16")}
+        # The plan takes their place.
+        kept = {name: value for name, value in self.given.items() if name not in ("plan", "budget_gib")}
+        (folder / "sft.yaml").write_text(
+            yaml.safe_dump(current_names(kept) | precisions | current_names(chosen), sort_keys=False),
+            encoding="utf-8",
+        )
+        return [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "sft.yaml"]
+
+    def command(self, written: list[Path]) -> str:
+        """Return what runs the recipe with these files."""
+        config, fields = written
+        return f"accelerate launch --config_file {config} -m hf_memopt.recipes.train_sft --config {fields}"

@@ -1,0 +1,82 @@
+"""The queue of copies that passes share, and the arena that they copy to."""
+
+import pytest
+import torch
+from as_plain import MODES, Context, plain, planned, results, same
+from torch import nn
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.activations.saved_tensors.device_state import DeviceBytes, DeviceState
+from hf_memopt.transfer import SyncCopier
+
+
+def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
+    held = DeviceBytes()
+    held.add(8)
+    seen = []
+
+    def give_up(gradient: torch.Tensor) -> None:
+        held.remove_after_node(8)
+        held.settle()
+        seen.append(held.now_bytes)
+
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(give_up)
+    y.sum().backward()
+    held.settle()
+    assert (seen, held.now_bytes, held.peak_bytes) == ([8], 0, 8)
+
+
+class Storage:
+    """Stands for a storage on its way to the host."""
+
+    def __init__(self, context: DeviceState, num_bytes: int) -> None:
+        self.context, self.num_bytes, self.is_leaving = context, num_bytes, False
+
+    def let_go(self) -> None:
+        self.context.stay(self)
+
+
+def test_the_oldest_copies_give_up_their_memory_first() -> None:
+    context = DeviceState(torch.device("cpu"), SyncCopier(), None)
+    storages = [Storage(context, num_bytes) for num_bytes in (4, 4, 8)]
+    for storage in storages:
+        context.leave(storage, in_flight_bytes=8)
+    assert [storage.is_leaving for storage in storages] == [False, False, True]
+    context.stay(storages[2])
+    assert not context.let_all_go()
+
+
+class Slices(SyncCopier):
+    """Cuts device memory out of larger storages."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def empty_device(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((self._begin + num_bytes + 7,), 255, dtype=torch.uint8)[self._begin : self._begin + num_bytes]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_begins_within_a_storage(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+
+    def step(model: nn.Module, context: Context, number: int) -> torch.Tensor:
+        with context(model):
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    want = results(step, model, plain)
+    options = {"mode": mode if mode in ("all", "inputs") else "auto"}
+    with planned(mode):
+        offloader = ActivationOffloader(offload_threshold_mb=0, copier=Slices(64), **options)
+        assert same(results(step, model, offloader.offload_context), want)
+
+
+def test_memory_that_fits_no_dtype_is_refused() -> None:
+    context = DeviceState(torch.device("cpu"), Slices(3), None)
+    with pytest.raises(ValueError, match=r"Slices\.empty_device returned memory that begins at byte 3"):
+        context.empty_device(64)
