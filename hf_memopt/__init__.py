@@ -4,8 +4,8 @@ The names that most programs need are here; the rest is imported from the packag
 `hf_memopt.training.StepResult`. Read the packages in this order:
 
 - `transfer`: copies between device and host memory. `reflow`: the arithmetic of rectified flow.
-- `memory`: what memory is used for, and what leaks.
-- `activations`: keep, offload or recompute what autograd saves.
+- `memory`: the uses of memory, and leaks.
+- `activations`: keep, offload or recompute saved tensors.
 - `teacher`, `couplings`: frozen models whose weights visit the device, and their answers, computed or from disk.
 - `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
 - `estimate`, `tuning`: the peak memory of a step, and settings that fit, before a run starts.
@@ -18,7 +18,7 @@ Each name is imported when it is first used: `import hf_memopt` is quick and wor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # spelled "x as x": what type checkers are to take for exported
+if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt import reflow as reflow
     from hf_memopt.activations import ActivationOffloader as ActivationOffloader
     from hf_memopt.activations import InfeasibleBudgetError as InfeasibleBudgetError

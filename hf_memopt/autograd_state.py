@@ -1,4 +1,4 @@
-"""What autograd does now, and what a tensor is made of: the facts that saved-tensor hooks ask torch for.
+"""The state of autograd, and the parts of a tensor: facts that saved-tensor hooks ask torch for.
 
 - Which backward pass and which node is at work, and which module calls.
 - A tensor taken apart: its memory, the view of that memory, and the count of in-place modifications.
@@ -19,7 +19,7 @@ from torch.nn.functional import rrelu
 
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
-NO_BACKWARD = -1  # what torch calls the backward pass of a thread that is in none
+NO_BACKWARD = -1  # torch's number for a thread that is in no backward pass
 # The number of the backward pass that this thread is in, `NO_BACKWARD` outside. torch's own functions: they are asked
 # once or twice for every saved tensor.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -51,7 +51,7 @@ def in_backward() -> bool:
 def forget_failed_backward() -> None:
     """Have torch's engine drop the nodes that a backward of this thread left in its queue when it raised.
 
-    Otherwise they go with the next backward of anything, and what they have saved with them. Costs some 20 us.
+    Otherwise they and their saved tensors go with the next backward of anything. Costs some 20 us.
     """
     if not in_backward():
         with torch.inference_mode(False), torch.enable_grad():
@@ -65,7 +65,7 @@ def calling_module() -> nn.Module | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # No other frame is looked into: reading `f_locals` makes a frame keep what is in it, for as long as it runs.
+        # No other frame is looked into: reading `f_locals` makes a frame keep its variables for as long as it runs.
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]
             return module
@@ -74,7 +74,7 @@ def calling_module() -> nn.Module | None:
 
 
 def called_from_checkpoint(frame: FrameType | None) -> bool:
-    """Return whether torch's checkpointing is saving the inputs of a region: it is what called autograd."""
+    """Return whether torch's checkpointing called autograd, to save the inputs of a region."""
     while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
@@ -170,7 +170,7 @@ _EMPTY = _Empty()
 
 
 class ViewMeta:
-    """Dtype, offset, size, stride and lazy bits of a tensor: what its storage's bytes do not say."""
+    """Dtype, offset, size, stride and lazy bits of a tensor: all but its storage's bytes."""
 
     __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_size", "_stride")
 
@@ -259,15 +259,15 @@ class VersionGuard:
     def covers(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the same storage still has the bytes that are guarded.
 
-        Equal version numbers alone say nothing: what `unsafe_chunk` returns lies in one storage, and each part counts
-        its own modifications.
+        Equal version numbers alone say nothing: the results of `unsafe_chunk` share one storage, and each of them
+        counts its own modifications.
         """
         return tensor._version == self.version and same_counter(tensor, self.alias)
 
     def counted_together(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the same bytes whose modifications are counted with those of the guarded one.
 
-        A backward that overwrites what it has saved is noticed as in the plain run, where both are one memory.
+        A backward that overwrites its saved tensors is noticed as in the plain run, where both are one memory.
         """
         counted = self.alias.detach()
         counted.data = tensor
@@ -301,7 +301,7 @@ def same_counter(first: Tensor, second: Tensor) -> bool:
 
 
 def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
-    """Return what autograd itself would raise, in its words."""
+    """Return the error that autograd itself would raise, in its words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. Hint: "

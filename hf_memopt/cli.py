@@ -1,4 +1,4 @@
-"""The `hf-memopt` command. Subcommands import what they need when they run, so that `--help` is quick."""
+"""The `hf-memopt` command. Subcommands import their libraries when they run, so that `--help` is quick."""
 
 import argparse
 import importlib

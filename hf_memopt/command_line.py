@@ -1,4 +1,4 @@
-"""What `hf-memopt` and every recipe do with a command line: a user's mistake is one line on standard error.
+"""The command line of `hf-memopt` and of every recipe: a user's mistake is one line on standard error.
 
 Numbers are read within ranges, and places to write to are looked at before the work whose result they are for.
 """
@@ -19,7 +19,7 @@ from hf_memopt.ranges import Range
 
 TRACEBACK_FLAG = "--traceback"
 
-# What other libraries raise for what they are given; by name, so that nothing is imported for it.
+# Errors of other libraries about their arguments; by name, so that nothing is imported for them.
 _OF_LIBRARIES = {
     "datasets.exceptions.DatasetsError",
     "draccus.utils.DraccusException",
@@ -46,7 +46,7 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
     another library found the mistake. Everything that is not known to come from bad input escapes in any case.
 
     Args:
-        program: what the line begins with.
+        program: the beginning of the line.
         main: gets the arguments; returns an exit status, or anything else for 0.
         arguments: None, the command line's.
     """
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help lists all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Tell besides, as `given`, which options the command line names, whatever their values."""
+        """Tell besides, as `given`, which options the command line names, with any value."""
         parsed, others = super().parse_known_args(args, namespace)
         if not hasattr(parsed, "given"):  # the parser of a subcommand has told
             absent: list[Any] = []
@@ -128,7 +128,7 @@ def number(allowed: Range) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text} {complaint}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it for what is no number
+    parse.__name__ = kind.__name__  # argparse's name for it in messages about text that is no number
     return parse
 
 

@@ -37,7 +37,7 @@ class Range:
             raise ValueError(f"{name}={value!r} {complaint}")
 
     def complaint(self, value: Any) -> str | None:
-        """Say what is wrong with a value; None, nothing."""
+        """Return the fault of a value in words; None if it has none."""
         if not _is_number(value, self.whole):
             return f"must be a {'whole' if self.whole else 'finite'} number{self.why}"
         bounds = {
@@ -55,7 +55,7 @@ def check_ranges(group: Any, names: Mapping[str, str] | None = None) -> None:
 
     Args:
         group: the dataclass.
-        names: what errors call the fields; None, by their names.
+        names: the fields' names in errors; None, their own.
 
     Raises:
         ValueError: names the field, its value and the range.

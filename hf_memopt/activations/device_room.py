@@ -7,15 +7,15 @@ import torch
 from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.transfer.backends import backend_of
 
-# What a plan may count on, of what the process can have: fragmentation and steps that need a little more take the rest.
+# The share of the process's memory that a plan may use; fragmentation and slightly larger steps take the rest.
 USABLE = 0.95
 
 
 class DeviceRoom:
-    """What a device has left for saved activations.
+    """The memory that a device has left for saved activations.
 
-    While a pass is recorded, the process's peak memory counters are reset each time that something is saved or used:
-    the peak of each stretch in between, less what saved activations held in it, is what everything else needed there.
+    While a pass is recorded, the process's peak memory counters are reset each time that a tensor is saved or used: the
+    peak of each stretch in between, less the bytes of saved activations, is the memory that everything else needed.
 
     Args:
         counters: the device's memory.
@@ -37,7 +37,7 @@ class DeviceRoom:
         self._other_bytes = max(self._other_bytes, self._counters.read().peak_allocated_bytes - saved_bytes)
 
     def end(self, saved_bytes: int) -> None:
-        """Note that backward is over: what is allocated now, gradients among it, does not depend on the batch."""
+        """Note that backward is over: memory allocated now, gradients included, does not depend on the batch."""
         self.sample(saved_bytes)
         self._lasting_bytes = max(self._begun_bytes, self._counters.read().allocated_bytes - saved_bytes)
 
@@ -46,10 +46,11 @@ class DeviceRoom:
         self._counters.reset_peaks()
 
     def limit_bytes(self) -> int:
-        """Return what saved activations may hold in the pass that is about to begin.
+        """Return the bytes that saved activations may hold in the pass that is about to begin.
 
-        What this process has and what is free of the device, this rank's part, less `1 - USABLE` of it and what all
-        else needed when it was recorded; grown by what has been allocated for good since, such as optimizer states.
+        This is `USABLE` of the memory that the process has or could have (this rank's part of the device's free
+        memory), less the recorded need of everything else, less memory allocated for good since, such as optimizer
+        states.
         """
         memory = self._counters.read()
         free_bytes, total_bytes = self._counters.free_and_total()
@@ -57,7 +58,7 @@ class DeviceRoom:
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
 
     def grow(self, ratio: float) -> None:
-        """Note that passes are larger than the recorded one by `ratio`, and so is what they need besides."""
+        """Note that passes, and the other memory that they need, are larger than the recorded one by `ratio`."""
         self._other_bytes += int((ratio - 1) * max(0, self._other_bytes - self._lasting_bytes))
 
     def look_back(self, saved_peak_bytes: int) -> None:
@@ -81,7 +82,7 @@ class DeviceRoom:
         return self._counters.read().num_ooms > self._num_ooms
 
     def _share(self, total_bytes: int) -> int:
-        """What torch's own limit for the process leaves of a device."""
+        """Return the bytes of a device that torch's own limit for the process allows."""
         if self._device.type != "cuda":
             return total_bytes
         return int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)

@@ -18,7 +18,7 @@ _PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowd
 
 @dataclass
 class OffloadArguments:
-    """Which saved activations go to host memory. Each field's help text says what it means.
+    """Options of activation offloading on the command line, with their meaning in each field's help text.
 
     Raises:
         ValueError: `skip` is no list of names.

@@ -60,14 +60,14 @@ class OffloadedPass:
         prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one
             that has left the device, so that many small ones may be under way together.
         counters: of the offloader.
-        plan: what the planner decided: actions, windows in bytes, and the order of reloading. None: offload everything
-            and learn as it goes.
-        recording: what the plan was made from.
+        plan: actions by storage, windows in bytes, and the order of reloading. None: offload everything and learn the
+            order from backward.
+        recording: the recorded pass that the plan was made from.
         foreseen_reads: reads of each storage by each backward under the plan, where there are several; else empty.
-        budget_bytes: what the plan was made for.
-        is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because what
-            they need besides is not known.
-        recorder: notes what happens when, for the planner.
+        budget_bytes: the limit that the plan was made for.
+        is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because their
+            other memory is not known.
+        recorder: notes saves and uses with their times, for the planner.
         keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
         op_tracer: notes on the operations performed, where storages may be computed again.
         on_end: called at the end of each backward through this pass.
@@ -120,7 +120,7 @@ class OffloadedPass:
         self._on_end = on_end
         # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
         self._backwards: list[int] = []
-        # What gives up device memory at the end of a backward.
+        # Storages that give up device memory at the end of a backward.
         self._movable: list[weakref.ref[LiveStorage]] = []
         # Storages that the model still has, and those that were saved in a recorded pass.
         self._pending: list[weakref.ref[LiveStorage]] = []
@@ -194,7 +194,7 @@ class OffloadedPass:
         return None if self.op_tracer is None else self.op_tracer.num_writes(key)
 
     def _get(self, key: int) -> LiveStorage | None:
-        """Return what was saved last of the storage of this key, whatever has become of its bytes."""
+        """Return the newest live storage of this key, wherever its bytes are."""
         entry = self.device.storages.get(key)
         return None if entry is None else entry()
 
@@ -207,8 +207,8 @@ class OffloadedPass:
         of_function: bool,
         is_skipped: bool,
     ) -> LiveStorage:
-        """Give a storage its place in the pass, and put it where the plan says, unless it is somewhere already."""
-        self._backwards.clear()  # what has not ended by now was broken off by an exception
+        """Give a storage its number in the pass, and carry out the plan's action unless an earlier pass has done so."""
+        self._backwards.clear()  # a backward that has not ended by now was broken off by an exception
         self._ripen()
         index, num_writes = len(self.sizes), self._num_writes(key)
         self.sizes.append(num_bytes)
@@ -227,7 +227,7 @@ class OffloadedPass:
             self.recorder.saved(tensor.untyped_storage(), index, stays, num_writes, of_function)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
-        # What an earlier pass has put somewhere stays there.
+        # A storage that an earlier pass has offloaded or kept stays as it is.
         if live is None:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
@@ -260,7 +260,7 @@ class OffloadedPass:
         return is_lasting or not is_whole(tensor, num_bytes)
 
     def _ripen(self) -> None:
-        """Begin what was pending on storages that the model has let go of by now."""
+        """Start the copies of pending storages that the model has let go of by now."""
         if not self._pending:
             return
         pending = [storage for entry in self._pending if (storage := entry()) is not None]
@@ -287,7 +287,7 @@ class OffloadedPass:
             return self._recompute(tensor, index, recomputation)
         if action is Action.KEEP:
             return KeptStorage(tensor, self.device, index, is_pending)
-        # Also what was to be computed again, but has come about otherwise than when it was recorded.
+        # Also a storage to be computed again that has come about otherwise than when it was recorded.
         return self._offload(tensor, index, is_pending=is_pending)
 
     def _offload(
@@ -335,7 +335,7 @@ class OffloadedPass:
         return live
 
     def _save_source(self, source: StoredInput, index: int) -> None:
-        """Copy what autograd has not saved, on the device or to the host, for a storage that is computed from it.
+        """Copy a source that autograd has not saved, on the device or to the host, for a storage computed from it.
 
         The model is free to write to its own memory of it.
         """
@@ -351,7 +351,7 @@ class OffloadedPass:
         source.live, source.tensor = live, None
 
     def _action(self, index: int, num_bytes: int) -> Action:
-        """Return what becomes of a storage."""
+        """Return the action for a storage."""
         if self.keeps_all:
             return Action.KEEP
         if self.plan is None or self.recording is None or not 0 <= index < len(self.plan.actions):
@@ -461,7 +461,7 @@ class OffloadedPass:
         del self._backwards[self._backwards.index(task) :]
         if self._backwards:
             return
-        # The outermost backward is over: what it brought back goes, and the next one starts anew.
+        # The outermost backward is over: storages that it brought back go, and the next one starts anew.
         self.ended = self.device.clock.mark()
         self._foreseen.end_backward()
         self._prefetcher.end_backward()

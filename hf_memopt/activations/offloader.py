@@ -44,13 +44,13 @@ _NOTHING_TO_MOVE = (
 
 
 class ActivationOffloader:
-    """Moves what autograd saves for backward to host memory, exactly, and brings it back ahead of its use.
+    """Moves tensors that autograd saves for backward to host memory, exactly, and brings them back ahead of their use.
 
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
-    are saved, and views come back with their strides, offsets and lazy conjugation; what is computed again is computed
-    by the same operation from the same bytes. Weights, buffers, their views and casts never move, nor do other leaves
-    that require grad. Tensors of unknown subclasses and layouts stay on the device, and so does what is saved during
-    backward itself.
+    are saved, and views come back with their strides, offsets and lazy conjugation; a storage that is computed again is
+    computed by the same operation from the same bytes. Weights, buffers, their views and casts never move, nor do other
+    leaves that require grad. Tensors of unknown subclasses and layouts stay on the device, and so do tensors saved
+    during backward itself.
 
     Args:
         enabled: False makes every method a pass-through.
@@ -61,10 +61,10 @@ class ActivationOffloader:
         budget_gib: mode "auto" only. Saved activations above the threshold hold at most this much device memory at any
             moment, at the least predicted time.
         max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
-            longer than the plain one; on an accelerator that has no room for it, the fastest plan that fits what the
-            device has left, and if none does everything is offloaded.
-        host_budget_gib: host memory to use at most; what finds no room stays on the device. None: nine tenths of what
-            is available when the first tensor is offloaded.
+            longer than the plain one; on an accelerator that has no room for it, the fastest plan that fits the memory
+            left there, and if none does everything is offloaded.
+        host_budget_gib: host memory to use at most; storages without room there stay on the device. None: nine tenths
+            of the memory available when the first tensor is offloaded.
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
             checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
             the second pass on which storages to keep, to offload and to compute again.
@@ -87,8 +87,8 @@ class ActivationOffloader:
             rank decides alone, and its error names it.
 
     Limits: only the innermost pair of saved-tensor hooks runs, so this must not be stacked on another offloader, and
-    regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on
-    its context by itself are not seen, nor is what changes saved tensors behind autograd's back (`.data`, NumPy).
+    regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on its
+    context by itself are not seen, nor are writes to saved tensors behind autograd's back (`.data`, NumPy).
     `torch.func` and hooks on saved tensors do not work inside a context, as with any saved-tensor hooks.
     """
 
@@ -132,7 +132,7 @@ class ActivationOffloader:
     @contextmanager
     @uncompiled
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
-        """Offload what is saved for backward inside. Backward may run inside the context or after it.
+        """Offload tensors saved for backward inside. Backward may run inside the context or after it.
 
         Does nothing where gradients are disabled when it is entered, or a CUDA graph is being captured.
 
@@ -181,7 +181,7 @@ class ActivationOffloader:
 
     @property
     def stats(self) -> OffloadStats:
-        """Return what has been moved so far, and how the newest pass compares with its plan."""
+        """Return the bytes moved so far, and the newest pass beside its plan."""
         self._drop_what_failed()
         devices = [device for device in self._devices.values() if device is not None]
         ended = self._ended
@@ -203,7 +203,7 @@ class ActivationOffloader:
         )
 
     def report(self) -> OffloadReport:
-        """Return what the newest plans do with what each kind of module saves; printed, it is a table."""
+        """Return the actions of the newest plans by kind of module; printed, it is a table."""
         if self._devices and not any(self._devices.values()):
             return OffloadReport((), _NOTHING_TO_MOVE)
         plans = tuple(
@@ -220,8 +220,8 @@ class ActivationOffloader:
         return OffloadReport(plans, "" if plans else none_yet)
 
     def __reduce__(self) -> Any:
-        # Copies and pickles carry the options: memory, streams and what was learned belong to one process's graphs.
-        # Modules to skip are arguments, so that a copied model's offloader gets the copied ones.
+        # Copies and pickles carry the options: memory, streams and recordings belong to one process's graphs. Modules
+        # to skip are arguments, so that a copied model's offloader gets the copied ones.
         options = dict(self._options)
         skip = options.pop("skip")
         return functools.partial(_with_skip, **options), (skip,)
@@ -244,7 +244,7 @@ class ActivationOffloader:
         return None
 
     def _go_on(self, begun: OffloadedPass, model: nn.Module | None, fixed: frozenset[int]) -> OpTracer | None:
-        """Prepare a pass for another context, and return what notes its operations."""
+        """Prepare a pass for another context, and return its tracer of operations."""
         if begun.recorder is not None:
             begun.recorder.name_modules(model)
         if begun.op_tracer is not None:

@@ -50,11 +50,11 @@ class PassPlanner:
 
     Args:
         device: copies from and to it.
-        limits: what the user asked for.
+        limits: the budgets and the slowdown that the user allows.
         counters: of the offloader.
-        model: names the owners of what is saved.
+        model: names the modules that save tensors.
         on_end: called at the end of each backward.
-        room: what the device has left, None where that is not known.
+        room: the memory that the device has left, None where it is not known.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PassPlanner:
         return None if self._wants_plain else self.plan
 
     def makers(self) -> Makers:
-        """Return the modules that perform what the plan computes again; None stands for outside of modules."""
+        """Return the modules whose operations the plan repeats; None stands for outside of modules."""
         plan = self._plan_to_follow
         if plan is None or self.recording is None:
             return set()
@@ -186,8 +186,8 @@ class PassPlanner:
         """Note that an exception has ended a context.
 
         Args:
-            ran_out: whether the device ran out of memory. Then what can be had again is given up, and less held from
-                now on.
+            ran_out: whether the device ran out of memory. Then device memory with a copy elsewhere is given up, and
+                later plans hold less.
         """
         this_pass = self._begun() if self._begun is not None else None
         if this_pass is not None:

@@ -1,4 +1,4 @@
-"""What a step saved and when it used it, noted while it runs and turned into a profile for the planner."""
+"""Records a pass: sizes and times of saves and uses, turned into a profile for the planner."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class _Event:
 
 @dataclass(eq=False)
 class _Unsaved:
-    """A source of the storage `dependent` that nobody had saved by then; `index` is set if autograd saves it later."""
+    """A source of the storage `dependent` that was not saved by then; `index` is set if autograd saves it later."""
 
     num_bytes: int
     dependent: int
@@ -47,10 +47,10 @@ class _Unsaved:
 
 @dataclass
 class _Computable:
-    """How a storage could be computed again: the time of each operation, and what they read.
+    """The operations that could compute a storage again: their times, and the sources that they read.
 
     `checks` say whether that is no longer so. They are made at the end of each backward up to the one that used the
-    storage: what becomes of the operands later does not matter.
+    storage: later writes to the operands do not matter.
     """
 
     marks: list[Any]
@@ -80,8 +80,8 @@ class PassRecorder:
     Args:
         clock: of the compute stream.
         model: gives the storages' owners their names.
-        held: what saved activations hold.
-        room: measures what everything else needs; None does not.
+        held: the device memory that saved activations hold.
+        room: measures the memory that everything else needs; None does not.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PassRecorder:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Take the time inside for the offloader's, not the model's."""
-        # The event is listed before the work is done: `saved` and `using` fill in what the newest event is about.
+        # The event is listed before the work is done: `saved` and `using` fill in its subject.
         event = _Event(self._clock.mark())
         self._events.append(event)
         # A stretch of the model's own work ends here, and the next one begins when this is left.
@@ -155,8 +155,8 @@ class PassRecorder:
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
-        # Another storage could be computed from this one when nobody had saved it yet. Now autograd does save it, so
-        # that the planner will know this source by its index.
+        # Another storage could be computed from this one before it was saved. Now autograd saves it, so that the
+        # planner will know this source by its index.
         if key in self._unsaved and not of_function:
             source = self._unsaved.pop(key)
             if not source.was_modified(num_writes):
@@ -185,8 +185,8 @@ class PassRecorder:
         )
 
     def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
-        # The planner knows by its index what autograd has saved. Any other source would have to be saved for this
-        # purpose alone, unless autograd still saves it later in the pass: see `saved`.
+        # The planner knows saved storages by their index. Any other source would have to be saved for this purpose
+        # alone, unless autograd still saves it later in the pass: see `saved`.
         if source.is_saved and source.key in self._indices:
             return self._indices[source.key]
         known = self._unsaved.get(source.key)
@@ -201,9 +201,9 @@ class PassRecorder:
         self._freed[index] = len(self._events)
 
     def end_backward(self, mark: Any) -> None:
-        """Note that a backward is over. What was modified or freed by now, as eager mode may allow, is no source."""
-        # A storage that this backward has used was computable until its use, which is all that the plan needs: its
-        # checks end here. The others stay under watch until their own backward.
+        """Note that a backward is over. Operands modified or freed by now, as eager mode may allow, are no sources."""
+        # A storage that this backward has used was computable until its use, as the plan requires: its checks end here.
+        # The others stay under watch until their own backward.
         used = {event.used for event in self._events}
         for index, noted in list(self._computable.items()):
             if noted.checks is not None and any(has_changed() for has_changed in noted.checks):

@@ -15,15 +15,14 @@ Makers = set[weakref.ref[nn.Module] | None]
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A profile, and what the planner does not need.
+    """A profile, and details of the recorded pass that the planner does not need.
 
     Attributes:
         profile: the storages that autograd saved, by index, and after them those that only recomputing would save.
         sizes: bytes of the former.
         owners: names of the modules that saved them.
-        makers: by index, the modules that performed what a storage could be computed again by, None for outside of
-            modules.
-        operations: by index, what a storage could be computed again by; see `Recomputation.operations`.
+        makers: by index, the modules whose operations could compute a storage again, None for outside of modules.
+        operations: by index, the operations that could compute a storage again; see `Recomputation.operations`.
         lasting: indices of storages that the model keeps beyond forward anyway. They count nothing.
     """
 
@@ -79,7 +78,7 @@ def with_cost_of_noting(
 
 
 def keeping_everything(recording: RecordedPass) -> RecordedPass:
-    """Return the recording of a pass in which nothing can be done but to keep what is saved."""
+    """Return the recording of a pass in which every storage has to be kept."""
     recording = without_recomputing(recording)
     storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages))

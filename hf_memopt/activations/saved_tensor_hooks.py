@@ -102,8 +102,8 @@ class SavedTensorHooks:
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
         counters: of the offloader.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
-        leave_node: called while a backward node unpacks what it has saved, where operations are noted.
-        skipped: whose saved tensors stay on the device.
+        leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
+        skipped: calls of modules whose saved tensors stay on the device.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class SavedTensorHooks:
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
             return tensor.detach(), tensor._version
-        if in_backward():  # what backward itself saves (recomputation, double backward) is used at once
+        if in_backward():  # tensors saved by backward itself (recomputation, double backward) are used at once
             return self._keep(tensor)
         if self._inputs_only or not tensor.requires_grad:
             caller = sys._getframe().f_back  # none in a thread that is not Python's

@@ -44,7 +44,7 @@ class SkippedModules:
         self._by_class: dict[type, bool] = {}
 
     def among(self, model: nn.Module | None) -> "SkippedCalls | None":
-        """Return what tells calls of skipped modules from others; None, nothing is skipped.
+        """Return the calls of skipped modules, to tell them from others; None if nothing is skipped.
 
         Entries that have matched no module by the time a model's second pass begins are named in a warning, once.
 
@@ -101,7 +101,7 @@ class SkippedCalls:
 
 
 def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules at work, from the innermost on, compiled ones as what was compiled."""
+    """Yield the modules at work, from the innermost on, compiled ones as the module that was compiled."""
     while frame is not None:
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]

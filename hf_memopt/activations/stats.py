@@ -1,4 +1,4 @@
-"""What an offloader has done, in figures."""
+"""Figures of an offloader: bytes kept, moved and computed again, and times."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class OffloadStats:
 
 @dataclass
 class OffloadCounters:
-    """What all contexts of an offloader count, in bytes of saved tensors; see `OffloadStats`.
+    """Counts of all contexts of an offloader, in bytes of saved tensors; see `OffloadStats`.
 
     Attributes:
         subclasses: names of the tensor types that stay on the device, each said once in the log.

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Offloads(Protocol):
-    """What makes the context of one forward of a module."""
+    """Makes the context of one forward of a module."""
 
     def offload_context(self, model: nn.Module | None = None) -> AbstractContextManager[Any]: ...
 
@@ -21,7 +21,7 @@ class WrappedModule:
         self._entered: list[AbstractContextManager[Any] | None] = []
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True),
-            # Also after an exception, or the hooks would go on packing whatever runs next.
+            # Also after an exception, or the hooks would go on packing the code after it.
             model.register_forward_hook(self._exit, always_call=True),
         ]
 

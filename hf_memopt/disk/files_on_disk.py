@@ -1,4 +1,4 @@
-"""Files that get their names once they are whole and on disk, and errors that say what could not be written."""
+"""Files that get their names once they are whole and on disk, and errors that name the file that was not written."""
 
 import errno
 import hashlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def put_in_place(draft: Path, file: Path) -> None:
-    """Give a file that has been written as `draft` the name `file`, in the same folder, replacing what has it.
+    """Give a file that has been written as `draft` the name `file`, in the same folder, replacing a file of that name.
 
     A power failure leaves the old file or the new one: contents are on disk before the name, and the name when this
     returns.
@@ -38,7 +38,7 @@ def not_written(target: Path, error: Exception, advice: str, needed_bytes: int =
 
     Args:
         target: file or folder that was being written.
-        error: what was raised. Torch and safetensors tell less than the system told them, so an error without a number
+        error: the exception. Torch and safetensors tell less than the system told them, so an error without a number
             becomes "no space left" if the disk has not room for `needed_bytes`, and otherwise an input/output error.
         advice: goes on behind the bytes that are free.
         needed_bytes: how many `target` takes, as far as is known.

@@ -19,15 +19,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class WriterLock:
-    """A lock file that names its owner, under `flock`: the kernel releases what a dead process held.
+    """A lock file that names its owner, under `flock`: the kernel releases the lock of a dead process.
 
     Use it in a `with` statement, or call `acquire` and `release`. The end of the interpreter releases it as well, and
     forked children do not hold it. Where the file system cannot lock, a warning says so and nothing is locked.
 
     Args:
         file: the lock file, in an existing folder. It disappears when the lock is released.
-        what: is written under this lock, for messages: `"checkpoints in runs/a"`.
-        advice: what to do other than wait, for messages: `"name another output folder"`.
+        what: the files written under this lock, for messages: `"checkpoints in runs/a"`.
+        advice: the remedy other than waiting, for messages: `"name another output folder"`.
     """
 
     def __init__(self, file: Path, what: str, advice: str) -> None:
@@ -120,7 +120,7 @@ class _Owner(NamedTuple):
 
 
 def _read_owner(opened: FileIO) -> _Owner | None:
-    """Who has signed a lock file; None where nobody has, or nobody can tell."""
+    """Return who has signed a lock file; None where it is unsigned or cannot be read."""
     opened.seek(0)
     try:
         signed = json.loads(opened.read())

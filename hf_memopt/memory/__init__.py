@@ -1,9 +1,9 @@
-"""What memory is used for, counted. Read in this order:
+"""Counts the uses of memory. Read in this order:
 
 - `device_counters`, `saved_bytes`: where figures come from.
 - `tracker`: peaks by phase of a training step. `logger`, `metrics_file`: those figures in words, logs and files.
-- `attribution`, `oom`: what live tensors are for, and the report when memory runs out.
-- `leaks/`: what stays behind at every step, and who holds it.
+- `attribution`, `oom`: the uses of live tensors, and the report when memory runs out.
+- `leaks/`: tensors that stay behind at every step, and their holders.
 - `ranks`: the processes that train together.
 """
 

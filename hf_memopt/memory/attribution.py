@@ -1,4 +1,4 @@
-"""What the live tensors are for, and which module they belong to."""
+"""The uses of live tensors, and the modules that they belong to."""
 
 import gc
 from collections import Counter, deque
@@ -34,7 +34,7 @@ class LiveTensors:
 
 
 def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]:
-    """All storages that are alive on devices of one type, by what they are for, largest first.
+    """Return all live storages on devices of one type, by their use, largest first.
 
     The module of a saved activation is the one whose weight the operation that saved it uses. An operation without a
     weight is named after the nearest one with a weight that its input came through.
@@ -57,7 +57,7 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
         storage = tensor.untyped_storage()
         if storage.device.type == device_type and storage.nbytes() and not _is_wrapper(tensor):
             # The first that knows it decides: names from the model and the optimizers, then the tensor's own type, then
-            # the autograd graph. What an operation saved may be a parameter, and counts as one.
+            # the autograd graph. A tensor that an operation saved may be a parameter, and counts as one.
             kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
             key = (kind, owner, tuple(tensor.shape), tensor.dtype)
             groups[key] += 1
@@ -77,7 +77,7 @@ Use = tuple[str, str]  # kind, owner
 
 
 def _named_uses(model: nn.Module | None) -> dict[int, Use]:
-    """What storages are for, under their addresses, as far as the model and the optimizers tell."""
+    """Return the uses of storages by address, as far as the model and the optimizers tell."""
     uses: dict[int, Use] = {}
     names = {}
     for name, parameter in model.named_parameters() if model is not None else ():
@@ -112,7 +112,7 @@ def _is_wrapper(thing: Any) -> bool:
 
 
 def _use_by_type(items: list[Held]) -> Use | None:
-    """For what the model does not name: weights of other modules, or of all without a model."""
+    """Name storages that the model does not: weights of other modules, or of all without a model."""
     kinds = {item.kind for item in items}
     return next(((kind, "") for kind in (PARAMETER, GRADIENT) if kind in kinds), None)
 
@@ -131,7 +131,7 @@ def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, U
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
-    """Plain tensors that a node saved, also inside of what a pack hook returned for them."""
+    """Return plain tensors that a node saved, also inside of objects that a pack hook returned for them."""
     # A pack hook may return any object. Tensors one reference away are found: those of a tuple or of a slotted object.
     for packed in saved_values(node):
         for thing in (packed, *gc.get_referents(packed)):
@@ -141,7 +141,7 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 def _owner(node: Any, weights: dict[int, str]) -> str:
     """The operation, and the module of the weight that it or the nearest operation before it uses."""
     label = node.name().removesuffix("Backward0")
-    # Breadth first towards the inputs, so that the nearest operation with a weight names it. What dropout saved, for
+    # Breadth first towards the inputs, so that the nearest operation with a weight names it. A mask of dropout, for
     # example, then belongs to the linear layer before it.
     queue, visited = deque([node]), {node}
     while queue:

@@ -21,8 +21,8 @@ class DeviceMemory:
 
     Attributes:
         allocated_bytes: held by tensors.
-        peak_allocated_bytes: the highest that was since the counter was last reset, by whomever.
-        reserved_bytes: taken from the device; what is not allocated is kept for the next tensors.
+        peak_allocated_bytes: the highest value since the counter was last reset, by any reader.
+        reserved_bytes: taken from the device; bytes that are not allocated are kept for the next tensors.
         inactive_split_bytes: reserved, not allocated, and not returnable: the rest of its block is in use.
         num_alloc_retries: how often the allocator ran out and had to return its cache to the device.
         num_ooms: how often that did not help.
@@ -37,14 +37,14 @@ class DeviceMemory:
 
 
 class Counters(Protocol):
-    """What a `MemoryTracker` reads a device's memory from. No method may wait for the device."""
+    """The memory counters of a device, for a `MemoryTracker`. No method may wait for the device."""
 
     def read(self) -> DeviceMemory:
         """The allocator's books, which are kept on the host as memory is requested."""
         ...
 
     def reset_peaks(self) -> None:
-        """Let the peak begin again at what is allocated now, for everyone who reads this counter."""
+        """Let the peak begin again at the bytes allocated now, for every reader of this counter."""
         ...
 
     def free_and_total(self) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class AcceleratorCounters:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the driver calls the device, such as "NVIDIA H200"; of a CPU what the kernel calls its model."""
+    """Return the driver's name of the device, such as "NVIDIA H200"; of a CPU the model that the kernel names."""
     if device.type != "cpu":
         return str(torch.get_device_module(device).get_device_name(device))
     cpuinfo = Path("/proc/cpuinfo")
@@ -122,9 +122,9 @@ class HostMemory:
         pinned_bytes: page-locked memory that torch's own allocator holds, rounded up to powers of two as it rounds.
             Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means and not among them.
             None where no CUDA device is in use.
-        offload: what `ActivationOffloader`s hold for saved activations.
-        available_bytes: what the machine could still give to processes.
-        total_bytes: what it has.
+        offload: bytes that `ActivationOffloader`s hold for saved activations.
+        available_bytes: bytes that the machine could still give to processes.
+        total_bytes: its memory.
     """
 
     rss_bytes: int

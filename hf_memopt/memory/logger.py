@@ -32,7 +32,7 @@ _FRAGMENTATION_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True before 
 
 
 def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, float]:
-    """Figures for an experiment tracker, each with its unit in the key; what the device has no counters for is absent.
+    """Return figures for an experiment tracker, each with its unit in the key, as far as the device has counters.
 
     Peaks are those since the tracker was made. A phase's peak is `memory/<phase>_peak_gib` where it is known exactly,
     and otherwise lies between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
@@ -52,7 +52,7 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
 def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
     """The largest of every figure over all ranks, and in `memory/peak_rank` the rank that held most.
 
-    All ranks have to call it together: it is one small gather. Alone, a process gets back what it gave.
+    All ranks have to call it together: it is one small gather. Alone, a process gets its own figures back.
     """
     of_ranks = gather_from_ranks(metrics)
     if len(of_ranks) == 1:
@@ -64,7 +64,7 @@ def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def high_memory_message(tracker: MemoryTracker, reading: MemoryReading, warn_at: float) -> str | None:
-    """What to change, if the peak has reached the share `warn_at` of what this process can have; otherwise None."""
+    """Return the changes to try, if the peak has reached the share `warn_at` of this process's memory; else None."""
     if reading.device is None:
         return None
     highest_bytes, room_bytes = reading.device.highest_bytes, reading.device.room_bytes
@@ -100,7 +100,7 @@ def check_warn_at(warn_at: float) -> None:
 
 
 class MemoryLogger:
-    """Logs memory through an `Accelerator`, to whatever trackers it was given.
+    """Logs memory through an `Accelerator`, to the trackers that it was given.
 
     Example:
         >>> memory = MemoryLogger(accelerator)
@@ -141,11 +141,11 @@ class MemoryLogger:
         self._file = None if output_dir is None else Path(output_dir) / METRICS_FILE
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """What runs inside belongs to the phase `name`."""
+        """Charge the memory of the code inside to the phase `name`."""
         return self.tracker.phase(name)
 
     def log(self, step: int) -> Mapping[str, float] | None:
-        """End a step. Every rank has to call it with the same `step`; returns what was logged, if anything."""
+        """End a step. Every rank has to call it with the same `step`; returns the logged figures, if any."""
         self.tracker.step()
         if step % self._log_every:
             return None

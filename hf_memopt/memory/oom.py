@@ -1,4 +1,4 @@
-"""What held the memory when there was none left."""
+"""Explains an out-of-memory error by the tensors that held the memory."""
 
 import logging
 import re
@@ -35,8 +35,8 @@ def explain_oom(
 ) -> Iterator[None]:
     """Adds a report to a `torch.OutOfMemoryError` that is raised inside, as a note, and lets it go on.
 
-    The report tells in which phase and module memory ran out, what lives on the device by kind, the largest tensors
-    with the modules that they belong to, and what each remedy would have saved. Python prints it below the traceback.
+    The report tells in which phase and module memory ran out, the live tensors by kind, the largest of them with the
+    modules that they belong to, and the bytes that each remedy would have saved. Python prints it below the traceback.
 
     Args:
         model: gives tensors their owners; without it there are kinds and shapes only.
@@ -46,9 +46,9 @@ def explain_oom(
         flags: how a program's user switches remedies on, by their names (`OFFLOADING`, ...), in place of the Python
             calls; the others are left out. None names all remedies and the calls.
 
-    The error that leaves is the very object that came, whatever happens here: a failure of the report is logged with
-    its traceback. No tensor operation runs and no device memory is requested. Nothing is kept alive that the error
-    does not keep. Free until there is an error.
+    The error that leaves is the very object that came in any case: a failure of the report is logged with its
+    traceback. No tensor operation runs and no device memory is requested. Nothing is kept alive that the error does not
+    keep. Free until there is an error.
 
     Other errors pass untouched; among them those of a CPU without memory, and of libraries that take memory past
     torch's allocator, which raise a plain RuntimeError.
@@ -72,7 +72,7 @@ class Remedy:
     """A way to need less memory.
 
     Attributes:
-        name: what it is.
+        name: of the remedy.
         saved_bytes: the most that it would have saved.
         how: how to switch it on, and what it costs or depends on.
     """
@@ -83,7 +83,7 @@ class Remedy:
 
 
 def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -> list[Remedy]:
-    """What each remedy would have saved of what is alive in this phase, most first. Upper limits, not estimates."""
+    """Return the bytes that each remedy would have saved in this phase, most first. Upper limits, not estimates."""
     num_saved_bytes = sum(group.num_bytes for group in live if group.kind == SAVED)
     temporary_bytes = sum(_foreach_bytes(optimizer) for optimizer in live_optimizers())
     parameters = model.named_parameters() if model is not None else ()
@@ -130,7 +130,7 @@ def _explain(
             report = f"{report}\n{_write(report, Path(output_dir))}"
         error.add_note(report)
     except Exception:
-        # Whatever is wrong with the report, the user has to see the error that it is about.
+        # The user has to see the error, even if its report fails.
         logger.exception("the out-of-memory report failed; the out-of-memory error itself follows")
 
 
@@ -239,7 +239,7 @@ def _device(model: nn.Module | None) -> torch.device:
 
 
 def _foreach_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What a step over lists of tensors allocates for a moment: about one copy of the parameters that it updates."""
+    """Return the bytes that a step over lists of tensors needs for a moment: about a copy of the updated parameters."""
     return sum(
         tensor.untyped_storage().nbytes()
         for group in optimizer.param_groups

@@ -18,7 +18,7 @@ class PhasePeak:
         at_most_bytes: and not higher. Both are equal where the peak is known exactly.
         reserved_bytes: highest reserved memory at the phase's beginnings and ends. Reserved memory shrinks only when
             the cache is emptied.
-        inactive_split_bytes: likewise, of what lies unusable between tensors in use.
+        inactive_split_bytes: likewise, of memory that lies unusable between tensors in use.
         num_alloc_retries: how often the allocator ran out in this phase and had to return its cache.
         host_rss_bytes: highest resident host memory at the phase's beginnings and ends; None where the device has
             counters, since reading it takes longer than they do.
@@ -38,7 +38,7 @@ class PhasePeak:
 
     @property
     def certain_bytes(self) -> int:
-        """What the phase held for certain: on the device, or in host memory where the device has no counters."""
+        """Return the bytes that the phase held for certain: the device's, or the host's where there are no counters."""
         return self.at_least_bytes or self.host_rss_bytes or 0
 
     def joined(self, other: "PhasePeak") -> "PhasePeak":
@@ -64,7 +64,7 @@ class DeviceReading:
     Attributes:
         counters: the allocator's books.
         highest_bytes: the most that tensors held at any time, in phases and outside.
-        total_bytes: what the device has.
+        total_bytes: memory of the device.
         elsewhere_bytes: used on the device outside of this process's allocator: by other processes, and by this one's
             device context and libraries.
     """
@@ -81,7 +81,7 @@ class DeviceReading:
 
     @property
     def room_bytes(self) -> int:
-        """What this process's tensors could have at most."""
+        """Return the bytes that this process's tensors could have at most."""
         return self.total_bytes - self.elsewhere_bytes
 
 
@@ -108,13 +108,13 @@ class MemoryTracker:
         ...     tracker.step()
         >>> tracker.peaks["backward"].at_most_bytes
 
-    Phases may have any name, repeat, and nest: an outer one includes what its inner ones used.
+    Phases may have any name, repeat, and nest: an outer one includes its inner ones.
 
     A process has one peak counter per device, and training loops read it too: lerobot does in every step, Trainer with
     `skip_memory_metrics=False`. By default the tracker therefore never resets it. Then a phase's peak is exact if the
-    process's peak grew in it, and is otherwise known to lie between what was allocated at the phase's ends and the
-    process's peak (`at_least_bytes`, `at_most_bytes`). If someone else resets the counter within a phase, what came
-    before in this phase is known from its beginning only.
+    process's peak grew in it, and is otherwise known to lie between the bytes allocated at the phase's ends and the
+    process's peak (`at_least_bytes`, `at_most_bytes`). If other code resets the counter within a phase, the part before
+    the reset is known from its beginning only.
 
     Args:
         device: where the model runs; None, the current accelerator, or the CPU without one. On the CPU there are no
@@ -163,7 +163,7 @@ class MemoryTracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to the phase `name`."""
+        """Charge the memory of the code inside to the phase `name`."""
         self._boundary()
         self._open.append(name)
         try:
@@ -174,7 +174,7 @@ class MemoryTracker:
                 self._open.remove(name)
 
     def switch_to(self, name: str | None) -> None:
-        """End whatever phase is running and begin `name`, or none; for callbacks, which cannot enclose a phase."""
+        """End the running phase, if any, and begin `name`, or none; for callbacks, which cannot enclose a phase."""
         self._boundary()
         self._open = [] if name is None else [name]
 
@@ -199,8 +199,8 @@ class MemoryTracker:
 
     def _boundary(self) -> None:
         """Charge the memory since the last boundary to the phases that are running."""
-        # Each beginning and end of a phase is a boundary. What lies between two of them counts for every phase that is
-        # open, so that outer phases include inner ones. A phase's peak is the highest of its intervals.
+        # Each beginning and end of a phase is a boundary. The stretch between two of them counts for every open phase,
+        # so that outer phases include inner ones. A phase's peak is the highest of its intervals.
         interval = self._gauge.interval()
         for name in self._open:
             known = self._step.get(name)
@@ -223,7 +223,7 @@ class DeviceGauge:
         interval = _between(before, self._now)
         if self._reset_peaks:
             self._counters.reset_peaks()
-            # The counter begins again at what is allocated, and so does the next interval.
+            # The counter begins again at the bytes allocated, and so does the next interval.
             self._now = replace(self._now, peak_allocated_bytes=self._now.allocated_bytes)
         return interval
 
@@ -252,7 +252,7 @@ def _between(before: DeviceMemory, now: DeviceMemory) -> PhasePeak:
     # The process's counter tells the highest peak since its last reset, not since `before`:
     # - it has changed: that peak was reached in this interval, because the counter grew here, or was reset here and has
     #   begun again. The interval's peak is known exactly.
-    # - it is what it was: the interval's peak lies between what was allocated at its ends and the counter.
+    # - it is unchanged: the interval's peak lies between the bytes allocated at its ends and the counter.
     peak_bytes = now.peak_allocated_bytes
     at_least_bytes = now.allocated_bytes if peak_bytes == before.peak_allocated_bytes else peak_bytes
     return PhasePeak(

@@ -1,7 +1,7 @@
-"""What a training step on Accelerate lacks. Read in this order:
+"""Parts of a training step that Accelerate lacks. Read in this order:
 
-- `step`: `train_step`, one exact update on a window of micro-batches; `window`: what these count, and how ranks share
-  them.
+- `step`: `train_step`, one exact update on a window of micro-batches; `accumulation`: their weights, and how ranks
+  share them.
 - `finite_check`: which rank, micro-batch and parameters a gradient that is not finite came from.
 - `micro_batch`: micro-batches that shrink when memory runs out; `repeatable`: doing a computation twice.
 - `gradient_cache`: exact gradients of losses that are no mean over samples.

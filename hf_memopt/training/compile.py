@@ -15,7 +15,7 @@ def compile_module(
     shapes or settings, up to the limit.
 
     Args:
-        module: what to compile; a part that is called often compiles faster than a loop around it.
+        module: the module to compile; a part that is called often compiles faster than a loop around it.
         mode: of `torch.compile`. "reduce-overhead" records CUDA graphs, which several calls before one backward defeat.
         recompile_limit: variants of one function that are compiled before torch runs it as it is. It is a setting of
             the whole process, `torch._dynamo.config.recompile_limit`, and no argument of `torch.compile`.

@@ -51,13 +51,13 @@ class GradientWatch:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what has been noted."""
+        """Forget all notes."""
         self._names: list[str] = []
         self._largest: list[Tensor] = []
         self._micro_batches: list[tuple[list[str], Tensor]] = []
 
     def end_micro_batch(self) -> None:
-        """What was noted since the last call belongs to one micro-batch."""
+        """Put the notes since the last call down to one micro-batch."""
         # One small tensor per micro-batch: as many as there are parameters would take an allocator block each.
         largest = [each.to(self._largest[0].device) for each in self._largest]
         stacked = torch.stack(largest) if largest else torch.zeros(0)

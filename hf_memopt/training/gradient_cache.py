@@ -60,8 +60,8 @@ class GradientCache:
         >>> for micro_batches in windows:
         ...     result = cache.step(micro_batches, optimizer, max_grad_norm=1.0)
 
-    In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`. In a loop
-    of somebody else's, such as Trainer's, `cache.loss(micro_batches)` is the loss that it calls `backward` of. Under
+    In a loop of one's own, `cache.backward(micro_batches)` takes the place of `accelerator.backward(loss)`. In another
+    library's loop, such as Trainer's, `cache.loss(micro_batches)` is the loss that it calls `backward` of. Under
     DeepSpeed, which applies gradients itself, there is `step` alone, in float32 or bfloat16.
 
     Raises:
@@ -124,7 +124,7 @@ class GradientCache:
         return loss.detach()
 
     def loss(self, micro_batches: Iterable[Any]) -> Tensor:
-        """The loss of all samples, whose `backward()` does what `GradientCache.backward` does after the loss.
+        """Return the loss of all samples, whose `backward()` continues as `GradientCache.backward` does after the loss.
 
         For training loops that call `backward` themselves: return it from a Trainer's `compute_loss`. Their loss scale
         and their division by accumulation steps reach all gradients. Without gradients, as in evaluation, it is the
@@ -139,8 +139,8 @@ class GradientCache:
         Raises:
             ValueError: as from `backward`.
 
-        What the second forward passes save stays on the device: an `ActivationOffloader` leaves alone what is saved
-        during a backward pass, and they run in one.
+        Tensors saved by the second forward passes stay on the device: an `ActivationOffloader` does not offload tensors
+        saved during backward, and those passes run inside one.
         """
         self._check_no_engine("loss")
         return self._replay(micro_batches).loss(self._loss_of_all_ranks)
@@ -155,7 +155,7 @@ class GradientCache:
     ) -> StepResult:
         """Drop gradients, run `backward`, clip, check, update: one optimizer step, as `train_step` makes it.
 
-        What is clipped and checked is the gradient of `models`, and of `loss_fn` if it is a module.
+        Gradients of `models`, and of `loss_fn` if it is a module, are clipped and checked.
 
         Args:
             micro_batches: as in `backward`.

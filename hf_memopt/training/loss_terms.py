@@ -14,9 +14,9 @@ from hf_memopt.ranges import COUNT
 def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tensor, chunk_size: int = 1) -> Tensor:
     """Mean over samples of `loss_fn(output, *targets)`, whose gradient by `output` is taken at once, chunk by chunk.
 
-    For losses that are networks themselves, such as LPIPS: autograd would keep what they save for all samples until
-    backward comes. Here one chunk's is alive at a time, and none of it outlives the call; the graph keeps the gradient
-    by `output`, which is as large as `output`.
+    For losses that are networks themselves, such as LPIPS: autograd would keep their saved tensors for all samples
+    until backward comes. Here one chunk's is alive at a time, and none of it outlives the call; the graph keeps the
+    gradient by `output`, which is as large as `output`.
 
     Value and gradient are those of `loss_fn(output, *targets).mean()`, up to rounding: kernels may sum in another order
     for another batch size.
@@ -36,14 +36,14 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
             module with trainable parameters.
 
     Cost: the backward of `loss_fn`, now instead of later; no forward runs twice. Saved-tensor hooks that are active
-    outside do not see what is saved inside: nothing of it is offloaded, since it is used at once.
+    outside do not see tensors saved inside: none is offloaded, since they are used at once.
     """
     _check_chunks(loss_fn, output, targets, chunk_size)
     differentiated = torch.is_grad_enabled() and output.requires_grad
     values: list[Tensor] = []
     gradients: list[Tensor] = []
     for share, chunk, chunk_targets in _chunks(output, targets, chunk_size):
-        # These hooks hide the chunk from outer ones: offloading what is used at once would only cost time.
+        # These hooks hide the chunk from outer ones: offloading tensors that are used at once would only cost time.
         with saved_tensors_hooks(_itself, _itself):
             value = loss_fn(chunk.requires_grad_(differentiated), *chunk_targets).mean() * share
         if differentiated:
@@ -122,8 +122,8 @@ def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
         RuntimeError: `scores` does not depend on `images`.
 
     Cost: one backward now and a backward through that backward later; until then everything of both is alive. Passing
-    `retain_graph=True` as well, as many implementations do, changes nothing: it defaults to `create_graph`. What leaks
-    is `backward(create_graph=True)`, which ties parameters and gradients in a cycle.
+    `retain_graph=True` as well, as many implementations do, changes nothing: it defaults to `create_graph`. The leak is
+    `backward(create_graph=True)`, which ties parameters and gradients in a cycle.
 
     Source: Mescheder et al., Which Training Methods for GANs do actually Converge?, 2018, arXiv:1801.04406.
     """

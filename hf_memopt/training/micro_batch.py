@@ -1,4 +1,4 @@
-"""Micro-batches as large as memory allows, with an effective batch that stays what it is."""
+"""Micro-batches as large as memory allows, with an effective batch that does not change."""
 
 import logging
 import math
@@ -26,8 +26,8 @@ from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
 
 logger = logging.getLogger(__name__)
 
-# What Accelerate's test misses: messages without its full stop, libraries that allocate by themselves, and NVML's
-# assertion in an allocator that was just refused memory.
+# Errors that Accelerate's test misses: messages without its full stop, libraries that allocate by themselves, and
+# NVML's assertion in an allocator that was just refused memory.
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED|NVML_SUCCESS == r", re.IGNORECASE)
 
 
@@ -211,9 +211,9 @@ def find_micro_batch(
 def _first_that_fits[T](
     accelerator: Accelerator, model: nn.Module, size: int, attempt: Callable[[int], T]
 ) -> tuple[int, T]:
-    """The first of size, half of it and so on with which `attempt(size)` fits on all ranks, and what it returned."""
+    """Return the first of size, half of it and so on for which `attempt(size)` fits on all ranks, and its result."""
     # Everything that an attempt changes is put back before the next one: buffers and random numbers here, gradients by
-    # the attempt itself. What stays is the first attempt that fits, as if its size had been used from the start.
+    # the attempt itself. The attempt that fits counts as the first, as if its size had been used from the start.
     _share_buffers(model)
     random, buffers = RandomState(accelerator.device), BufferState(model)
     while True:
@@ -229,7 +229,7 @@ def _first_that_fits[T](
             return size, result
         if size == 1:
             raise error or torch.OutOfMemoryError("out of memory on another rank with one sample per micro-batch")
-        # The error's traceback refers to frames whose variables hold what the failed forward had computed. It has to go
+        # The error's traceback refers to frames whose variables hold the results of the failed forward. It has to go
         # before the cache is emptied; so has the result of a rank on which the attempt did fit.
         error = result = None
         clear_device_cache(garbage_collection=True)

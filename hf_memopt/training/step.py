@@ -37,7 +37,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         loss: weighted mean over all micro-batches and ranks, the same on all ranks.
@@ -70,7 +70,7 @@ def train_step(
 
     The gradient is sum(w_i * grad(loss_i)) / sum(w_i), over all micro-batches of all ranks, however many each rank has:
     the last window of an epoch divides by its own weights. `Accelerator.backward` divides by
-    `gradient_accumulation_steps` whatever the window holds, which is undone.
+    `gradient_accumulation_steps` for any window, which is undone.
 
     Ranks exchange gradients once, in the backward of the last micro-batch; under FSDP2 each holds the gradients of the
     whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients
@@ -88,11 +88,11 @@ def train_step(
             not add up over micro-batches need `GradientCache`.
         micro_batches: at least one, on the device. All are held during the step.
         optimizer: prepared by `accelerator`.
-        weight_fn: what a micro-batch counts; a number, or a tensor `()`, best on the CPU. None: the labels that are not
-            -100 where it is a mapping with `labels`, and else its samples (`default_weight`). What weighs 0 is left
-            out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the other ranks, and
-            its gradient must be finite. Under FSDP2 and DeepSpeed a rank with fewer than the others runs its last one
-            again, with 0.
+        weight_fn: the weight of a micro-batch; a number, or a tensor `()`, best on the CPU. None: the labels that are
+            not -100 where it is a mapping with `labels`, and else its samples (`default_weight`). Micro-batches that
+            weigh 0 are left out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the
+            other ranks, and its gradient must be finite. Under FSDP2 and DeepSpeed a rank with fewer than the others
+            runs its last one again, with 0.
         max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip. DeepSpeed's
             `gradient_clipping` has to be the same.
         scheduler: stepped after the update, and not after a skipped one.
@@ -120,7 +120,7 @@ def train_step(
 
 
 def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
-    """Raises ValueError where a step would not be what it says."""
+    """Raise ValueError where a step would not be exact."""
     check_distributed_type(accelerator)
     engine = engine_of(accelerator)
     if engine is not None:
@@ -156,7 +156,7 @@ class OpenStep:
     engine: Any
 
     def drop_gradients(self) -> None:
-        """Drop those of the model and those of anything else that the optimizer updates, and what is known of them."""
+        """Drop gradients of the model and of all else that the optimizer updates, and the notes on them."""
         drop_gradients(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         self.watch.begin_step()
@@ -231,10 +231,10 @@ def open_step(
     max_grad_norm: float | None,
     scheduler: Any,
 ) -> Iterator[OpenStep]:
-    """Begin a step without gradients, and leave none behind, whatever happens.
+    """Begin a step without gradients, and leave none behind, even after an error.
 
     Raises:
-        ValueError: a step would not be what it says; see `train_step`.
+        ValueError: a step would not be exact; see `train_step`.
     """
     _check_supported(accelerator, optimizer, max_grad_norm)
     check_not_joined([model])

@@ -1,4 +1,4 @@
-"""What the library asks of a type of device: one registration each.
+"""Backends: the functions that the library needs of each type of device, one registration each.
 
 A type that is not registered is an accelerator with streams, such as CUDA. The CPU is registered here. A simulation
 registers its device for as long as it runs: nothing else tells the library that nothing is really computed.
@@ -18,10 +18,10 @@ from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """How a type of device copies, keeps time and reads host memory, and what its tensors are.
+    """How a type of device copies, keeps time and reads host memory, and the class of its tensors.
 
     Attributes:
-        make_copier: called with the device, whether host memory is to be pinned, and what the copies are for.
+        make_copier: called with the device, whether host memory is to be pinned, and the purpose of the copies.
         make_clock: called with the device.
         map_host: gives host memory, `(num_bytes,)` uint8, as the device reads it in place; raises a ValueError where it
             cannot.
@@ -50,13 +50,13 @@ PLAIN_TYPES: set[type[Tensor]] = {Tensor}
 
 
 def backend_of(device: torch.device) -> DeviceBackend:
-    """Return what is registered for the device's type."""
+    """Return the backend of the device's type."""
     return _REGISTERED.get(device.type, _ACCELERATOR)
 
 
 @contextmanager
 def registered(name: str, entry: DeviceBackend) -> Iterator[None]:
-    """Register a type of device by its name; what was registered before comes back afterwards."""
+    """Register the backend of a type of device; the one registered before comes back afterwards."""
     before, classes = dict(_REGISTERED), set(PLAIN_TYPES)
     _REGISTERED[name] = entry
     PLAIN_TYPES.add(entry.tensor_class)

@@ -2,7 +2,7 @@
 
 A caller allocates through the copier, starts a copy, and makes the compute stream wait for it before it reads the
 destination. It never touches streams or events itself, so that a test can put a copier in its place that performs each
-copy as early, as late or as randomly as these rules allow and poisons what has been released.
+copy as early, as late or as randomly as these rules allow and poisons released memory.
 
 The life of an offloaded tensor on the three streams of `StreamCopier` (`|` records an event, `->` waits for it):
 
@@ -70,7 +70,7 @@ class Copier(Protocol):
 
 
 class SyncCopier:
-    """Copies at once, on the CPU. What a machine without an accelerator runs, and the reference for all others."""
+    """Copies at once, on the CPU. The copier of machines without an accelerator, and the reference for all others."""
 
     def __init__(self) -> None:
         self.bytes_to_device = 0
@@ -123,7 +123,7 @@ class StreamEvent(Protocol):
 
 
 class HostBuffersInFlight:
-    """Host memory that queued copies of one stream read or write. It is held until they are over, whoever drops it."""
+    """Host memory that queued copies of one stream read or write, held until they are over."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[StreamEvent, Tensor]] = deque()
@@ -133,7 +133,7 @@ class HostBuffersInFlight:
         self._held.append((finished, memory))
 
     def drop_finished(self) -> None:
-        """Let go of what is over, without waiting."""
+        """Let go of memory whose copies are over, without waiting."""
         # Taken out before it is asked: a destructor or another thread may get in between.
         while self._held:
             entry = self._held.popleft()
@@ -157,8 +157,8 @@ class StreamCopier:
 
     Destinations come from the compute stream's memory pool and go back to it. That is safe without `record_stream`
     because a copy waits for the compute stream before it starts, and the compute stream waits for the copy before the
-    memory can be released (`Transfer.wait`). Only what another stream reads than the one that it was allocated for is
-    recorded there. Whoever drops the copier waits for its copies, since the host memory goes with it.
+    memory can be released (`Transfer.wait`). Only memory read by another stream than the one that it was allocated for
+    is recorded there. Dropping the copier waits for its copies, since the host memory goes with it.
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
@@ -180,7 +180,7 @@ class StreamCopier:
             self._writing.wait()
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        # What was dropped is given back before more is taken: the machine may not have room for both.
+        # Dropped memory is given back before more is taken: the machine may not have room for both.
         self._reading.wait()
         self._writing.wait()
         if self._pin_memory:
@@ -225,7 +225,7 @@ class StreamCopier:
             try:
                 finished = stream.record_event(torch.Event(self.device))
             except RuntimeError:
-                stream.synchronize()  # nobody could tell when the copy is over
+                stream.synchronize()  # there is no event that tells when the copy is over
                 raise
         is_read = stream is self._stream_to_device
         # The host's end is kept here until the copy is over, since its owner may drop it at any time. The device's end
@@ -240,7 +240,7 @@ class StreamCopier:
         self._writing.drop_finished()
 
     def _follow(self, compute: torch.Stream) -> None:
-        """Another compute stream takes over. It has not waited for what is queued, and may be given the same memory."""
+        """Another compute stream takes over. It has not waited for queued copies, and may be given the same memory."""
         if self._compute is not None:
             self._stream_to_device.wait_stream(self._stream_to_host)
             self._stream_to_host.wait_stream(self._stream_to_device)

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 64
 # How much more than the largest need is taken once sizes have turned out to change.
 _HEADROOM = 1.125
-# What is held beyond this many times the need is given back.
+# Memory held beyond this many times the need is given back.
 _SLACK = 1.5
 
 
 class HostHoldings(NamedTuple):
-    """What the arenas of this process hold, and how often any of them has taken some."""
+    """The memory that the arenas of this process hold, and how often any of them has taken some."""
 
     num_bytes: int
     num_allocations: int
@@ -45,9 +45,9 @@ class Extent(NamedTuple):
 class HostArena:
     """Hands out host blocks and takes them back. A training step that repeats finds every block it needs.
 
-    Memory is taken in regions, one for each block at first. A step of other sizes cuts its blocks out of what is free,
+    Memory is taken in regions, one for each block at first. A step of other sizes cuts its blocks out of free extents,
     each out of the smallest extent that is large enough; where none is, the regions that are wholly free become one. So
-    what is held stays near the largest need, however many sizes there are, and nothing is taken any more once needs
+    the memory held stays near the largest need, however many sizes there are, and nothing is taken any more once needs
     have ceased to grow.
 
     Args:
@@ -96,7 +96,7 @@ class HostArena:
     def release(self, block: Tensor) -> None:
         """Take back a block that nothing reads or writes any more.
 
-        Destructors call this, in whatever the arena or the backward thread is doing.
+        Destructors call this at any moment, also inside of the arena's own methods or of the backward thread.
         """
         self._copier.release(block)
         num_bytes = block.nbytes
@@ -117,9 +117,9 @@ class HostArena:
             self._new_bytes, self._new_s = 0, 0.0
 
     def trim(self) -> None:
-        """Give back what is held beyond 1.5 times the most that was needed since the last call, which began the count.
+        """Give back memory held beyond 1.5 times the largest need since the last call, which began the count.
 
-        What nobody has used goes first, and all that is free if that is not enough; what is needed of it comes back.
+        Unused regions go first, and all free ones if that is not enough; they come back when they are needed.
         """
         before = self.bytes_held
         self._join()
@@ -197,7 +197,7 @@ class HostArena:
         return extent
 
     def _extent(self, block: Tensor) -> Extent:
-        """What a block takes of its region. Regions may lie side by side in one storage of the copier's."""
+        """Return the extent of a block in its region. Regions may lie side by side in one storage of the copier's."""
         storage, start = block.untyped_storage()._cdata, int(block.storage_offset())
         base = max(region.base for region in self._regions if region.storage == storage and region.base <= start)
         return Extent(Region(storage, base), start, _aligned(block.nbytes))

@@ -106,7 +106,7 @@ def driver_is_gone(process: int) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system; glibc keeps what lies between blocks in use. Some milliseconds per GiB."""
+    """Give freed memory back to the system; glibc keeps memory between blocks in use. Some milliseconds per GiB."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -143,7 +143,7 @@ def _runtime() -> Any:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    # What CUDA has refused stays its "last error", which the next kernel launch would report as its own.
+    # A refused call stays CUDA's "last error", which the next kernel launch would report as its own.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 

@@ -1,7 +1,7 @@
-"""What selective checkpointing keeps and what it recomputes, operation by operation.
+"""Policies of selective checkpointing: which results are kept and which recomputed, operation by operation.
 
 Policies are those of torch's `create_selective_checkpoint_contexts`. The two dispatch modes are our own, because those
-of torch 2.11 hold what is kept where saved-tensor hooks do not see it, so that no offloader can move it, allow one
+of torch 2.11 hold kept results where saved-tensor hooks do not see them, so that no offloader can move them, allow one
 backward only, and skip the random numbers that a kept operation drew, so that dropout after it draws other ones.
 """
 
@@ -62,7 +62,7 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     They are saved when the region is over, by `save`, outside of the dispatch and under the caller's saved-tensor
     hooks. Until then they are not in `kept`, which the graph owns: a graph that owns its own outputs is never freed.
 
-    What the region writes is noted by storage, because version numbers do not tell: `unsafe_chunk`, `_unsafe_view`,
+    Writes of the region are noted by storage, because version numbers do not tell: `unsafe_chunk`, `_unsafe_view`,
     `set_` and `.data` give tensors of the same memory with version counters of their own.
     """
 
@@ -91,7 +91,7 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if keep and not _storages_of(result) & _storages_of((args, kwargs)):
             self._outputs.append(_Output(position, result))
             self._aliases |= {key: [] for key in self._outputs[-1].storages}
-        # What a view returns has the version counter of what it was given.
+        # The result of a view has the version counter of its argument.
         elif self._outputs and not getattr(func, "is_view", False):
             self._note_aliases(result)
         return result
@@ -116,7 +116,7 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The recomputation of a region: runs what was not kept."""
+    """The recomputation of a region: runs the operations whose results were not kept."""
 
     supports_higher_order_operators = True
 
@@ -141,7 +141,7 @@ class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Output:
-    """What an operation returned that the policy keeps, as of now."""
+    """A kept result of an operation, as of now."""
 
     def __init__(self, position: _Position, result: Any) -> None:
         self.position, self.result = position, result
@@ -156,7 +156,7 @@ class _Kept:
     """An output, saved when its region was over.
 
     Args:
-        result: what the operation returned.
+        result: the return value of the operation.
         aliases: tensors of the same memory with version counters of their own.
     """
 
@@ -194,7 +194,7 @@ class _SaveTensor(torch.autograd.Function):
 
 
 def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation; what it calls in turn sees what it would see outside of the mode."""
+    """Run an operation; operations that it calls see the state outside of the mode."""
     plainly = isinstance(func, torch._ops.OpOverload) and not func.is_view and PLAIN_TYPES.issuperset(types)
     return call_as_plain(func, args, kwargs) if plainly else func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: backward recomputes the cheap operations and keeps what the heavy ones gave."""
+"""Selective activation checkpointing: backward recomputes cheap operations and keeps the results of heavy ones."""
 
 import inspect
 import logging
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class SelectiveCheckpoint:
-    """Runs a module or a function so that backward recomputes it, all but what `policy` keeps.
+    """Runs a module or a function so that backward recomputes it, all but the results that `policy` keeps.
 
-    `SelectiveCheckpoint("heavy_ops")(module, *args, **kwargs)` returns what `module(*args, **kwargs)` returns, and
-    gradients are bitwise the same: dropout draws the same numbers again. Without grad mode it is a plain call.
-    What is kept and the tensors among the arguments, nested ones too, pass through the saved-tensor hooks around the
-    call, so an `ActivationOffloader` moves them to the host. The saved tensors stay until the region's backward is
-    over, and with `retain_graph` or `create_graph` they serve every backward.
+    `SelectiveCheckpoint("heavy_ops")(module, *args, **kwargs)` returns the result of `module(*args, **kwargs)`, and
+    gradients are bitwise the same: dropout draws the same numbers again. Without grad mode it is a plain call. Kept
+    results and the tensors among the arguments, nested ones too, pass through the saved-tensor hooks around the call,
+    so an `ActivationOffloader` moves them to the host. The saved tensors stay until the region's backward is over, and
+    with `retain_graph` or `create_graph` they serve every backward.
 
     Args:
         policy: "heavy_ops" keeps the outputs of matrix products, attention and convolutions; "alternate" those of every
@@ -52,7 +52,7 @@ class SelectiveCheckpoint:
             raise ValueError(f"policy={policy!r} is unknown; use one of {sorted(POLICIES)} or a policy function")
         self.policy = policy
 
-    # What torch.compiler.disable is, except that the compiler is imported at the first call; that takes seconds.
+    # As torch.compiler.disable, except that the compiler, whose import takes seconds, is imported at the first call.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -65,7 +65,7 @@ class SelectiveCheckpoint:
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Flat, because torch saves the tensors among the positional arguments only, and the random state of their
-        # devices only; what is nested or named would stay out of the hooks' sight.
+        # devices only; nested or named tensors would stay out of the hooks' sight.
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*leaves: Any) -> Any:
@@ -76,7 +76,7 @@ class SelectiveCheckpoint:
         if policy is None:
             return checkpoint(run, *leaves, use_reentrant=False)
         # The checkpoint runs the region under the first mode, and each recomputation under the second one. Both share
-        # the dictionary of what was kept, which is empty until `save`.
+        # the dictionary of kept results, which is empty until `save`.
         keeping = KeepOutputs(policy)
         contexts = keeping, ReplayOutputs(keeping.kept)
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
@@ -140,9 +140,9 @@ def apply_selective_checkpointing(
     Args:
         model: changed in place.
         policy: as for `SelectiveCheckpoint`.
-        modules: what to checkpoint, by class, class name or name in the model; of nested modules the outermost. None:
-            transformers' `GradientCheckpointingLayer`s; in other models what is in a `ModuleList` or `Sequential` of
-            two or more modules of one class, for the class that has most parameters there.
+        modules: the modules to checkpoint, by class, class name or name in the model; of nested ones the outermost.
+            None: transformers' `GradientCheckpointingLayer`s; in other models the members of a `ModuleList` or
+            `Sequential` of two or more modules of one class, for the class that has most parameters there.
 
     Raises:
         ValueError: no such module; one that runs with gradient checkpointing or with a replaced `forward` already; one
@@ -256,7 +256,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """What is in containers of one class only, by class. What such a module consists of is not looked at."""
+    """Return the modules in containers of one class only, by class. Their own submodules are not looked at."""
     groups: dict[type, dict[str, nn.Module]] = defaultdict(dict)
     blocks: dict[str, nn.Module] = {}
     for name, container in model.named_modules():

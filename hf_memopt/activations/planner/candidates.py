@@ -1,4 +1,4 @@
-"""Plans that were simulated, and which of them are the fastest for what they hold."""
+"""Plans that were simulated, and the front of them: the fastest for each peak."""
 
 import math
 from bisect import bisect_right
@@ -15,7 +15,7 @@ _KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
 
 
 class CopyWindow(NamedTuple):
-    """How far copies may run ahead or behind, in terms of what a plan offloads."""
+    """How far copies may run ahead or behind, in terms of the storages that a plan offloads."""
 
     in_flight_fraction: float  # of the offloaded bytes
     prefetch_storages: int  # times the largest offloaded storage
@@ -44,7 +44,7 @@ class Thresholds(NamedTuple):
     recompute_early: float
     recompute_late: float
     offload: float
-    spread: bool = False  # offload evenly over the step instead of what lives longest
+    spread: bool = False  # offload evenly over the step instead of the longest-lived storages
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may hold, and which steps are fast enough."""
+    """The bytes that a plan may hold, and the steps that are fast enough."""
 
     peak_bytes: int
     allow_step: Callable[[float], bool]
@@ -88,7 +88,7 @@ class ParetoFront:
         members = self.members
         if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
-        # Sorted by peak, so also by falling step time: what the candidate replaces lies in one piece.
+        # Sorted by peak, so also by falling step time: the replaced candidates lie in one piece.
         first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         while first and members[first - 1].peak_bytes == candidate.peak_bytes:
             first -= 1
@@ -112,7 +112,7 @@ class Trials:
     """Simulates plans, each once and only so many, and remembers all of them.
 
     Args:
-        profile: what the step saves and uses.
+        profile: saves and uses of the step.
         link: bandwidths.
         prefetch_ahead: bounds the windows.
         host_budget_bytes: plans that offload more are not tried. None, no limit.
@@ -134,7 +134,7 @@ class Trials:
         self._staying = [index for index, s in storages if not s.can_offload]
 
     def within(self, limits: Limits) -> list[Candidate]:
-        """Return what was simulated and meets the limits."""
+        """Return the simulated plans that meet the limits."""
         return [candidate for candidate in self.candidates if limits.allow(candidate)]
 
     def evaluate(self, actions: bytes, window: CopyWindow, thresholds: Thresholds | None = None) -> Candidate | None:
@@ -195,7 +195,7 @@ class Trials:
     def _normalised(self, actions: bytes) -> bytes:
         """Return the plan that this one comes to.
 
-        What may not move stays. What exists only to recompute others from, and none is, counts as kept at no cost.
+        Storages that may not move stay. Sources of nothing that is recomputed count as kept at no cost.
         """
         if not self._only_sources and not self._staying:
             return actions

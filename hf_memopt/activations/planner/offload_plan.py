@@ -1,14 +1,15 @@
 """Which saved storages to keep, to offload and to recompute, so that they fit a budget at the least time.
 
-Plans differ in two costs, the peak of what they hold and the step time, so the search collects the front of both: the
-plans that are fastest for what they hold. Candidates come from a price on either resource: recompute what costs least
-per byte, offload what lives longest or what is spread most evenly, keep the rest, with the thresholds between the three
-on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy windows, blends
-with its neighbours on the front and, up to 150 storages, other actions for single ones (`search`). Every candidate
-is simulated (`simulator`).
+Plans differ in two costs, the peak of the bytes held and the step time, so the search collects the front of both: the
+plans that are fastest for their peak. Candidates come from a price on either resource: recompute the storages that cost
+least per byte, offload those that live longest or are spread most evenly, keep the rest, with the thresholds between
+the three on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy
+windows, blends with its neighbours on the front and, up to 150 storages, other actions for single ones (`search`).
+Every candidate is simulated (`simulator`).
 
-Of the plans that fit, those whose predicted steps differ by less than 0.1 % of the plain step are equally fast: nobody
-could measure the difference. A budget selects from them, and memory that is left is used to copy less (`refinement`).
+Of the plans that fit, those whose predicted steps differ by less than 0.1 % of the plain step are equally fast: the
+difference could not be measured. A budget selects from them, and memory that is left is used to copy less
+(`refinement`).
 
 Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
 offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
@@ -32,7 +33,7 @@ class InfeasibleBudgetError(ValueError):
     Attributes:
         budget_bytes: the budget.
         smallest_bytes: the smallest budget for which there is a plan.
-        is_device_limit: whether the budget is what the device has left.
+        is_device_limit: whether the budget is the memory that the device has left.
         rank: of the process whose budget it is; None where one trains alone.
     """
 
@@ -65,12 +66,12 @@ class InfeasibleBudgetError(ValueError):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What to do with each storage, and what that is predicted to cost.
+    """An action for each storage, and their predicted cost.
 
     Attributes:
         actions: one for each storage of the profile.
-        in_flight_bytes: how much may wait for its copy to the host before compute waits too.
-        prefetch_bytes: how much backward fetches ahead of what it needs now.
+        in_flight_bytes: bytes that may wait for their copy to the host before compute waits too.
+        prefetch_bytes: bytes that backward fetches ahead of the storage in use.
         reload_order: the offloaded storages in the order in which backward first needs them.
         predicted_peak_bytes: the most that saved storages hold of the device.
         predicted_step_s: forward and backward with stalls and recomputation.
@@ -131,13 +132,13 @@ def make_plan(
     to five seconds for 500 and more.
 
     Args:
-        profile: what one training step saved and used.
+        profile: saves and uses of one training step.
         link: measured bandwidths.
-        budget_bytes: what saved storages may hold of the device at any time. None: see `max_slowdown`.
+        budget_bytes: bytes that saved storages may hold of the device at any time. None: see `max_slowdown`.
         max_slowdown: without a budget, the accepted increase of step time, as a fraction of the plain step.
         prefetch_ahead: backward fetches ahead at most so many times the largest offloaded storage.
-        host_budget_bytes: what may be offloaded in all. None, no limit.
-        device_limit_bytes: without a budget, what the device has room for. If the smallest plan that is fast enough
+        host_budget_bytes: bytes that may be offloaded in all. None, no limit.
+        device_limit_bytes: without a budget, the room that the device has. If the smallest plan that is fast enough
             does not fit it, the plan is the fastest that does. None, no limit.
 
     Raises:

@@ -13,7 +13,7 @@ from hf_memopt.units import MIB
 
 @dataclass(frozen=True)
 class SavedBy:
-    """What a plan does with the bytes that one kind of module saves for backward.
+    """The bytes that one kind of module saves for backward, by the plan's action.
 
     Attributes:
         owner: name of the modules, with a star for a layer's number.
@@ -40,7 +40,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What an `ActivationOffloader` does with what models save; printing it gives tables.
+    """The plans of an `ActivationOffloader` by kind of module; printing it gives tables.
 
     Attributes:
         plans: the newest one for each model and device that has one.

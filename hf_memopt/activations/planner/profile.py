@@ -1,4 +1,4 @@
-"""What one training step saved for backward, and when it used it: recorded by the engine, read by the planner."""
+"""The profile of a training step, its saves and uses with their times: recorded by passes, read by the planner."""
 
 import math
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from functools import cached_property
 
 
 class Action(IntEnum):
-    """What becomes of a saved storage between its save in forward and its last use in backward."""
+    """The place of a saved storage between its save in forward and its last use in backward."""
 
     KEEP = 0
     OFFLOAD = 1
@@ -17,7 +17,7 @@ class Action(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What happens to a storage; at equal times in this order."""
+    """Kinds of events; at equal times in this order."""
 
     SAVE = 0
     USE = 1
@@ -53,16 +53,16 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one training step saved and when it used it.
+    """The storages that one training step saved, with the times of their saves and uses.
 
     Attributes:
         storages: in the order of saving.
         step_s: compute seconds of forward and backward, without stalls.
-        backward_ends_s: when each backward pass but the last one ended: what it had brought back went then.
+        backward_ends_s: when each backward pass but the last one ended; storages that it had brought back went then.
 
     Raises:
-        ValueError: a storage is used before it, or what it is recomputed from, was saved; a source does not exist or
-            depends on what it is a source of.
+        ValueError: a storage is used before it or one of its sources was saved; a source does not exist, or depends on
+            the storage that is recomputed from it.
     """
 
     storages: tuple[SavedStorage, ...]
@@ -155,7 +155,7 @@ def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
 
 
 def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """Return how often each backward pass needs each storage; each pass computes again what it needs."""
+    """Return how often each backward pass needs each storage; each pass computes again the ones that it needs."""
     return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
 
 

@@ -1,4 +1,4 @@
-"""What to do with memory and time that a plan leaves: keep what was copied or recomputed, and copy less."""
+"""Uses the memory and time that a plan leaves: keeps storages that were copied or recomputed, and copies less."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.profile import Action, Profile, count_needs
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
-# Steps that differ by less, as a share of the plain step, count as equally fast: a tenth of what steps of one plan
-# differ by among themselves, and far below what recorded times and measured bandwidths are good for.
+# Steps that differ by less, as a share of the plain step, count as equally fast: a tenth of the differences among steps
+# of one plan, and far below the accuracy of recorded times and measured bandwidths.
 STEP_TOLERANCE = 1e-3
 # Plans to simulate in polishing one, and their saves and uses in all.
 _MAX_PLANS = 200
@@ -26,7 +26,7 @@ def time_class(profile: Profile, step_s: float) -> float:
 
 
 def moved_bytes(profile: Profile, candidate: Candidate) -> tuple[int, int]:
-    """Return what is copied to the host, and what is made again."""
+    """Return the bytes copied to the host, and the bytes computed again."""
     needs = count_needs(profile, candidate.actions)
     recomputed = sum(
         size
@@ -63,8 +63,8 @@ class _Polish:
         self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes[index]))
 
     def run(self, candidate: Candidate) -> None:
-        # Memory that is left keeps what was copied; then time that is left recomputes instead of copying; what memory
-        # and time still allow is kept instead of recomputed.
+        # Memory that is left keeps copied storages; then time that is left recomputes instead of copying; as far as
+        # memory and time still allow, recomputed storages are kept.
         candidate = self._keep_offloaded(candidate)
         candidate = self._narrow(candidate)
         recomputed = self._change(candidate, self._with(candidate, self._cheapest, _OFFLOAD), _RECOMPUTE)

@@ -1,4 +1,4 @@
-"""What activation offloading saves, and what the link lets it hide: arithmetic for a first estimate."""
+"""Bytes that activation offloading saves, and time that the link can hide: arithmetic for a first estimate."""
 
 from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, Range
 from hf_memopt.units import MIB
@@ -20,7 +20,7 @@ def estimate_offloading_memory_savings(
     most this much: copies cannot start before there is something to copy.
 
     Args:
-        activation_memory_gpu_mb: what autograd saves per step, in MiB.
+        activation_memory_gpu_mb: tensors that autograd saves per step, in MiB.
         offload_ratio: share of it that goes to the host, 0 to 1.
         link_gb_per_s: bandwidth between device and host in one direction, in 10**9 bytes per second. PCIe 3.0 x16 is
             specified for 16, 4.0 for 32, 5.0 for 64; measured figures are lower.

@@ -1,6 +1,6 @@
 """The search for plans, over all budgets at once.
 
-Plans trade the peak of what they hold against the step time. The search keeps the Pareto front of both, starts from a
+Plans trade the peak of the bytes held against the step time. The search keeps the Pareto front of both, starts from a
 grid of thresholds, and applies moves to the members of the front until none of them moves it any more.
 """
 
@@ -94,7 +94,7 @@ class _Search:
                 self._improve([self._change_any])
 
     def _fill(self, member: Candidate) -> None:
-        """Keep what saves most time for its bytes, as long as that holds less than the next member of the front."""
+        """Keep the storages that save most time per byte, up to the peak of the front's next member."""
         larger = [other for other in self._trials.front.neighbours(member) if other.peak_bytes > member.peak_bytes]
         if not larger or larger[0].step_s > member.step_s * (1 - _WORTH_FILLING):
             return
@@ -107,8 +107,8 @@ class _Search:
         self._trials.change_first(member, indices, _KEEP, lambda trial: trial.peak_bytes < larger[0].peak_bytes)
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
-        """Return about what keeping a storage saves."""
-        # A plan without stalls hides all its copies, so that to keep what it offloads saves no time.
+        """Return about the seconds that keeping a storage saves."""
+        # A plan without stalls hides all its copies, so that keeping an offloaded storage saves no time.
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte if member.timeline.stall_s else 0.0
@@ -147,11 +147,12 @@ class _Search:
         self._trials.evaluate(self._threshold_plan(thresholds), window, thresholds)
 
     def _threshold_plan(self, thresholds: Thresholds) -> bytes:
-        """Recompute what is cheap for its bytes; of the rest, offload what lives long and keep what is used soon.
+        """Recompute storages that are cheap for their bytes; offload long-lived ones of the rest, and keep the others.
 
-        What lives long is mostly saved early, when the link still has time: there recomputation competes with a copy,
-        later with memory, so that each has its own threshold. Where the link is slow, it takes compute between any two
-        copies to hide them: offloaded is then not what lives longest, but what is spread evenly over the step.
+        Long-lived storages are mostly saved early, when the link still has time: there recomputation competes with a
+        copy, later with memory, so that each has its own threshold. Where the link is slow, it takes compute between
+        any two copies to hide them: then storages spread evenly over the step are offloaded, not the longest-lived
+        ones.
         """
         actions = bytearray()
         offload_ranks = self._spread_ranks if thresholds.spread else self._lifetime_ranks

@@ -14,8 +14,8 @@ Saving b lets a leave, so compute waits for the copy of a. Backward finds c stil
 is; c goes when its copy is over. Using c starts the copy of b back, and using b that of a.
 
 Compute is delayed where it needs bytes that are not there, or must free memory whose copy is not over. The simulator
-does in host order what `offloaded_pass` does, so its peak is exact and its step time a prediction. Pure
-Python; one pass over the saves and uses, about 0.4 us each.
+acts in host order, as `offloaded_pass` does, so its peak is exact and its step time a prediction. Pure Python; one pass
+over the saves and uses, about 0.4 us each.
 """
 
 import math
@@ -40,7 +40,7 @@ _UNSAVED, _ABSENT, _UNDER_WAY, _LEAVING, _RESIDENT, _OVER = range(6)
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a step would cost.
+    """The cost of a step.
 
     Attributes:
         peak_bytes: the most that saved storages hold of the device at any moment.
@@ -48,7 +48,7 @@ class Timeline:
         stall_s: time for which compute waits for copies.
         recompute_s: time spent recomputing.
         reload_order: offloaded storages in the order in which backward first needs them, also as sources.
-        offloaded_bytes: what is copied to the host.
+        offloaded_bytes: bytes copied to the host.
     """
 
     peak_bytes: int
@@ -65,11 +65,11 @@ def simulate(
     """Predict one training step.
 
     Args:
-        profile: what the step saves and uses.
+        profile: saves and uses of the step.
         actions: an `Action` for each storage of the profile.
         link: bandwidths.
-        in_flight_bytes: how much may wait for its copy to the host before compute waits too.
-        prefetch_bytes: how much backward fetches ahead of what it needs now.
+        in_flight_bytes: bytes that may wait for their copy to the host before compute waits too.
+        prefetch_bytes: bytes that backward fetches ahead of the storage in use.
 
     Raises:
         ValueError: not one action for each storage, or a storage is to be recomputed that cannot be.
@@ -98,8 +98,8 @@ class _Step:
         self.needs_by_backward = needs_by_backward(profile, actions)
         self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
         self.backward = 0
-        # Those that are still to come: of what moves, in the backward at work, since what a backward brought back goes
-        # at its end; of what is kept, altogether.
+        # Uses still to come: of moved storages in the backward at work, since those that it brought back go at its end;
+        # of kept ones altogether.
         self.needs = self.needs_by_backward[0].copy()
         for index, storage in enumerate(profile.storages):
             if actions[index] == _KEEP:
@@ -138,7 +138,7 @@ class _Step:
                 else:
                     self._need(index)
             elif kind == _SAVE:
-                # What nobody will ask for is not saved: sources of storages that are not recomputed.
+                # Sources of storages that are not recomputed have no reader, and are not saved.
                 if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
                     self._save(index)
             elif kind == _FREE:
@@ -157,7 +157,7 @@ class _Step:
         )
 
     def _is_needed(self, index: int) -> bool:
-        """Whether what is to be offloaded has anybody to save it for."""
+        """Return whether a storage to be offloaded has a reader."""
         return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
 
     def _free(self, index: int) -> None:
@@ -170,7 +170,7 @@ class _Step:
             self.ending.append(index)
 
     def _end_backward(self) -> None:
-        """What moves is needed anew by the next one, or no more."""
+        """Drop moved storages: the next backward brings them anew, if it needs them at all."""
         self._free_ending()
         self.backward += 1
         self.fetched_to = 0
@@ -213,7 +213,7 @@ class _Step:
         self._count_need(index)
 
     def _rebuild(self, index: int) -> None:
-        """Recompute a storage, and first what it is recomputed from: a depth-first walk without recursion."""
+        """Recompute a storage, its recomputed sources first: a depth-first walk without recursion."""
         actions, states, storages = self.actions, self.states, self.storages
         stack = [(index, iter(storages[index].sources))]
         while stack:
@@ -245,7 +245,7 @@ class _Step:
         self.now_s += seconds
 
     def _free_sources(self, index: int) -> None:
-        """What was there for a storage only goes as soon as that has been computed, unless its graph is retained."""
+        """Drop sources of a storage alone as soon as it has been computed, unless its graph is retained."""
         if self.storages[index].freed_s is not None:
             return
         for source in self.storages[index].sources:

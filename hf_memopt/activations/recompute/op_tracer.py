@@ -1,4 +1,4 @@
-"""Which operation computed a tensor, and from what: noted during the forward pass, so that it can be computed again.
+"""Traces the operation behind each tensor and its operands in forward, so that the tensor can be computed again.
 
 Notes hold no tensors except weights, so they keep no memory alive.
 """
@@ -55,7 +55,7 @@ class TensorRef:
     """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not.
 
     Attributes:
-        weight: what keeps the storage of a weight: the operand or, where that is a view, the weight itself.
+        weight: the tensor that keeps the storage of a weight: the operand or, where that is a view, the weight itself.
     """
 
     __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
@@ -73,7 +73,7 @@ class TensorRef:
         # Not a view with its history, which would keep the gradient accumulator of a pass that is over.
         has_base = tensor.grad_fn is not None and tensor._base is not None
         self.weight = (tensor._base if has_base else tensor) if is_weight else None
-        # Whoever sees a gradient of it may write to it through `.data`, which nobody would notice.
+        # Optimizers may update a leaf through `.data`, which does not bump its version counter.
         base = tensor if tensor._base is None else tensor._base
         self.is_leaf = base.requires_grad and base.grad_fn is None
 
@@ -105,7 +105,7 @@ class TracedOp:
 class OpTracer(TorchDispatchMode):
     """Notes for each new storage the operation that made it.
 
-    Only functional, deterministic operations count: what draws random numbers or writes into its operands cannot be
+    Only functional, deterministic operations count: one that draws random numbers or writes into its operands cannot be
     repeated. Costs about 15 us per operation on the host, while it is active.
 
     Versions do not tell whether a storage still has the bytes that an operation read or left: `.data` and the parts of
@@ -137,7 +137,7 @@ class OpTracer(TorchDispatchMode):
         return self._clock is not None
 
     def leave_node(self) -> None:
-        """Called while a backward node unpacks what it has saved: the mode is off for the rest of the node.
+        """Leave the mode for the rest of a backward node; called while the node unpacks its saved tensors.
 
         Nothing is noted in backward, and torch's formulas look whether there is a mode: that of `prod` then takes
         another path, with other bits. The engine gives each node the modes that the thread had when backward began.
@@ -145,7 +145,7 @@ class OpTracer(TorchDispatchMode):
         if is_innermost(self):
             _pop_mode()
 
-    # Compiled regions run as they are; what they compute has no record.
+    # Compiled regions run as they are; their results have no record.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -173,7 +173,7 @@ class OpTracer(TorchDispatchMode):
         return record
 
     def distrust(self, storage: UntypedStorage) -> None:
-        """Note that a custom `autograd.Function` has a storage: its kernels may write what no operation shows."""
+        """Note that a custom `autograd.Function` has a storage: its kernels may write to it without an operation."""
         self._records.pop(storage._cdata, None)
         self._distrusted[storage._cdata] = StoragePin.of(storage)
 
@@ -231,7 +231,7 @@ class OpTracer(TorchDispatchMode):
 
 
 class _Kind(NamedTuple):
-    """What an operation does, by its schema."""
+    """Properties of an operation, by its schema."""
 
     is_view: bool
     is_repeatable: bool
@@ -262,7 +262,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:
-    """Whether nobody has entered another mode inside this one."""
+    """Return whether no other mode has been entered inside this one."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
 

@@ -1,8 +1,8 @@
 """Saved storages that are computed again in backward, operation by operation, from others that are there.
 
-What a norm, an activation function or a cast saves can be had again for one pass over memory, if its operands can.
-This is rematerialisation (Chen et al. 2016) of single tensors instead of modules: the same kernel runs on the same
-bytes, so the result is the same bits. Nothing that draws random numbers is ever repeated.
+A norm, an activation function or a cast saves tensors that one pass over memory computes again from its operands. This
+is rematerialisation (Chen et al. 2016) of single tensors instead of modules: the same kernel runs on the same bytes, so
+the result is the same bits. Nothing that draws random numbers is ever repeated.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
 
-# How many operations may lie between a storage and what it is computed from.
+# How many operations may lie between a storage and its sources.
 _MAX_DEPTH = 12
 
 
@@ -52,7 +52,7 @@ class StoredInput:
 
 
 class WeightInput:
-    """An operand that stays where it is, or so it seems: sharding frees it between forward and backward."""
+    """A weight operand. It should stay allocated; FSDP and ZeRO may free it before backward (see `was_freed`)."""
 
     __slots__ = ("_meta", "_num_bytes", "_weight", "guard")
 
@@ -86,7 +86,7 @@ class WeightInput:
 
 
 class ComputedInput:
-    """An operand that nobody saved: computed on the way."""
+    """An operand that is not saved: computed on the way."""
 
     __slots__ = ("computation", "meta")
 
@@ -119,7 +119,7 @@ class Recomputation:
         return bool(self.steps()) and not self.sources()
 
     def sources(self) -> list[StoredInput]:
-        """What the whole computation reads; a storage that is read through several views is there several times."""
+        """Return the sources of the whole computation; a storage read through several views is there several times."""
         return [operand for step in self.steps() for operand in step._operands if isinstance(operand, StoredInput)]
 
     def operations(self) -> tuple[Any, ...]:
@@ -173,14 +173,14 @@ _INPUTS = (StoredInput, WeightInput, ComputedInput)
 
 
 class Resolver:
-    """Finds out how one storage could be computed again, and from what.
+    """Finds the operations and sources by which one storage could be computed again.
 
     An operand is, in this order: a weight; a storage that the pass has saved; the result of light operations on such;
     or bytes that are alive for another reason and can be saved for this purpose.
 
     Args:
         op_tracer: the notes on the pass.
-        find_live: what was saved last of the storage of a key.
+        find_live: returns the newest live storage of a key.
     """
 
     def __init__(self, op_tracer: OpTracer, find_live: Callable[[int], LiveStorage | None]) -> None:
@@ -222,13 +222,13 @@ class Resolver:
         if live is not None and live.saved_by is not None:
             return StoredInput(operand, live, None)
         record = self._op_tracer.record_of(operand) if depth else None
-        # On the way only what needs nothing new to be saved; else the operand itself is the better thing to save.
+        # Intermediates must need nothing new to be saved; else the operand itself is the better thing to save.
         light = self._compute(record, depth - 1, pure=True) if record is not None and record.light else None
         if light is not None:
             return ComputedInput(light, operand.meta)
         if pure:
             return None
-        # Somebody else keeps the bytes alive now; the pass may save them for this purpose.
+        # The tensor is still alive elsewhere, so the pass can save it as a source.
         tensor = operand.alive() if live is None and self._op_tracer.is_unwritten(operand) else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
@@ -239,7 +239,7 @@ class Resolver:
             return None
         if live.of_function or not live.shown.include(elements(*operand.meta.geometry)):
             return None
-        # Writes through `.data` show in their count alone, and writes that nobody counts in the version counter.
+        # Writes through `.data` show in their count alone, and writes without a count in the version counter.
         tensor = operand.alive()
         is_same = live.num_writes == operand.num_writes and (tensor is None or live.covers(tensor))
         return live if is_same else None

@@ -1,4 +1,4 @@
-"""What all forward passes on one device share: its host memory, what is stored there, and what is on its way.
+"""State that all passes on one device share: its host memory, its live storages, and their copies under way.
 
 Facts and queues only. A `DeviceState` knows storages by a few attributes and never sees a forward pass.
 """
@@ -26,7 +26,7 @@ class DeviceBytes:
 
     A caching allocator counts in that order too, so the figure does not depend on how far the device has come. A
     storage whose last use has begun stays counted until another autograd node takes its turn, since the node at work
-    still reads it. Whoever gives memory up at another moment takes it out of `now_bytes`.
+    still reads it. Callers that free memory at another moment decrement `now_bytes` themselves.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class DeviceBytes:
         self._ending_bytes += num_bytes
 
     def settle(self) -> None:
-        """Take out what ended with the last node, if another one is at work."""
+        """Take out memory that ended with the last node, if another one is at work."""
         if self._ending_bytes and (self._node is None or current_node() != self._node):
             self.now_bytes -= self._ending_bytes
             self._ending_bytes = 0
@@ -76,7 +76,7 @@ class DeviceState:
 
     Attributes:
         clock: the compute stream's.
-        hide_operations: makes a context in which no dispatch mode sees what is done.
+        hide_operations: makes a context in which no dispatch mode sees operations.
     """
 
     def __init__(self, device: torch.device, copier: Copier, host_budget_bytes: int | None) -> None:
@@ -115,7 +115,7 @@ class DeviceState:
             self._leaving_bytes -= storage.num_bytes
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        """Return device memory for what comes back. Where there is none, what waits on the queue gives up its own."""
+        """Return device memory for a reload. Where there is none, storages that wait on the queue give up theirs."""
         try:
             memory = self.copier.empty_device(num_bytes)
         except torch.OutOfMemoryError:

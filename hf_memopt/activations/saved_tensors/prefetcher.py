@@ -16,11 +16,11 @@ class ReloadOrder:
 
     Args:
         indices: of the storages.
-        sizes: bytes by index; what is missing there has not been offloaded.
+        sizes: bytes by index; a storage missing there has not been offloaded.
 
     Attributes:
         positions: in the order, by index.
-        bytes_before: what lies before each position, and last all of it.
+        bytes_before: bytes before each position, and last the sum.
     """
 
     def __init__(self, indices: Sequence[int], sizes: dict[int, int]) -> None:
@@ -33,7 +33,7 @@ class ReloadOrders:
     """Remembers in which order backward used the offloaded storages of a forward pass: learned, not assumed."""
 
     def __init__(self) -> None:
-        # By index and size of what was offloaded: passes over other shapes do not disturb what was learned.
+        # By index and size of the offloaded storages: passes over other shapes do not disturb a learned order.
         self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], ReloadOrder] = {}
 
     def order(self, sizes: dict[int, int]) -> ReloadOrder:
@@ -91,7 +91,7 @@ class Prefetcher:
         # Indices in the order of their first use ever, and those used in the backward at work.
         self._used: dict[int, None] = {}
         self._used_now: set[int] = set()
-        # In which order storages are to be brought back, None until somebody asks, and how far that has come.
+        # The order in which storages are to be brought back, None until the first use, and how far that has come.
         self._order: ReloadOrder | None = None
         self._fetched_to = self._last_used = 0
         self._largest_to_fetch: int | None = None
@@ -105,7 +105,7 @@ class Prefetcher:
         self._order = self._largest_to_fetch = None
 
     def begin_use(self, storage: Offloaded) -> None:
-        """Note a use, and start the copies of what follows it in the order."""
+        """Note a use, and start the copies of the storages that follow in the order."""
         index = storage.index
         self._used_now.add(index)
         if index not in self._used:
@@ -120,8 +120,8 @@ class Prefetcher:
     def _find_largest_to_fetch(self) -> int:
         """Return the bytes of the largest storage that had left the device when this backward first asked.
 
-        What backward uses before it leaves is not fetched: a language model's logits, with which backward begins, would
-        have gigabytes of other storages fetched ahead.
+        A storage that backward uses before it leaves is not fetched: a language model's logits, with which backward
+        begins, would have gigabytes of other storages fetched ahead.
         """
         if self._largest_to_fetch is None:
             found = ((self._sizes[index], entry()) for index, entry in self._storages.items())
@@ -137,7 +137,7 @@ class Prefetcher:
     def _fetch_after(self, index: int, room: int) -> None:
         order = self._order or self._find_order()
         indices, bytes_before = order.indices, order.bytes_before
-        # What a plan did not foresee has no place in its order, and nothing follows it.
+        # A storage that a plan did not foresee has no place in its order, and nothing follows it.
         first = order.positions.get(index, len(indices) - 1) + 1
         if first < self._last_used:  # not the order that was foreseen, or another backward
             self._fetched_to = 0

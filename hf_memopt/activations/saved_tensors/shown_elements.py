@@ -77,7 +77,7 @@ class ShownElements:
 
     @classmethod
     def of(cls, tensor: Tensor, num_bytes: int) -> "ShownElements":
-        """Return what the first view of a storage of so many bytes has shown: most show it whole."""
+        """Return the elements that the first view of a storage of so many bytes has shown: most show it whole."""
         return _EVERYTHING if is_whole(tensor, num_bytes) else cls(num_bytes, elements_of(tensor))
 
     def add(self, tensor: Tensor) -> None:

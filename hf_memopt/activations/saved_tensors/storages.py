@@ -62,7 +62,7 @@ class LiveStorage(VersionGuard, ABC):
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
     this object and all that it holds. Only where the graph is retained, or another graph has the storage too, is there
-    anything to count: then what a backward brought back goes after its last use in that backward.
+    anything to count: then bytes that a backward brought back go after their last use in that backward.
 
     Args:
         tensor: a view of the storage that shares the version counter of all that are to be views of this object.
@@ -113,7 +113,7 @@ class LiveStorage(VersionGuard, ABC):
     is_kept: ClassVar[bool] = False
 
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
-        # What `__del__` reads, should anything fail.
+        # Attributes that `__del__` reads, should anything fail.
         self.device, self.key = device, 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
@@ -131,7 +131,7 @@ class LiveStorage(VersionGuard, ABC):
         self.read_in = self._num_left = 0
         self.key = storage._cdata
         self.pin = StoragePin.of(storage)
-        # What else was saved of the same storage: of other versions, or by custom functions.
+        # Other objects of the same storage: of other versions, or saved by custom functions.
         entry = device.storages.get(self.key)
         earlier = entry() if entry is not None else None
         entry = device.storages[self.key] = weakref.ref(self)
@@ -163,14 +163,14 @@ class LiveStorage(VersionGuard, ABC):
         return graph_is_retained() or self.foreseen.comes_again(self.index)
 
     def end_backward(self, backward: int) -> None:
-        """Give up what a backward has read: it is not kept for another one."""
+        """Give up bytes that a backward has read: they are not kept for another one."""
         if self.read_in == backward:
             self._give_up()
 
     def serves(self, tensor: Tensor, node: int, of_function: bool) -> bool:
         """Return whether a view that is being saved can be made from this object's bytes.
 
-        What one node saves it saves at once. Between two nodes code may have written elements that no view had shown,
+        One node saves all its tensors at once. Between two nodes code may have written elements that no view had shown,
         and the forward of a custom function those that it saves itself, both without any counter noticing.
 
         Args:
@@ -204,7 +204,7 @@ class LiveStorage(VersionGuard, ABC):
 
     @abstractmethod
     def ripen(self) -> None:
-        """Begin what was pending: the bytes are complete, and their memory is nobody else's."""
+        """Start the pending copy: the bytes are complete, and the model has let go of their memory."""
 
     @abstractmethod
     def _num_own_tensors(self) -> int:
@@ -235,7 +235,7 @@ class LiveStorage(VersionGuard, ABC):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Nobody asks for them any more, for now. The caller may still be at work on them."""
+        """Release the device bytes. No reader is left in this backward; the caller may still hold a view."""
 
 
 class KeptStorage(LiveStorage):
@@ -274,7 +274,7 @@ class KeptStorage(LiveStorage):
 
 
 class OwnCopy(KeptStorage):
-    """Stays on the device as a copy of what the model has, which may go on to write to its own.
+    """Stays on the device as a copy of the model's storage, to which the model may go on to write.
 
     Only others are computed from it, unless autograd saves the same bytes later.
     """
@@ -300,7 +300,7 @@ class OffloadedStorage(LiveStorage):
     Args:
         block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
             still pending.
-        prefetcher: of the pass; starts the copies of what follows before the wait for this one.
+        prefetcher: of the pass; starts the copies of the storages that follow before the wait for this one.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
@@ -338,7 +338,7 @@ class OffloadedStorage(LiveStorage):
         self._first = 0
         # Whether it waits, among others, for its device memory to be given up.
         self.is_leaving = False
-        # Only what autograd does not differentiate may be noise.
+        # Only tensors without `requires_grad` can be the noise of RReLU.
         self._may_be_noise = not tensor.requires_grad
         super().__init__(tensor, device, index, is_pending=block is None)
         self._is_private = is_private
@@ -349,7 +349,7 @@ class OffloadedStorage(LiveStorage):
             self._start(source, block)
 
     def ripen(self) -> None:
-        """Start the copy of what saved views have shown, or keep the memory where the host has no room."""
+        """Start the copy of the elements that saved views have shown, or keep the memory where the host has no room."""
         assert self._source is not None
         self.is_pending = False
         self._first, num_shown_bytes = self.shown.extent(self.num_bytes)
@@ -421,13 +421,13 @@ class OffloadedStorage(LiveStorage):
             assert self._source is not None
             return self._source
         if self._source is not None and torch.is_grad_enabled():
-            self.let_go()  # what a backward of the backward saves is not to be written by whoever has the original
+            self.let_go()  # a backward of the backward must not save memory that the model may write to
         if self._source is None:
-            # The host has what was in memory when the tensor was saved; noise is drawn only after that.
+            # The host has the memory as it was when the tensor was saved; noise is drawn only after that.
             if self._may_be_noise:
                 refuse_rrelu()
             if self._memory is None:
-                self.prefetch()  # before those that follow, if nobody has asked for it yet
+                self.prefetch()  # before those that follow, if it has not been started yet
         elif self.is_leaving:
             self.device.stay(self)
         self._prefetcher.begin_use(self)
@@ -475,7 +475,7 @@ class OffloadedStorage(LiveStorage):
 
 
 class TracedStorage(OffloadedStorage):
-    """The same under torch.profiler, with a range in the trace for each copy and each wait.
+    """An `OffloadedStorage` that wraps every copy and every wait in a `torch.profiler` range.
 
     Args:
         owner: the module that saved it, for the ranges' names.

@@ -3,6 +3,6 @@
 - `live_storages`: every tensor storage that Python or an autograd graph holds.
 - `storage_ages`: since which step each of them is alive.
 - `referrers`: who references an object, as a Python expression.
-- `leak_report`: what stays behind and who holds it, in words.
+- `leak_report`: tensors that stay behind and their holders, in words.
 - `detect`: `detect_leaks` and `LeakMonitor`.
 """

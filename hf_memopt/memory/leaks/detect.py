@@ -22,11 +22,11 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
     """Run `step_fn` `num_steps` times and say whether memory stays behind, and who holds it.
 
     Memory leaks if at least three quarters of the steps leave `min_bytes_per_step` or an autograd graph that is still
-    alive at the end. The first sixth of the steps is warm-up, what the last sixth made is taken to be in use.
+    alive at the end. The first sixth of the steps is warm-up, tensors made in the last sixth are taken to be in use.
 
     Args:
-        step_fn: one training step. What it returns is dropped. A leak at every n-th step only is found if `step_fn`
-            does n steps.
+        step_fn: one training step. Its result is dropped. A leak at every n-th step only is found if `step_fn` does n
+            steps.
         num_steps: at least 24.
         min_bytes_per_step: less than this counts as none.
 
@@ -58,10 +58,10 @@ class LeakMonitor:
     Args:
         every_n_steps: how often to look. None: as often as costs at most 1 % of the time. A look costs 0.1 to 0.2 s of
             host time in a process that has imported transformers, and no device synchronisation.
-        min_bytes_per_step: less than this is no leak. Autograd graphs count whatever they hold.
+        min_bytes_per_step: less than this is no leak. Autograd graphs count at any size.
         action: "warn" logs the report, "raise" raises `MemoryLeakError`; either once, and from then on nothing is done.
 
-    The earliest verdict comes at the 46th look. What is kept at every n-th step only, or once per epoch, is found only
+    The earliest verdict comes at the 46th look. A tensor kept at every n-th step only, or once per epoch, is found only
     by looking that rarely. Each process watches itself: with "raise", the launcher has to end the others.
 
     Raises:
@@ -99,7 +99,7 @@ class LeakMonitor:
         return self._announce() if leaking else None
 
     def report(self) -> LeakReport | None:
-        """Return what was found; None while there is no verdict."""
+        """Return the report; None while there is no verdict."""
         return self._found
 
     def _is_due(self) -> bool:
@@ -125,7 +125,7 @@ def _report(ages: StorageAges) -> LeakReport:
         culprits = find_culprits(ages.suspects(), len(steps) - 1)
         if ages.unreached_bytes_per_step() > 0:
             culprits = (*culprits, unreached(ages.unreached_growth_bytes()))
-        # Only after the culprits were described: what only reference cycles hold is gone afterwards.
+        # Only after the culprits were described: tensors that only reference cycles hold are gone afterwards.
         before = ages.suspect_bytes()
         gc.collect()
         freed = before - ages.suspect_bytes()

@@ -1,4 +1,4 @@
-"""What stays behind, and who holds it, in words."""
+"""Tensors that stay behind, and their holders, in words."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class Culprit:
     """Tensors of one kind that stay behind.
 
     Attributes:
-        kind: "tensor", "tensor with its graph", "gradient", "saved for backward", "parameter", or "unreached" for what
-            an accelerator's allocator counts and neither Python nor autograd reaches.
+        kind: "tensor", "tensor with its graph", "gradient", "saved for backward", "parameter", or "unreached" for
+            memory that an accelerator's allocator counts and neither Python nor autograd reaches.
         shape: of one of them; None where they differ. Empty for scalars and for "unreached".
         dtype: as in `torch.float32`; None for "unreached".
         count: number of storages left in the tested steps.
-        bytes: what these hold.
+        bytes: their size.
         graph_nodes: autograd nodes that one of them keeps alive.
         held_by: the references to one of them, as a Python expression, or how autograd holds it.
     """
@@ -54,12 +54,12 @@ class LeakReport:
         leaking: whether memory stays behind at nearly every step.
         bytes_per_step: how much, as the median over the tested steps. Small where only autograd graphs stay: their
             nodes are host memory outside of tensors.
-        culprits: what stays, the largest first.
+        culprits: tensors that stay, the largest first.
         first_step, last_step: the tested steps, counted from 1.
         bytes_freed_by_gc: how much of it one `gc.collect()` freed, because only reference cycles held it.
         sees_allocator: whether an accelerator's allocator was asked too.
-        offload: what offloading holds of the host's memory, and how often it has taken some from the first tested step
-            on. Batches of other sizes let it take some, now and then; a sound run soon takes no more.
+        offload: host memory that offloading holds, and how often it has taken some from the first tested step on.
+            Batches of other sizes let it take some, now and then; a sound run soon takes no more.
     """
 
     leaking: bool
@@ -90,7 +90,7 @@ class LeakReport:
 
 
 class MemoryLeakError(RuntimeError):
-    """Memory stays behind at every step. `report` says what and who holds it."""
+    """Memory stays behind at every step. `report` names the tensors and their holders."""
 
     def __init__(self, report: LeakReport) -> None:
         super().__init__(str(report))
@@ -116,7 +116,7 @@ def find_culprits(suspects: dict[int, int], num_samples: int) -> tuple[Culprit, 
     # The newest last, because `_culprit` describes the last one of a group: a list that grows is reached from its end,
     # and in a linked chain the newest object has the shortest way to a name in the program.
     leaked = [(held[address], step) for address, step in sorted(suspects.items(), key=_step) if address in held]
-    # What is not leaking must not be held while referrers are searched for.
+    # Tensors that do not leak must not be held while referrers are searched for.
     del held
     groups = _group(leaked, num_samples / 2, by_shape=True) or _group(leaked, num_samples / 2, by_shape=False)
     groups.sort(key=lambda group: (-_num_bytes(group), -len(group)))

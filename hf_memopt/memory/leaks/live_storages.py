@@ -14,7 +14,7 @@ SAVED = "saved for backward"
 
 
 class Held(NamedTuple):
-    """A tensor on a live storage, and what holds it.
+    """A tensor on a live storage, and its holder.
 
     Attributes:
         tensor: on the storage.
@@ -33,10 +33,10 @@ class Held(NamedTuple):
 def live_storages() -> dict[int, list[Held]]:
     """Each live storage under the address of its `StorageImpl`, on all devices, with one entry for each kind of holder.
 
-    Python's tensors come from the garbage collector's list, and first; what C++ alone holds comes from walking the
-    autograd graphs of those tensors and of their gradients. Packed values of saved-tensor hooks are looked at without
-    unpacking them, so that nothing is fetched or recomputed. Not seen: objects hidden by `gc.freeze`, tensors without
-    a strided storage (sparse ones, fake ones), and memory that only C++ code outside autograd holds.
+    Python's tensors come from the garbage collector's list, and first; tensors that C++ alone holds come from walking
+    the autograd graphs of those tensors and of their gradients. Packed values of saved-tensor hooks are looked at
+    without unpacking them, so that nothing is fetched or recomputed. Not seen: objects hidden by `gc.freeze`, tensors
+    without a strided storage (sparse ones, fake ones), and memory that only C++ code outside autograd holds.
 
     Cost: 0.1 to 0.2 s for the 440 thousand objects of a process that has imported transformers, and some 20 µs per
     autograd node; no device synchronisation. The result holds the tensors: drop it before the next step.
@@ -70,26 +70,26 @@ def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
-# Names of the attributes with what a type of node has saved. dir() is slow, and there are few types of nodes.
+# Names of the attributes with the saved tensors of a type of node. dir() is slow, and there are few types of nodes.
 _RAW_NAMES: dict[type, list[str]] = {}
 
 
 def saved_tensors(node: Any) -> Iterator[Tensor]:
-    """What an autograd node has saved, without unpacking what saved-tensor hooks have packed."""
+    """Yield the tensors that an autograd node has saved, without unpacking those that hooks have packed."""
     return (value for value in saved_values(node) if isinstance(value, Tensor))
 
 
 def saved_values(node: Any) -> Iterator[Any]:
-    """The same with what pack hooks returned in place of tensors; None for what backward has freed."""
+    """Yield the same with the results of pack hooks in place of tensors; None for tensors that backward has freed."""
     kind = type(node)
     if kind not in _RAW_NAMES:
         _RAW_NAMES[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     for name in _RAW_NAMES[kind]:
         try:
             raw = getattr(node, name)
-        except RuntimeError:  # how a custom Function says that backward has freed what it saved
+        except RuntimeError:  # how a custom Function says that backward has freed its saved tensors
             continue
-        # `data` is what the pack hook returned, or the tensor itself where there was no hook. Asking for the attribute
+        # `data` is the result of the pack hook, or the tensor itself where there was no hook. Asking for the attribute
         # without `_raw` would call the unpack hook, which fetches or recomputes.
         for saved in raw if isinstance(raw, tuple | list) else (raw,):
             yield getattr(saved, "data", None)
@@ -120,15 +120,15 @@ def _add(held: dict[int, list[Held]], item: Held) -> None:
 
 
 def _behind(tensors: list[Tensor]) -> Iterator[Held]:
-    """Gradients of `tensors`, and what their graphs and their gradients' graphs saved."""
+    """Yield gradients of `tensors`, and tensors that their graphs and their gradients' graphs saved."""
     gradients = [(leaf.grad, leaf) for leaf in tensors if leaf.is_leaf and leaf.grad is not None]
     for gradient, leaf in gradients:
         yield Held(gradient, GRADIENT, leaf)
     leaf_of = {id(gradient): leaf for gradient, leaf in gradients}
     visited: set[Any] = set()
     # Graphs of several tensors overlap, and each node is visited once, from the first tensor that leads to it. Newest
-    # tensors come first, so that what a graph saved is put down to its last output, such as the loss, and not to one of
-    # the tensors on the way.
+    # tensors come first, so that a graph's saved tensors are put down to its last output, such as the loss, and not to
+    # one of the tensors on the way.
     for start in sorted([*tensors, *(gradient for gradient, _ in gradients)], key=_sequence_number, reverse=True):
         yield from _graph(start, leaf_of.get(id(start), start), visited)
 

@@ -34,8 +34,8 @@ def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
 
     Cost: one pass over all tracked objects for each link of the chain, tens of milliseconds each.
     """
-    # Breadth first, from `thing` up to whoever refers to it, until something has a name that a person can look up. Each
-    # object of a level comes with the expression that leads from it down to `thing`.
+    # Breadth first, from `thing` up through its referrers, until one has a name that a person can look up. Each object
+    # of a level comes with the expression that leads from it down to `thing`.
     running = _running_locals()
     seen = {id(thing), *map(id, ignore)}
     unrooted: str | None = None
@@ -132,7 +132,7 @@ def _attribute(parent: object, child: object) -> str:
 
 
 def _attributes(thing: object) -> Iterator[tuple[str, object]]:
-    """What is stored in `thing` itself. Properties, which may do anything, are left alone."""
+    """Yield the attributes stored in `thing` itself. Properties, which may run any code, are left alone."""
     if isinstance(thing, BaseException):
         yield from ((name, getattr(thing, name)) for name in ("__traceback__", "__cause__", "__context__", "args"))
     if type(thing).__dictoffset__:
@@ -154,7 +154,7 @@ def _locals(frame: FrameType) -> list[tuple[str, object]]:
     snapshot = frame.f_locals
     items = list(snapshot.items())
     if type(snapshot) is dict:
-        snapshot.clear()  # Python 3.12 would keep it, and what it refers to, until the function ends
+        snapshot.clear()  # Python 3.12 would keep it and its contents until the function ends
     return items
 
 
@@ -163,7 +163,7 @@ def _place(code: CodeType, line: int | None = None) -> str:
 
 
 def _running_locals() -> dict[int, tuple[str, str]]:
-    """Name and function of what the running functions' local variables refer to, by address."""
+    """Return the name and function of each object in the running functions' local variables, by address."""
     names: dict[int, tuple[str, str]] = {}
     # One of these frames is this function's own. A list that kept it would be a cycle (frame, local variable, list,
     # frame), so the list is emptied on the way.

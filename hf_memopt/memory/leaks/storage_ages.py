@@ -47,9 +47,9 @@ class StorageAges:
     Args:
         num_tested: samples that are tested, those before the newest `num_in_flight`.
         num_in_flight: newest samples, whose tensors may be in use still, as prefetched batches are.
-        min_bytes_per_step: less than this is no leak. Autograd graphs count whatever they hold.
+        min_bytes_per_step: less than this is no leak. Autograd graphs count at any size.
         unreached_bytes: what an accelerator's allocator has given out beyond the given tensors, where it counts that.
-            Growth of what neither Python nor autograd reaches is a leak too.
+            Growth of memory that neither Python nor autograd reaches is a leak too.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StorageAges:
         self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
 
     def sample(self, step: int) -> None:
-        """Look at what is alive after `step`, which must grow from call to call. Costs one `live_storages`."""
+        """Look at the tensors alive after `step`, which must grow from call to call. Costs one `live_storages`."""
         held = live_storages()
         self._forget_dead()
         for address, items in held.items():
@@ -121,7 +121,7 @@ class StorageAges:
         return self._unreached_bytes[-1] - self._unreached_bytes[0]
 
     def offload(self) -> HostHoldings:
-        """What offloading holds of the host's memory, and how often it has taken some in these samples."""
+        """Return the host memory that offloading holds, and how often it has taken some in these samples."""
         first, last = self._offload[0], self._offload[-1]
         return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
 

@@ -1,1 +1,1 @@
-"""What a window of micro-batches is: how a batch is split, what each part counts, and how ranks share it."""
+"""A window of micro-batches: how a batch is split, the weight of each part, and how ranks share it."""

@@ -1,4 +1,4 @@
-"""What DDP cannot do in two of its modes: under torch's `Join`, and with a static graph before its first exchange."""
+"""Checks for two limits of DDP: torch's `Join`, and a static graph before its first exchange."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +10,7 @@ from hf_memopt.training.accumulation.rank_exchange import exchanges_each_batch, 
 
 
 def check_not_joined(models: Iterable[object]) -> None:
-    """Raises ValueError under torch's `Join`: it answers what DDP exchanges for a rank without data, and nothing else.
+    """Raise ValueError under torch's `Join`, which takes part in DDP's own exchanges alone for a rank without data.
 
     The others' exchanges of weights and losses would wait for that rank for ever.
     """

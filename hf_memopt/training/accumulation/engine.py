@@ -26,7 +26,7 @@ def engine_of(accelerator: Accelerator) -> Any:
 
 
 def check_engine(engine: Any, max_grad_norm: float | None) -> None:
-    """Raises ValueError if a step would not be what it says, or a window before this one has not ended."""
+    """Raise ValueError if a step would not be exact, or a window before this one has not ended."""
     if engine in _UNFINISHED:
         raise ValueError(
             "the window before this one ended in an error, and DeepSpeed holds a part of its gradient; make the "

@@ -89,7 +89,7 @@ def drop_gradients(model: nn.Module) -> None:
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for sharded in group.fsdp_params if group is not None else ():
-            if "unsharded_accumulated_grad" in vars(sharded):  # from torch 2.15 on only what follows has any
+            if "unsharded_accumulated_grad" in vars(sharded):  # from torch 2.15 on only groups have any
                 sharded.unsharded_accumulated_grad = None
             if hasattr(sharded, "_unsharded_param"):
                 sharded._unsharded_param.grad = None

@@ -24,7 +24,7 @@ def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """How many samples a batch has; `split_batch` says what counts."""
+    """Return the number of samples in a batch; `split_batch` says which tensors count."""
     sizes = set(_sizes(batch))
     if len(sizes) != 1:
         found = f"with {sorted(sizes)} samples" if sizes else "without samples"

@@ -1,4 +1,4 @@
-"""What each micro-batch counts in the gradient of all of them, on all ranks."""
+"""The weight of each micro-batch in the gradient of all of them, on all ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ def normalized_weights(
 
 
 def default_weight(model: nn.Module) -> WeightFn:
-    """Return what a micro-batch counts where nobody says: its labels that are not ignored, or else its samples.
+    """Return the default weight of a micro-batch: its labels that are not ignored, or else its samples.
 
     Labels are `labels` or `shift_labels` of a mapping, integers, of which -100 is ignored. A transformers model that
     predicts the next token makes no loss of each row's first label, which does not count then.
@@ -68,7 +68,7 @@ def _labels(micro_batch: Any, name: str) -> Tensor | None:
 
 
 def _weights(micro_batches: Sequence[Any], weight_fn: WeightFn) -> tuple[list[float], str | None]:
-    """The weights, and what is wrong with them or the micro-batches, if anything."""
+    """Return the weights, and the fault of them or the micro-batches, if there is one."""
     if not micro_batches:
         return [], "micro_batches is empty on this rank; every rank needs one, so that all can exchange gradients"
     weights: list[float] = []
