@@ -1,8 +1,8 @@
 """A training run on disk: everything it needs to go on bit for bit, written whole or not at all. Read in this order:
 
 - `checkpoints`: saves and resumes. `batches`: the order of the data, from any point on.
-- `files`, `manifest`, `folder_lock`: folders, what was in them, and who may write there.
-- `states`: what is unpickled, and what is not.
+- `files`, `manifest`, `folder_lock`: folders, their contents as saved, and the right to write there.
+- `states`: the classes that are unpickled.
 - `signals`: SIGTERM and SIGINT as a wish to stop.
 """
 

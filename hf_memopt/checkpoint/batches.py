@@ -17,8 +17,8 @@ def endless_batches(accelerator: Accelerator, loader: Any, num_taken: int = 0) -
     its workers: from torch's global generator, and so shifts dropout, unless the loader has a generator of its own.
     That one is seeded with the epoch here. Skipped batches are not read.
 
-    Not restored is what the dataset itself draws from global generators: the next batch is read before this one is
-    given out. Let random augmentations depend on the sample's index and the epoch.
+    Random numbers that the dataset itself draws from global generators are not restored: the next batch is read before
+    this one is given out. Let random augmentations depend on the sample's index and the epoch.
 
     Args:
         accelerator: that prepared `loader`; to shuffle, it needs `DataLoaderConfiguration(use_seedable_sampler=True)`.

@@ -29,15 +29,15 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 class Checkpoints:
     """Saves and resumes all that `accelerator.save_state` knows, in `folder/step-000120/` and so on.
 
-    Accelerate writes models, optimizers, schedulers, the loss scaler, random number generators and whatever was given
-    to `register_for_checkpointing`. Added here: a checkpoint is under its name, and named by the file `latest`, only
-    when all of its files are on disk; a manifest with the sha256 of each, without which nothing is loaded; files that
-    have the mode that the umask gives; the position in the data; and the end of the run at SIGTERM and SIGINT. No code
-    that a checkpoint names is ever run: states are tensors, numbers, strings, lists, tuples and dicts.
+    Accelerate writes models, optimizers, schedulers, the loss scaler, random number generators and objects given to
+    `register_for_checkpointing`. Added here: a checkpoint is under its name, and named by the file `latest`, only when
+    all of its files are on disk; a manifest with the sha256 of each, without which nothing is loaded; files that have
+    the mode that the umask gives; the position in the data; and the end of the run at SIGTERM and SIGINT. No code that
+    a checkpoint names is ever run: states are tensors, numbers, strings, lists, tuples and dicts.
 
-    All ranks call `save`, `resume`, `stopping_on_signal` and `stop_requested` together. What fails on one rank raises
-    on all: there the error itself, elsewhere a RuntimeError that names it. All nodes have to see the same `folder`,
-    which one run at a time has: from `resume` or `stopping_on_signal` on, at the latest from the first save.
+    All ranks call `save`, `resume`, `stopping_on_signal` and `stop_requested` together. A failure on one rank raises on
+    all: there the error itself, elsewhere a RuntimeError that names it. All nodes have to see the same `folder`, which
+    one run at a time has: from `resume` or `stopping_on_signal` on, at the latest from the first save.
 
     Args:
         accelerator: everything has to be prepared and registered before the first call.
@@ -47,7 +47,7 @@ class Checkpoints:
 
     Raises:
         ValueError: `keep_last` is less than 1, or the accelerator uses DeepSpeed, Megatron-LM or FSDP1, whose loaders
-            unpickle whatever a file names, or FSDP2 without `state_dict_type="SHARDED_STATE_DICT"`, its default.
+            unpickle any class that a file names, or FSDP2 without `state_dict_type="SHARDED_STATE_DICT"`, its default.
 
     Example:
         >>> checkpoints = Checkpoints(accelerator, "outputs/checkpoints")
@@ -91,7 +91,8 @@ class Checkpoints:
 
         Args:
             step: names the folder.
-            position: what `resume` is to return, as JSON can hold it: epoch, batch, figures so far. The main process's.
+            position: the value that `resume` is to return, as JSON can hold it: epoch, batch, figures so far. The main
+                process's.
 
         Returns:
             The checkpoint's folder.
@@ -137,7 +138,7 @@ class Checkpoints:
     def resume(self, name: str | Path) -> dict[str, Any]:
         """Verify a checkpoint, load it, and return the `position` that it was saved with.
 
-        Nothing is loaded of a checkpoint that is not what was saved, and no other one is taken in its place. One from
+        Nothing is loaded of a checkpoint that is not as it was saved, and no other one is taken in its place. One from
         this run's `folder` becomes `latest`; newer ones are overwritten when training gets there again. A folder that
         cannot be written to will do while its `latest` stays as it is.
 
@@ -282,7 +283,7 @@ class Checkpoints:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
-    """Refuse what saves or loads in other ways than are checked here."""
+    """Refuse engines that save or load in other ways than are checked here."""
     kind = accelerator.distributed_type
     if kind in _REFUSED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
         raise ValueError(

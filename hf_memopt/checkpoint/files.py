@@ -1,8 +1,8 @@
-"""Checkpoint folders on disk: written whole or not at all, and found to be what was written before they are read.
+"""Checkpoint folders on disk: written whole or not at all, and checked against their manifest before they are read.
 
 A run's folder holds `step-000120/`, with `manifest.json` in each, and `latest`, three lines: the name of the newest
 checkpoint, the sha256 of its manifest, and the run's id, which is in the manifests too. Names that end in `.partial` or
-`.removed` are what an interrupted save left.
+`.removed` are left by an interrupted save.
 """
 
 import os
@@ -33,7 +33,7 @@ _UNFINISHED = ("*.partial", "*.removed")
 
 
 class Pointer(NamedTuple):
-    """What `latest` says: a checkpoint's name, the sha256 of its manifest, and the run that saved it."""
+    """The contents of `latest`: a checkpoint's name, the sha256 of its manifest, and the run that saved it."""
 
     name: str
     sha256: str
@@ -67,10 +67,10 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
 
 
 def read_latest(folder: Path) -> Pointer | None:
-    """What `latest` says; None where there is no such file.
+    """Return the contents of `latest`; None where there is no such file.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: the file is damaged.
     """
     pointer = _pointer(folder)
     if pointer is None and has_latest(folder):
@@ -87,8 +87,8 @@ def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
     """The checkpoint that `name` stands for and its manifest, after reading all of its files.
 
     Raises:
-        ValueError: as from `find_checkpoint`; or a file is missing, is not the checkpoint's, or differs from what was
-            saved; or it is another checkpoint's folder. It names the file, and valid checkpoints in `folder`.
+        ValueError: as from `find_checkpoint`; or a file is missing, is not the checkpoint's, or differs from the saved
+            one; or it is another checkpoint's folder. It names the file, and valid checkpoints in `folder`.
     """
     found = find_checkpoint(folder, name)
     try:
@@ -107,7 +107,7 @@ def draft_of(checkpoint: Path) -> Path:
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turn what cannot be written inside into an OSError that names `target`, and the bytes free and needed."""
+    """Turn failures to write inside into an OSError that names `target`, and the bytes free and needed."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -120,7 +120,7 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def begin(draft: Path) -> None:
-    """Make an empty folder to write a checkpoint into, and remove what interrupted saves left beside it.
+    """Make an empty folder to write a checkpoint into, and remove leftovers of interrupted saves beside it.
 
     Only for who has the folder's lock: another process's draft would be taken for one of these.
     """
@@ -190,7 +190,7 @@ def _existing(folder: Path, name: str | Path) -> Path:
 
 
 def _pointer(folder: Path) -> Pointer | None:
-    """What `latest` says; None where that is nothing.
+    """Return the contents of `latest`; None where it says nothing.
 
     Raises:
         ValueError: it cannot be read, or be replaced by a file.
@@ -219,7 +219,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _complaint(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is what was saved."""
+    """Return the damage of a checkpoint in words; None where it is as it was saved."""
     try:
         _intact(checkpoint)
     except ValueError as error:
@@ -228,7 +228,7 @@ def _complaint(checkpoint: Path) -> str | None:
 
 
 def _intact(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint that is what was saved, by the run whose `latest` is beside it."""
+    """Return the manifest of an undamaged checkpoint of the run whose `latest` is beside it."""
     manifest = verify_files(checkpoint)
     latest = _pointer(checkpoint.parent)
     if latest is not None and manifest["run"] != latest.run:
@@ -241,7 +241,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _set_modes(draft: Path) -> None:
-    """What the umask gives to new files, as the draft itself has it: safetensors writes files that only we can read."""
+    """Return the mode that the umask gives to new files, by the draft's own: safetensors writes files with mode 600."""
     mode = draft.stat().st_mode & 0o666
     for file in files_below(draft):
         if file.stat().st_mode & 0o777 != mode:

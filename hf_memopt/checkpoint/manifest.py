@@ -1,4 +1,4 @@
-"""What the files of a checkpoint were when they were saved, as `manifest.json` in it says."""
+"""The manifest of a checkpoint: its files as they were saved, in `manifest.json`."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """What `manifest.json` says: step, run, position, launch and files.
+    """Return the contents of `manifest.json`: step, run, position, launch and files.
 
     Raises:
-        ValueError: there is none, it is not what was written, or it is another folder's.
+        ValueError: there is none, it is damaged, or it is another folder's.
     """
     if checkpoint.is_symlink():
         raise ValueError("it is a symbolic link; name the folder that it leads to")
@@ -66,7 +66,7 @@ def verify_files(checkpoint: Path) -> Manifest:
     """Read all files, and return the manifest.
 
     Raises:
-        ValueError: as from `read_manifest`; or a file is missing, is not the checkpoint's, or is not what was saved.
+        ValueError: as from `read_manifest`; or a file is missing, is not the checkpoint's, or is damaged.
     """
     manifest = read_manifest(checkpoint)
     listed = manifest["files"]
@@ -97,7 +97,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def read_regular(file: Path) -> bytes | None:
-    """What a file holds; None where there is no regular file of that name: reading a pipe would take for ever.
+    """Return a file's contents; None where there is no regular file of that name: reading a pipe would take for ever.
 
     Raises:
         ValueError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What is unpickled of a checkpoint: tensors and plain values, never code, and random states that can be set here."""
+"""Unpickles checkpoints: tensors and plain values, never code, and random states that can be set here."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from accelerate.utils import RNG_STATE_NAME, load
 
 _PICKLES = (".bin", ".pkl", ".pt")
 _SHARDS = "torch.distributed.checkpoint"
-# What the index of a sharded state consists of, beside torch's dtypes.
+# Classes in the index of a sharded state, beside torch's dtypes.
 _OF_AN_INDEX = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # as Python 3.13 names it
@@ -30,7 +30,7 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 
 
 def check_pickles(checkpoint: Path) -> None:
-    """Unpickle what accelerate will, without reading the tensors.
+    """Unpickle the files that accelerate will, without reading the tensors.
 
     Raises:
         ValueError: a file holds more than tensors and plain values, which only code could make again.
@@ -67,7 +67,7 @@ def check_random_states(checkpoint: Path, process_index: int, device: torch.devi
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Within, torch loads tensors and plain values alone, whatever its callers ask for."""
+    """Have torch load tensors and plain values alone inside, even if its callers ask for more."""
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:
@@ -78,7 +78,7 @@ def weights_only() -> Iterator[None]:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes what an index of shards consists of, and nothing else: torch's reader would make whatever it names."""
+    """Makes the classes in an index of shards, and no others: torch's reader would make any class that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

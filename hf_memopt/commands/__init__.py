@@ -1,1 +1,1 @@
-"""The subcommands of `hf-memopt`. Each module adds its own, and imports what it needs when it runs."""
+"""The subcommands of `hf-memopt`. Each module adds its own, and imports its libraries when it runs."""

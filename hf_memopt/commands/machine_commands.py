@@ -1,4 +1,4 @@
-"""`hf-memopt doctor` and `report`: what a machine can do, and what a run did."""
+"""`hf-memopt doctor` and `report`: the abilities of a machine, and the figures of a run."""
 
 import argparse
 import json
@@ -71,7 +71,7 @@ def _report(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
     from hf_memopt.report import read_run, run_folders, write_report
 
-    folders = run_folders(parsed.run_dir) or [parsed.run_dir]  # reading the latter says what it lacks
+    folders = run_folders(parsed.run_dir) or [parsed.run_dir]  # reading the latter names the missing files
     runs = {}
     for folder in folders:
         try:

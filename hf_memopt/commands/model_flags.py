@@ -82,11 +82,11 @@ def add_to(
     recipes_precisions: tuple[str, ...] = (),
     checkpointing_and_offload: bool = False,
 ) -> None:
-    """Add what a transformers model is trained with: the arguments of `HuggingFaceModel`.
+    """Add flags for training a transformers model: the arguments of `HuggingFaceModel`.
 
     Args:
         parser: of the command.
-        recipes_precisions: what recipes may be given for `--precision` besides.
+        recipes_precisions: values of `--precision` that recipes have besides.
         checkpointing_and_offload: add them too; a plan searches them.
     """
     group = parser.add_argument_group("with a model")

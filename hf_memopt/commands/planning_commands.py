@@ -24,7 +24,7 @@ _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's sp
 def _without_collecting() -> Iterator[None]:
     """Look for no garbage: imports make a million objects that stay, and searching them took a quarter of the time.
 
-    What is there in the end is not looked through when the process ends, either.
+    The objects there in the end are not looked through when the process ends, either.
     """
     gc.disable()
     try:

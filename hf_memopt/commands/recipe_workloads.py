@@ -1,4 +1,4 @@
-"""Finds what a command line asks to simulate."""
+"""Makes the workload that a command line asks to simulate."""
 
 import importlib
 import pkgutil
@@ -16,7 +16,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
 
     Args:
         name: such as "train_lgt" or "lgt".
-        config: what the recipe is started with.
+        config: the file that the recipe is started with.
         options: of the recipe's `workload`; those that are None are left to it.
 
     Raises:

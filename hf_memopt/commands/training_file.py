@@ -41,10 +41,10 @@ _OTHERS |= {"snapshot", "host", "link", "output", "explain", "workers", "max_gra
 
 
 def workload_of(parsed: argparse.Namespace) -> "FileWorkload":
-    """Return what `--training-args` and the flags beside it describe.
+    """Return the workload that `--training-args` and the flags beside it describe.
 
     Raises:
-        ValueError: a flag has no place beside the file, or what `FileWorkload` raises.
+        ValueError: a flag has no place beside the file; see also `FileWorkload`.
     """
     changes = _changes(parsed)
     from hf_memopt.integrations.transformers.argument_file import read_argument_file

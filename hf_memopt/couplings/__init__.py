@@ -1,6 +1,6 @@
 """Pairs of noise and a frozen teacher's answer, computed when needed or ahead of training. Read in this order:
 
-- `key`: what a coupling depends on.
+- `key`: the inputs that a coupling depends on.
 - `coupling_spec`: which couplings there are, and one batch of them.
 - `store`: a folder of couplings on disk.
 - `writer`: computes couplings ahead of training.

@@ -62,11 +62,11 @@ class CouplingCache:
         Args:
             indices: names of the samples.
             draws: for each, which of its couplings.
-            observation: what the student is going to see; None takes what was stored.
+            observation: the student's observation; None takes the stored one.
 
         Raises:
-            ValueError: a sample without couplings, `observation` is not what they were computed for, or the files were
-                changed since they had been checked.
+            ValueError: a sample without couplings, `observation` is not the one they were computed for, or the files
+                were changed since they had been checked.
         """
         missing = [index for index in indices if index not in self._position]
         if missing:

@@ -22,7 +22,7 @@ class CouplingSpec:
     holds the same samples whenever and wherever it is computed. With `batch_size=1` every coupling stands for itself.
 
     Attributes:
-        key: what the couplings depend on.
+        key: the inputs that the couplings depend on.
         indices: names of the samples, in the order in which they are batched. Pass them shuffled to train on batches.
         shape: of one sample's noise and target.
         num_draws: how many couplings each sample has.
@@ -74,7 +74,7 @@ class Coupling:
 
     Attributes:
         indices: names of the samples.
-        observation: what `load` gives for them, or what was stored with the couplings.
+        observation: the result of `load` for them, or the one stored with the couplings.
         noise: `(batch, *shape)` float32.
         target: `(batch, *shape)` float32, where the teacher's ODE takes that noise.
     """

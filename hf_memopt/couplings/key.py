@@ -1,4 +1,4 @@
-"""What a coupling depends on: the key of a cache, and noise and checksums that are functions of one sample alone."""
+"""The key of a cache of couplings, and noise and checksums that are functions of one sample alone."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,7 @@ class CouplingKey:
         dtype: that the teacher runs in.
         seed: of the noise.
         dataset: fingerprint of the data.
-        preprocessing: fingerprint of what happens to a sample before the teacher sees it.
+        preprocessing: fingerprint of the processing of a sample before the teacher sees it.
     """
 
     weights: str
@@ -77,7 +77,7 @@ def files_sha256(files: Iterable[Path], root: Path) -> str:
 
 
 def noise_seed(seed: int, index: int, draw: int) -> int:
-    """The seed of one sample's noise, of 32 bits: what torch's CPU generator takes of a seed."""
+    """Return the seed of one sample's noise, of 32 bits: torch's CPU generator takes no more of a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}/{draw}".encode()).digest()[:4], "little")
 
 

@@ -30,8 +30,8 @@ class CouplingSource:
     """Iterates over batches of couplings, once per epoch over all samples; epoch `e` takes draw `e % num_draws`.
 
     Both kinds yield the same batches in the same order with the same bits. The order of the batches is shuffled per
-    epoch with the key's seed. Several ranks take different batches, the same number each; what does not divide is
-    dropped. Make one with `online` or `cached`.
+    epoch with the key's seed. Several ranks take different batches, the same number each; a remainder is dropped. Make
+    one with `online` or `cached`.
     """
 
     def __init__(self, spec: CouplingSpec, fetch: Callable[[int], Coupling], rank: int, world_size: int) -> None:
@@ -72,7 +72,7 @@ class CouplingSource:
         rank: int = 0,
         world_size: int = 1,
     ) -> "CouplingSource":
-        """Read what `precompute` wrote. Needs no teacher.
+        """Read the couplings that `precompute` wrote. Needs no teacher.
 
         Args:
             path: the folder.

@@ -23,7 +23,7 @@ from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256
 from hf_memopt.disk.locks import WriterLock
 
 DESCRIPTION_FILE = "couplings.json"
-STATE_FILE = "state.json"  # what `datasets.load_from_disk` reads first; written when all shards are there
+STATE_FILE = "state.json"  # the file that `datasets.load_from_disk` reads first; written when all shards are there
 INFO_FILE = "dataset_info.json"
 
 Columns = Mapping[str, Any]
@@ -34,7 +34,7 @@ _AGAIN = "run the same `precompute` command again"
 class CouplingFolder:
     """Writes and reads one cache. Shards may be written by any number of processes, in any order, each by one.
 
-    couplings.json               what `begin` was given, and its SHA-256
+    couplings.json               the description given to `begin`, and its SHA-256
     data-00002-of-00010.arrow    a shard
     data-00002-of-00010.json     its note: its number, its size, its SHA-256, and that of the description
     state.json                   makes the folder a dataset; written when all shards are there
@@ -77,7 +77,7 @@ class CouplingFolder:
             found = self.description
         except _AbsentError:
             # Only a folder with nothing but shards of this very description may get its description back: others hold
-            # somebody's files, or couplings that nobody can name any more.
+            # other files, or couplings without a description.
             self._refuse_other_files(_digest(description))
             _write_json(self.path / DESCRIPTION_FILE, {**description, "sha256": _digest(description)})
             found = self.description
@@ -85,10 +85,10 @@ class CouplingFolder:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What `begin` was given.
+        """Return the description that `begin` was given.
 
         Raises:
-            ValueError: the folder holds no couplings, or the description is not what was written.
+            ValueError: the folder holds no couplings, or the description is damaged.
         """
         file = self.path / DESCRIPTION_FILE
         if not os.path.lexists(file):
@@ -169,7 +169,7 @@ class CouplingFolder:
         """Return one shard, after reading all of it. The mapping outlives the file's name."""
         file, note = self._data_file(shard), self._note(shard)
         with _reading(file):
-            # Before reading, so that what is written meanwhile is noticed later.
+            # Before reading, so that writes meanwhile are noticed later.
             self._checked[shard] = file.stat()
             with pyarrow.memory_map(str(file)) as mapped:
                 content = mapped.read_buffer()
@@ -178,7 +178,7 @@ class CouplingFolder:
         return InMemoryTable.from_buffer(content)
 
     def _note(self, shard: int) -> dict[str, Any]:
-        """Return what was noted about a shard, if it is this shard of these couplings."""
+        """Return the notes about a shard, if it is this shard of these couplings."""
         file, note = self._data_file(shard), _read_json(self._note_file(shard))
         if note.get("couplings") != _digest(self.description):
             raise _AbsentError(
@@ -249,7 +249,7 @@ def coupling_features(num_elements: int, with_observations: bool) -> Features:
 
 
 def _dataset_state(files: list[dict[str, str]], digests: list[str]) -> dict[str, Any]:
-    """Return what `datasets.Dataset.save_to_disk` writes beside its shards; the fingerprint is of their contents."""
+    """Return the state file of `datasets.Dataset.save_to_disk`, with a fingerprint of the shards' contents."""
     return {
         "_data_files": files,
         "_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
@@ -321,7 +321,7 @@ def _appearing(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """Turn what cannot be written inside into an OSError that names `file`, and how many bytes are free."""
+    """Turn failures to write inside into an OSError that names `file` and the free bytes."""
     try:
         yield
     except OSError as error:

@@ -30,8 +30,8 @@ def precompute(
     """Write the couplings of a specification to a folder, for `CouplingSource.cached`.
 
     Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
-    written anew. Processes need not know of each other; each takes every `world_size`-th shard. What is there already
-    is read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
+    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Files that are there
+    already are read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
 
     Args:
         solve: see `CouplingSource.online`.

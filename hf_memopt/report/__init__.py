@@ -1,11 +1,11 @@
-"""What a run cost, as one HTML page with figures. Only writing it needs matplotlib (extra `report`).
+"""The cost of a run, as one HTML page with figures. Only writing it needs matplotlib (extra `report`).
 
 Read in this order:
 
 - `runs`: reads a run's folder.
 - `tables`, `figures`: its figures as rows and as pictures.
 - `html_page`, `run_page`: pages of HTML from `templates/`, and the one about a run.
-- `doctor/`: what this machine can do.
+- `doctor/`: the abilities of this machine.
 """
 
 from hf_memopt.report.run_page import write_report

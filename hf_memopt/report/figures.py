@@ -37,7 +37,7 @@ Draw = Callable[[Any], None]
 
 
 def figures_of(run: Run) -> dict[str, Draw]:
-    """Return, by file name, functions that draw what `run` has data for on an empty `matplotlib.figure.Figure`."""
+    """Return, by file name, functions that draw a figure of `run` on an empty `matplotlib.figure.Figure`."""
     on_device = any(_DEVICE_PEAK in record for record in run.timeline)
     figures: dict[str, Draw] = {}
     if run.timeline:

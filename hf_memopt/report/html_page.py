@@ -13,9 +13,9 @@ def render_page(template: str, title: str, facts: Mapping[str, str], headlines: 
     Args:
         template: file name in `templates/`, which extends `page.html`.
         title: of the page.
-        facts: what the page begins with, by name.
-        headlines: what is to be seen first, in words.
-        values: what the template itself names. Text among them is escaped.
+        facts: the beginning of the page, by name.
+        headlines: the most important results, in words.
+        values: variables of the template itself. Text among them is escaped.
     """
     environment = Environment(
         loader=PackageLoader("hf_memopt.report"),

@@ -1,4 +1,4 @@
-"""What a run's folder tells about memory and time."""
+"""Figures about memory and time in a run's folder."""
 
 import json
 import re
@@ -26,11 +26,11 @@ _RUN_FILES = (
     f"checkpoint-*/{TRAINER_FILE}",
     _OOM_REPORTS,
 )
-# The recipes' figures of what a model makes.
+# The recipes' figures of a model's output.
 _STRIPS = ("sampled_paths", "panels")
 # Of a history's losses those that are shown; the VAE-GAN's have no sum that falls.
 _LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "l1"}
-# What a record of a recipe's or a Trainer's history counts, the first that it has.
+# Counters in a record of a recipe's or a Trainer's history; the first that it has is used.
 _COUNTERS = ("update", "epoch", "step")
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
@@ -60,20 +60,20 @@ class LoggedPeak:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that was found in a run's folder; what was not is empty.
+    """The contents of a run's folder; missing ones are empty.
 
     Attributes:
         name: of the folder.
-        facts: what the run was, for the page's head.
+        facts: about the run, for the page's head.
         modes: memory and time of each compared mode, the reference first; fields of the recipes' `RunCost`.
-        holders: bytes on the device by design, phase of a step, and what they are used for.
+        holders: bytes on the device by design, phase of a step, and their use.
         policies: error and latency by policy and number of Euler steps.
-        losses: (step, loss) by what was trained or evaluated.
-        losses_by: what these steps are: "update", "epoch" or "step".
+        losses: (step, loss) by the model that was trained or evaluated.
+        losses_by: the unit of these steps: "update", "epoch" or "step".
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
-        missing: what the folder has no figures for, and how to get them.
+        missing: figures that the folder lacks, and how to get them.
     """
 
     name: str
@@ -100,11 +100,11 @@ class Run:
 
     @property
     def strip(self) -> Path | None:
-        """Return the figure in which the run shows what its model makes, if it drew one."""
+        """Return the figure in which the run shows its model's output, if it drew one."""
         return next((file for name in _STRIPS for file in self.figures if file.stem == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what goes into JSON, with the figures' names."""
+        """Return the contents for JSON, with the figures' names."""
         return {
             **asdict(self),
             "phases": [asdict(phase) for phase in self.phases],
@@ -185,7 +185,7 @@ def _missing(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) 
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return what is in the file; nothing where there is none."""
+    """Return the file's contents; nothing where there is none."""
     if not file.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A run's figures as rows: what the page's tables and first lines say."""
+"""A run's figures as rows, for the page's tables and first lines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _MODE_COLUMNS = {
 
 
 def headlines(run: Run) -> list[str]:
-    """Return what is to be seen first, in words."""
+    """Return the most important results, in words."""
     return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
 
 

@@ -1,4 +1,4 @@
-"""What training took, as a section of the model card that a Trainer writes."""
+"""The cost of training, as a section of the model card that a Trainer writes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +21,8 @@ def training_section(
     Args:
         history: entries of a Trainer's log with the figures of `hf_memopt.memory.logger.memory_metrics`.
         device: its name, and how many train together.
-        update: what it consists of.
-        seconds_per_batch: of forward, backward and what belongs to the update; evaluation and saving are left out.
+        update: its batches, in words.
+        seconds_per_batch: of forward, backward and the update; evaluation and saving are left out.
         offloading: of activations, in words.
     """
     logged = [entry for entry in history if any(name.startswith(_MEMORY) for name in entry)]

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TeacherReport:
-    """What a teacher costs; prints as text. Bytes and times are totals since it was made, where nothing else is said.
+    """The cost of a teacher; prints as text. Bytes and times are totals since it was made, where nothing else is said.
 
     Attributes:
         mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
@@ -44,8 +44,8 @@ class TeacherReport:
         bytes_device_to_host: copied so far; frozen weights are never copied back, so this stays 0.
         stall_ms: time for which compute waited for copies.
         stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
-        predicted_device_bytes: what `"auto"` or the plan of `"stream"` expects of `peak_device_bytes`; None before.
-        predicted_stall_ms: what `"auto"` expects of `stall_ms_per_visit`; None where it did not choose.
+        predicted_device_bytes: `peak_device_bytes` as `"auto"` or the plan of `"stream"` expects it; None before.
+        predicted_stall_ms: `stall_ms_per_visit` as `"auto"` expects it; None where it did not choose.
     """
 
     mode: str
@@ -85,8 +85,8 @@ class OffloadedTeacher:
     """Holds a frozen module at home in host memory and brings its weights to the device on demand.
 
     The weights are packed into one immutable host block, pinned where possible, and shared by the ranks of a machine. A
-    visit copies from that block on a side stream; leaving drops what was copied. Nothing is copied back, cast or
-    synchronised with the host in a step, and the allocator's cache is left alone.
+    visit copies from that block on a side stream; leaving drops the copy. Nothing is copied back, cast or synchronised
+    with the host in a step, and the allocator's cache is left alone.
 
     This is no `nn.Module`: an attribute of a student holding it appears in no `parameters()`, `state_dict()`,
     `train()` or `to()` of the student. A deep copy of the student shares it.
@@ -98,8 +98,8 @@ class OffloadedTeacher:
         device: where the teacher runs.
         mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
             as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
-            CPU, and on an accelerator what `budget_gib` or, without one, the first two optimizer steps allow (see
-            `choose`).
+            CPU, and on an accelerator the mode that `budget_gib` or, without one, the first two optimizer steps allow
+            (see `choose`).
         dtype: cast floating-point parameters to this dtype, once. Buffers keep theirs, since rounding e.g. rotary
             frequencies moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
         share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
@@ -161,7 +161,7 @@ class OffloadedTeacher:
     def onload(self) -> Iterator[nn.Module]:
         """Yield the module, ready to be called on `device` for as long as the context lasts.
 
-        May be nested. Whatever happens inside, or in the copy itself, the module is back on the host afterwards.
+        May be nested. The module is back on the host afterwards, also after an error inside or in the copy itself.
 
         Raises:
             RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).

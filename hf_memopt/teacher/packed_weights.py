@@ -95,7 +95,7 @@ def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
 
 @dataclass
 class _MemoryRange:
-    """Addresses [begin, end) of the module's memory, and what lies there."""
+    """Addresses [begin, end) of the module's memory, and the tensors there."""
 
     begin: int
     end: int

@@ -76,6 +76,6 @@ def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tenso
 
 
 def _fields(tensor: Any) -> tuple[list[str], Any]:
-    """The names of the inner tensors, and what else it takes to make the wrapper again."""
+    """Return the names of the inner tensors, and the other arguments that make the wrapper again."""
     fields: tuple[list[str], Any] = tensor.__tensor_flatten__()
     return fields

@@ -14,7 +14,7 @@ from hf_memopt.transfer.host_memory import Pages, pinned_pages
 
 
 class _Claim(NamedTuple):
-    """What a rank says about itself: where it runs, and which weights it was given."""
+    """The identity of a rank: its machine, and the weights that it was given."""
 
     machine: str
     num_bytes: int
@@ -36,7 +36,7 @@ def several_ranks() -> bool:
 def share(weights: PackedWeights, device: torch.device) -> Tensor:
     """Pack the weights into memory that all ranks of a machine map, `(num_bytes,)` uint8, page-locked on CUDA.
 
-    Every rank has to call this, with the same weights. The first rank of each machine writes the memory, and nobody
+    Every rank has to call this, with the same weights. The first rank of each machine writes the memory, and no rank
     writes it afterwards. It has no name in any file system: no limit of `/dev/shm` applies, and it is gone when the
     last process that maps it is, however that ends.
 

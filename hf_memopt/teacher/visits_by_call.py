@@ -1,4 +1,4 @@
-"""A frozen module that visits the device whenever it is called, for loops that somebody else wrote."""
+"""A frozen module that visits the device whenever it is called, for loops of other libraries."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ class VisitsByCall:
 
     The module stays the object that the loop holds; its `forward` is replaced on the instance. Hooks around it would
     not do: torch goes through the module's hooks when a call fails, while the end of a visit takes some of them away.
-    Only calls of the module count. Whoever reads its weights or runs a part of it between calls finds them on the host.
+    Only calls of the module count. Code that reads its weights or runs a part of it between calls finds them on the
+    host.
 
     Args:
         teacher: whose module is called.

@@ -1,7 +1,7 @@
-"""What this machine has, what it allows, and which features of this library work there. Read in this order:
+"""Devices and limits of this machine, and the features of this library that work there. Read in this order:
 
 - `devices`, `host`: accelerators and their links; memory, limits and versions.
-- `features`: what this library can do there, and why not.
+- `features`: the features that work there, and the obstacles of the others.
 - `this_machine`: examines all of it.
 - `doctor_page`: the findings as text.
 """

@@ -24,7 +24,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Device:
-    """One device. What does not exist there or could not be read is None, and `obstacle` says why not.
+    """One device. Facts that do not exist there or could not be read are None, and `obstacle` says why.
 
     Attributes:
         name: such as `cuda:0`.
@@ -33,7 +33,7 @@ class Device:
         pinned: link from and to page-locked host memory.
         pageable: link from and to ordinary host memory.
         can_pin: whether a block of 16 MiB could be page-locked.
-        has_counters: whether torch counts what is allocated there.
+        has_counters: whether torch counts allocations there.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What this library can do on a device, and why not."""
+"""Features of this library on a device, and the obstacles of those that do not work."""
 
 import importlib.util
 import os
@@ -14,7 +14,10 @@ Status = Literal["on", "off", "untried"]
 
 @dataclass(frozen=True)
 class Feature:
-    """Whether this library can do something on this machine, and why or why not. `untried`: it should, unproven."""
+    """A feature of this library on this machine, and the reason for its state.
+
+    `untried` is expected to work, and was never tested on this kind of device.
+    """
 
     name: str
     status: Status
@@ -22,7 +25,7 @@ class Feature:
 
 
 def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
-    """Return what this library can do with a device."""
+    """Return the features of this library on a device."""
     kind = device.kind
     offloads = _offloading(kind)
     return [

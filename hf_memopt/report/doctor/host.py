@@ -43,7 +43,7 @@ def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostL
 
 
 def find_versions() -> dict[str, str | None]:
-    """Return versions by name; None for what is not there."""
+    """Return versions by name; None for packages that are not installed."""
     driver = Path("/sys/module/nvidia/version")
     return {
         "python": platform.python_version(),

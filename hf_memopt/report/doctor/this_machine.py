@@ -1,4 +1,4 @@
-"""What `hf-memopt doctor` finds out about the machine."""
+"""The report of `hf-memopt doctor` on the machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FREE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that was found; versions of what is not installed are None."""
+    """The facts about a machine; versions of packages that are not installed are None."""
 
     devices: list[Device]
     host: HostLimits
@@ -43,7 +43,7 @@ def examine(device: str | None = None) -> Machine:
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
-    """Return what is likely to fail or to be slow, each with its remedy."""
+    """Return the features likely to fail or to be slow, each with its remedy."""
     problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
     if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
         problems.append(

@@ -53,7 +53,7 @@ class AutoWeights(WeightPlacement):
         self._follow(streamed, streamed.reason)
         # Milliseconds of waiting, and visits, before the choice.
         self._before = 0.0, 0
-        # What is needed to choose; None afterwards, so that nothing keeps the host copy of resident weights.
+        # The arguments of the choice; None afterwards, so that nothing keeps the host copy of resident weights.
         self._undecided: tuple[StreamedWeights, Tensor] | None = (streamed, master)
         self._weights = weights
         self._copier = copier
@@ -69,7 +69,7 @@ class AutoWeights(WeightPlacement):
 
     @property
     def device_bytes(self) -> int:
-        """What the weights hold on the device now."""
+        """Return the bytes that the weights hold on the device now."""
         return self._inner.device_bytes
 
     @property
@@ -78,7 +78,7 @@ class AutoWeights(WeightPlacement):
         return self._inner.peak_device_bytes
 
     def predictions(self) -> dict[str, float | None]:
-        """Return what the choice expects, and what came of it."""
+        """Return the costs that the choice expects, and the measured ones."""
         if self.choice is None:
             return {}
         stall_ms, num_visits = self._before

@@ -18,12 +18,12 @@ class StepMeasurements:
     """The measurements that a choice is made from. Bytes are device memory.
 
     Attributes:
-        capacity_bytes: what all tensors of this process may take.
+        capacity_bytes: memory that all tensors of this process may take.
         outside_bytes: their peak outside of the teacher's visits, once the optimizer's state existed.
         inside_bytes: their peak during visits, those of the teacher's weights included.
         weights_bytes: all of the teacher's own weights.
-        stream_bytes: what streaming holds in a visit, hot set and ring.
-        stream_visit_bytes: what streaming copies in a visit.
+        stream_bytes: memory that streaming holds in a visit, hot set and ring.
+        stream_visit_bytes: bytes that streaming copies in a visit.
         bytes_per_s: from host to device.
         visit_s: the teacher's time for a visit, without waiting for copies.
     """
@@ -40,7 +40,7 @@ class StepMeasurements:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode, why, and what it should cost.
+    """A mode, the reason for it, and its expected cost.
 
     Attributes:
         mode: `"resident"`, `"swap"` or `"stream"`.

@@ -1,4 +1,4 @@
-"""What every strategy does with a teacher's weights, and the two simple ones: resident and swapped."""
+"""The interface of strategies for a teacher's weights, and the two simple ones: resident and swapped."""
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class WeightPlacement:
         return 0
 
     def predictions(self) -> dict[str, float | None]:
-        """Return what is expected of the weights, as fields of `TeacherReport`."""
+        """Return the expected costs of the weights, as fields of `TeacherReport`."""
         return {}
 
     def prefetch(self) -> None:

@@ -17,7 +17,7 @@ class SharedBase(WeightPlacement):
             then, so that dropout is off. Both are as before afterwards.
 
     Raises:
-        ValueError: with the adapters disabled the student would not compute what the teacher computed at the start.
+        ValueError: with the adapters disabled the student would not compute the teacher's results of the start.
     """
 
     mode = "shared"
@@ -91,7 +91,7 @@ def _parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 @contextmanager
 def _restored(student: nn.Module) -> Iterator[None]:
-    """Put back what PEFT and evaluation mode change: which weights train, and which modules are in training."""
+    """Put back `requires_grad` of weights and training mode of modules, which PEFT and evaluation mode change."""
     trained = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
     training = [(module, module.training) for module in student.modules()]
     try:

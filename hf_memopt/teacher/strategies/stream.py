@@ -25,7 +25,7 @@ class StreamedWeights(WeightPlacement):
     """Streams a module's weights through a small ring of device slots while the module runs.
 
     The first visit in which the module reads weights is traced, and each weight is brought as it is read. From then on
-    hooks on the modules bring what they read: weights that a visit reads again and again stay until it ends, the others
+    hooks on the modules bring their weights: those that a visit reads again and again stay until it ends, the others
     pass through the ring, the next block on its way while the present one computes, and weights that are never read
     never travel. Embeddings are not brought: their rows are gathered from host memory.
 
@@ -38,7 +38,7 @@ class StreamedWeights(WeightPlacement):
         master: the bytes that they were packed into, on the host.
         device: where the module runs.
         copier: how bytes move.
-        budget_bytes: what the weights may take on the device; see `plan_stream`.
+        budget_bytes: memory that the weights may take on the device; see `plan_stream`.
         reason: see `WeightPlacement`.
 
     Raises:
@@ -81,7 +81,7 @@ class StreamedWeights(WeightPlacement):
 
     @property
     def device_bytes(self) -> int:
-        """What the weights hold on the device now."""
+        """Return the bytes that the weights hold on the device now."""
         return self._ring.device_bytes
 
     @property
@@ -94,7 +94,7 @@ class StreamedWeights(WeightPlacement):
         return {} if self.plan is None else {"predicted_device_bytes": self.plan.device_bytes}
 
     def prefetch(self) -> None:
-        """Start bringing what the next visit reads first: what has to be there before it begins, and one block."""
+        """Start bringing the first weights of the next visit: those due before it begins, and one block."""
         for number in (*self._plan.at_start, *self._plan.sequence[:1]):
             self._ring.fetch(number)
 
@@ -127,7 +127,7 @@ class StreamedWeights(WeightPlacement):
 
     @property
     def plan(self) -> StreamPlan | None:
-        """What visits follow; None before one was traced."""
+        """Return the plan that visits follow; None before one was traced."""
         return self._plan if self._trace is not None else None
 
     def plan_within(self, budget_bytes: int | None) -> StreamPlan:
@@ -177,7 +177,7 @@ class StreamedWeights(WeightPlacement):
     def _restart_sequence(self) -> None:
         # Where the visit is in the plan's sequence of blocks; -1 before its first block.
         self._position = -1
-        # What the module that ran last needed: a hook that needs the same has nothing to do.
+        # The blocks of the module that ran last: a hook that needs the same has nothing to do.
         self._entered: tuple[int, ...] = ()
         # Needs of hot blocks alone that are on the device: met until one of these blocks is evicted.
         self._settled: set[tuple[int, ...]] = set()
@@ -192,7 +192,7 @@ class StreamedWeights(WeightPlacement):
         return before_forward
 
     def _enter(self, needs: tuple[int, ...]) -> None:
-        """Have these blocks on the device, evict those that nobody expects, and start bringing the next.
+        """Have these blocks on the device, evict those without a reader, and start bringing the next.
 
         The order matters: evicting first gives the allocator the memory that the next blocks get.
         """

@@ -1,4 +1,4 @@
-"""What streamed weights need: read in this order.
+"""The parts of streaming weights: read in this order.
 
 - `access_trace`: which weights a module reads, and when.
 - `copy_schedule`: which weights travel together, and in what order.

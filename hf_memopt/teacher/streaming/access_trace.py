@@ -28,11 +28,11 @@ class Read:
 
 @dataclass
 class _Call:
-    """A module that is running, or None for what runs outside of all.
+    """A module that is running, or None for code outside of all.
 
     Attributes:
         has_called: whether it has called another one.
-        slices: what it has read, in order.
+        slices: the weights that it has read, in order.
     """
 
     module: str | None
@@ -71,7 +71,7 @@ class Tracer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch what happens in this context."""
+        """Watch the operations in this context."""
         self._running = [_Call(None)]
         with ExitStack() as stack:
             for name, module in self._module.named_modules():

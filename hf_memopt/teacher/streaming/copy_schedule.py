@@ -38,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What streaming does in a visit.
+    """The plan of streaming in a visit.
 
     Attributes:
         blocks: every weight's block, unread ones included.
@@ -121,7 +121,7 @@ def plan_stream(
         sizes: bytes of each slice.
         owned: by the names of modules that the trace has not seen, the slices to bring should one be called later.
         budget_bytes: hot set and ring together may take this; the weights read most often stay. None, no limit. The
-            ring, and weights whose reading no call announces, are needed whatever the limit.
+            ring, and weights whose reading no call announces, are needed under any limit.
 
     Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
     loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
@@ -134,7 +134,7 @@ def plan_stream(
     # No hook runs right before these reads: outside of all modules, or after a call of another module, which may have
     # evicted the weights again.
     unannounced = {index for read in reads if read.module is None or read.late for index in read.slices}
-    # What the budget leaves to hot blocks, beside a ring of two slots and the unannounced weights.
+    # The budget left to hot blocks, beside a ring of two slots and the unannounced weights.
     room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in unannounced)
     # Only weights that the ring alone would bring twice or more are worth keeping. The most often loaded come first.
     loads = _count_loads(reads, sizes, 2 * slot_bytes)
@@ -195,7 +195,7 @@ def _loops(reads: Sequence[Read], slices: Sequence[int]) -> dict[int, tuple[int,
 
 
 def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: int | None) -> dict[int, int]:
-    """Return the ends of those loops that fit `room` bytes at any time; what is loaded most often comes first."""
+    """Return the ends of those loops that fit `room` bytes at any time; the blocks loaded most often come first."""
     if room is None:
         return {index: end for index, (_, end) in loops.items()}
     # Bytes that stay at each moment at which something begins to stay: between two of these the sum only falls.

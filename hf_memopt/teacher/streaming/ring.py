@@ -45,12 +45,12 @@ class Ring:
         master: the weights in host memory, `(n,)` uint8.
         slices: where they lie in it.
         in_place: of each slice, the views that its tensors are bound to while they are not on the device.
-        blocks: what travels together.
+        blocks: weights that travel together.
         slot_bytes: size of a slot for a block that does not stay. All are equal, and taken from and given back to the
             allocator together, so that it hands the same memory out again.
 
-    A slot that someone still reads through a view is theirs: it is memory of its own, not a part of a larger one, so
-    the next block gets another. Every method can be called again after an exception, and then finishes what was begun.
+    A slot that is still read through a view stays its reader's: it is memory of its own, not a part of a larger one, so
+    the next block gets another. Every method can be called again after an exception, and then finishes its work.
     """
 
     def __init__(
