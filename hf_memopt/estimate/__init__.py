@@ -2,8 +2,8 @@
 
 - `gpus`: the devices that can be predicted for.
 - `simulation/`: an accelerator without hardware, on which the step really runs with fake tensors.
-- `accounting/`: what was allocated for what, and what CUDA's allocator would reserve for it.
-- `simulated_step`: what is simulated.
+- `accounting/`: allocations by use, and the memory that CUDA's allocator would reserve for them.
+- `simulated_step`: the step to simulate.
 - `estimate`: `estimate_peak_memory`.
 - `estimate_report`, `memory_page`, `memory_snapshot`: its answer in words, as an HTML page, and for torch's viewer.
 """

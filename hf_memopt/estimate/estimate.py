@@ -35,11 +35,11 @@ _NUM_TOP = 10
 
 @dataclass(frozen=True)
 class _Run:
-    """What was seen in a simulation.
+    """The results of a simulation.
 
     Attributes:
         history: of memory.
-        guesses: what was assumed, and how often.
+        guesses: assumptions, and how often they were made.
         unreached: names of the trainable parameters without a gradient.
         phases_ms: time of the newest step, by phase.
         stall_ms: for how long it waited for copies.
@@ -64,7 +64,7 @@ def estimate_peak_memory(
     """Run whole training steps on tensors without memory and report the most that was alive at one time.
 
     Args:
-        setup: called with a device, builds model, optimizer and batch there. What it returns is passed to `step`.
+        setup: called with a device, builds model, optimizer and batch there. Its result is passed to `step`.
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
         like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
         num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
@@ -73,8 +73,8 @@ def estimate_peak_memory(
             runs; without a card that of the desktop cards of 2023.
         num_gpus: how many processes would run this together, each with a device of its own. More than one: both
             functions are the first of them, and find torch.distributed and accelerate so. DDP, FSDP2 and, through
-            Accelerate, DeepSpeed's ZeRO run as they are; collectives move nothing and take no time, and what NCCL
-            keeps for itself is not counted.
+            Accelerate, DeepSpeed's ZeRO run as they are; collectives move nothing and take no time, and memory that
+            NCCL keeps for itself is not counted.
 
     Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
     Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
@@ -88,7 +88,7 @@ def estimate_peak_memory(
             `step` raised it.
         IsolatedError: they raised another error.
 
-    Cost: a few seconds and some hundred MB of host memory, whatever the model's size.
+    Cost: a few seconds and some hundred MB of host memory, for models of any size.
 
     Example:
         >>> def setup(device):
@@ -140,7 +140,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
     """Run a model with a few groups of layers, and one with a group more, and add the others.
 
     Raises:
-        NotRepeatedError: the last one does not do what those before it did.
+        NotRepeatedError: the last one does not repeat those before it.
     """
     layers = repeated.layers
     few = layers.num_few * layers.period + layers.count % layers.period
@@ -172,7 +172,7 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     counted, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
-    # Each part knows those before it: the phase is told to the log, and the log to whoever labels what is in it.
+    # Construction order: phases, log, labels; each receives the one before.
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     kernels = KernelMemory(clock.card.compute_capability)
@@ -201,7 +201,7 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
                 clock.begin_step()
                 simulated.step(state)
             unreached = labels.unreached()
-        # Closed before the simulation ends, which frees what autocast has cached.
+        # Closed before the simulation ends, which frees the casts that autocast has cached.
         history = log.closed()
     return _Run(history, data_dependent.guesses, unreached, clock.phases_ms, clock.stall_ms)
 

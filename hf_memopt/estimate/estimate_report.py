@@ -1,4 +1,4 @@
-"""What an estimate says, and how it is said: in words, as tables and as JSON."""
+"""An estimate and its forms: words, tables and JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -28,30 +28,30 @@ class LargeTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a training step is predicted to hold.
+    """The predicted memory of a training step.
 
     Attributes:
-        peak_bytes: what `torch.cuda.max_memory_allocated()` would say: the most that is held by tensors and by cuBLAS's
-            workspaces at one time, in the allocator's blocks.
-        reserved_bytes: what `torch.cuda.max_memory_reserved()` would say on a device that is never full: what the
-            caching allocator holds, by a model of it.
+        peak_bytes: `torch.cuda.max_memory_allocated()`: the most that is held by tensors and by cuBLAS's workspaces at
+            one time, in the allocator's blocks.
+        reserved_bytes: `torch.cuda.max_memory_reserved()` on a device that is never full: memory that the caching
+            allocator holds, by a model of it.
         phase: in which the peak is reached: forward, backward, optimizer, or outside of these.
         step: in which step, counted from 1.
         phases: the peak of each phase, bytes.
-        breakdown: bytes at the peak, by what they are for.
+        breakdown: bytes at the peak, by use.
         top: the largest storages alive at the peak.
-        host_bytes: the most that tensors hold in host memory: the offloaded ones and what else the step keeps there.
+        host_bytes: the most that tensors hold in host memory: the offloaded ones and others that the step keeps there.
         confidence: "high": nothing was assumed; "medium": `assumptions` lists guesses that may change memory; "low":
             trainable parameters got no gradient, so that part of the model may not have run.
-        assumptions: what was assumed.
+        assumptions: in words.
         unreached: trainable parameters without a gradient.
-        step_ms: what the last step would take on `gpu`; None without one.
+        step_ms: time of the last step on `gpu`; None without one.
         step_range_ms: between which times nine in ten steps lie that others have measured and that are predicted to
             take `step_ms`; None without a card.
-        phases_ms: what each phase of the last step would take; empty without a card.
+        phases_ms: time of each phase of the last step; empty without a card.
         stall_ms: for how long compute would wait for copies in the last step; None without a card.
         trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
-        storage_kinds: what each storage of `trace` is for, by its number.
+        storage_kinds: the use of each storage of `trace`, by its number.
         storage_makers: the module and the operation that made each, "" where none is known.
     """
 
@@ -93,7 +93,7 @@ class MemoryEstimate:
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
-    """Return what `hf-memopt estimate` prints: the phase of the peak first.
+    """Return the text that `hf-memopt estimate` prints: the phase of the peak first.
 
     Args:
         estimate: to describe.
@@ -110,7 +110,7 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 
 
 def headlines(estimate: MemoryEstimate) -> list[str]:
-    """Return the phase of the peak, and what that means."""
+    """Return the phase of the peak, with its meaning."""
     in_optimizer = estimate.phase == OPTIMIZER
     where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
@@ -131,7 +131,7 @@ def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
 
 
 def fits(estimate: MemoryEstimate, card: Card) -> bool:
-    """Return whether a card has what is needed."""
+    """Return whether a card has the needed memory."""
     return needed_bytes(estimate, card) <= card.memory_bytes
 
 

@@ -1,4 +1,4 @@
-"""Graphics cards by name, and what a card keeps for itself."""
+"""Graphics cards by name, and the memory that a card keeps for itself."""
 
 import re
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from hf_memopt.units import GIB, KIB, MIB
 
 # Where no card is named: that of the desktop cards that are most common.
 DEFAULT_CAPABILITY = (8, 9)
-# What a process takes of a card for CUDA's context, where nobody has measured it.
+# Memory of CUDA's context on a card, where it was not measured.
 _CONTEXT_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a plan needs to know of a device.
+    """The properties of a device that a plan needs.
 
     Attributes:
         name: as in `CARDS`, or a size.
@@ -24,7 +24,7 @@ class Card:
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
         compute_capability: major and minor, by which torch chooses kernels.
-        context_bytes: of `memory_bytes`, what CUDA's context takes for itself.
+        context_bytes: the part of `memory_bytes` that CUDA's context takes for itself.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Card:
 
 # MiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability.
 #
-# Memory is what torch reports (`total_memory`, or "total capacity" of an error), the smallest that was found: 1 to 8 %
-# below the data sheet, which error correction and the driver take. Repositories are named where users have shown it
-# there; the others are from logs that name none, and where nobody has shown a card (rtx4080, rtx4060ti-16gb) it has the
-# figure of another one of its size. The other figures are from the vendors' data sheets; links at 80 % of what the PCIe
-# generation and width give.
+# Memory is the figure that torch reports (`total_memory`, or "total capacity" of an error), the smallest that was
+# found: 1 to 8 % below the data sheet, which error correction and the driver take. Repositories are named where users
+# have shown it there; the others are from logs that name none, and where no card was shown (rtx4080, rtx4060ti-16gb) it
+# has the figure of another one of its size. The other figures are from the vendors' data sheets; links at 80 % of the
+# PCIe generation and width.
 _FIGURES = {
     "v100-16gb": (16144, 15.7, 125, 900, 12.6, (7, 0)),
     "v100-32gb": (32502, 15.7, 125, 900, 12.6, (7, 0)),  # liucongg/ChatGLM-Finetuning#73: 31.74 GiB
@@ -72,7 +72,7 @@ _FIGURES = {
     "b200": (182631, 75, 2250, 8000, 50, (10, 0)),
 }
 
-# MiB of the context, where somebody has measured it.
+# MiB of the context, where it was measured.
 _CONTEXTS_MIB = {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}
 
 CARDS = {
@@ -89,8 +89,8 @@ CARDS = {
     for name, (mib, single, half, memory, link, compute_capability) in _FIGURES.items()
 }
 
-# What a simulation goes by where no card is named. Bytes depend on it through the kernels of attention and the
-# workspaces of cuBLAS alone.
+# The card of a simulation where none is named. Bytes depend on it through the kernels of attention and the workspaces
+# of cuBLAS alone.
 DEFAULT_CARD = CARDS["rtx4070"]
 
 # cuBLAS's workspace in torch 2.11, by major compute capability: `parseChosenWorkspaceSize` of CublasHandlePool.cpp.
@@ -100,7 +100,7 @@ _OTHER_WORKSPACES_BYTES = 112 * MIB
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return what each handle of cuBLAS takes from torch's allocator on a card."""
+    """Return the bytes that each handle of cuBLAS takes from torch's allocator on a card."""
     return _LARGE_WORKSPACE_BYTES if compute_capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
 
@@ -131,7 +131,7 @@ def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
 
 
 def card_named(name: str) -> Card | None:
-    """Return the card with this name, in whatever way it is written; None: it is not in `CARDS`."""
+    """Return the card with this name, in any spelling; None: it is not in `CARDS`."""
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
     sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
     wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
@@ -152,7 +152,7 @@ def _names(card: Card) -> Iterator[str]:
 
 
 def _is_size(card: Card, gigabytes: int) -> bool:
-    """Return whether a card is sold as one of this size; what it reports is up to an eighth less."""
+    """Return whether a card is sold as one of this size; it reports up to an eighth less."""
     return 7 / 8 * gigabytes < card.memory_bytes / GIB < gigabytes
 
 

@@ -1,7 +1,7 @@
 """Which part of its data sheet a card reaches in training, and how far from the truth predicted times were.
 
 All figures are fitted to training steps that others have published: `python -m benchmarks.published.fit` prints them.
-docs/published_measurements.md says how, and what came out for steps that the fit had not seen.
+docs/published_measurements.md says how, with the results for steps that the fit had not seen.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class KernelSpeeds(NamedTuple):
         half: of products of matrices on tensor cores, in 16 bits.
         tf32: the same in TF32.
         float32: of products of matrices in float32.
-        convolution: of convolutions, in whatever precision.
+        convolution: of convolutions, in any precision.
         attention: of fused attention's products.
         memory: of the bandwidth of memory.
     """
@@ -30,7 +30,7 @@ class KernelSpeeds(NamedTuple):
 
 
 class TimeRange(NamedTuple):
-    """How long steps took that others have measured, as multiples of what was predicted: nine of ten lie in between.
+    """How long steps took that others have measured, as multiples of the prediction: nine of ten lie in between.
 
     Attributes:
         low: one in twenty took less.
@@ -58,10 +58,10 @@ _OF_FAMILY, _OF_OTHERS = TimeRange(0.86, 1.43), TimeRange(0.72, 1.43)
 _BY_CAPABILITY = {(7, 0): "V100", (7, 5): "Turing", (8, 0): "A100", (9, 0): "Hopper"}
 _CONSUMER_CAPABILITIES = ((8, 6), (8, 9))
 
-# What a kernel takes whatever it does, and what the host takes to start an operation: Python, autograd, the dispatcher.
+# The fixed time of a kernel, and the time of the host to start an operation: Python, autograd, the dispatcher.
 KERNEL_S = 1.6e-6
 HOST_S = 27.8e-6
-# Of `HOST_S`, taken to be what a view takes, and an operation that autograd starts in backward.
+# The share of `HOST_S` that a view takes, and an operation that autograd starts in backward (assumed).
 VIEW_SHARE, BACKWARD_SHARE = 0.3, 0.6
 
 
@@ -77,7 +77,7 @@ def family_of(card: Card) -> str | None:
 
 
 def speeds_of(card: Card) -> KernelSpeeds:
-    """Return what a card reaches of its data sheet; one of no known family what all known ones reach together."""
+    """Return the shares of its data sheet that a card reaches; of an unknown family, those of all known ones."""
     family = family_of(card)
     return _ALL if family is None else _FAMILIES[family]
 

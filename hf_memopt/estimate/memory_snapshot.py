@@ -38,7 +38,7 @@ def memory_snapshot(estimate: MemoryEstimate) -> dict[str, Any]:
     for index, (num_bytes, block) in enumerate(trace.placed_by(allocator)):
         storage = trace.storages[index]
         if index == trace.first_step:
-            # The viewer needs one of this category, and passes by what is no allocation.
+            # The viewer needs one of this category, and passes by entries that are no allocation.
             events.append({"action": "snapshot", "stream": 0, "frames": [], "category": "unknown"})
         if storage in live:
             born = live.pop(storage)
@@ -58,7 +58,7 @@ def memory_snapshot(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def _frames(estimate: MemoryEstimate, storage: int, phase: str) -> list[dict[str, Any]]:
-    """Return what stands for a stack: the module that was running and the operation, then what the storage is for."""
+    """Return what stands for a stack: the module that was running and the operation, then the use of the storage."""
     owner, operation = estimate.storage_makers[storage]
     return [
         {"filename": owner or phase, "line": 0, "name": operation or "-"},
@@ -67,7 +67,7 @@ def _frames(estimate: MemoryEstimate, storage: int, phase: str) -> list[dict[str
 
 
 def _segments(segments: list[dict[str, Any]], born: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the segments with the blocks that are in use at the end, and what is free between them."""
+    """Return the segments with the blocks that are in use at the end, and the free memory between them."""
     segments = sorted(segments, key=lambda each: int(each["addr"]))
     begins = [segment["addr"] for segment in segments]
     blocks: list[list[dict[str, Any]]] = [[] for _ in segments]

@@ -1,4 +1,4 @@
-"""What is simulated: a training step, and what is known of the model that it trains."""
+"""The step to simulate, and facts about the model that it trains."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from hf_memopt.estimate.accounting.repeated_layers import Layers
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What `estimate_peak_memory` needs to run a step.
+    """The functions and counts that `estimate_peak_memory` needs to run a step.
 
     Attributes:
         setup: called with the device.
-        step: called with what `setup` returned; runs `num_micro_batches` micro-batches and one update.
+        step: called with the result of `setup`; runs `num_micro_batches` micro-batches and one update.
         num_steps: how many steps show the whole behaviour: 2 for a lazy optimizer state, more where plans are made
             from recorded passes.
         num_micro_batches: in `step`.
@@ -31,7 +31,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """Layers of which each does what the one before it does.
+    """Layers of which each repeats the one before it.
 
     Attributes:
         layers: where they are.

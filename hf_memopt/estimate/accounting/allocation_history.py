@@ -1,4 +1,4 @@
-"""What a simulated step did with memory: every storage, and every change in order."""
+"""The memory history of a simulated step: every storage, and every change in order."""
 
 import itertools
 from bisect import bisect_right
@@ -22,7 +22,7 @@ class StorageRecord:
         operation: which operation made it, such as "aten.mm.default".
         owner: the module that was running; "" outside of modules.
         phase: in which it was born.
-        kind: what it is for, where that is known; "" for the results of operations.
+        kind: its use, where that is known; "" for the results of operations.
         born: position of its birth.
         died: position of its death; None while it lives.
         source: index of the storage that it was made from, where no module was running; None if that is unknown.
@@ -51,7 +51,7 @@ class Change(NamedTuple):
         storage: index of the record.
         num_bytes: by which it grew; negative when it shrank or died.
         phase: in which this happened.
-        place: the module, or the weight, for which work was being done; "" where nobody knows.
+        place: the module, or the weight, for which work was being done; "" where it is unknown.
     """
 
     storage: int
@@ -84,7 +84,7 @@ class AllocationHistory:
         return len(self.changes)
 
     def trace(self) -> MemoryTrace:
-        """Return what happened to device memory."""
+        """Return the changes of device memory."""
         entries = [
             (position, change)
             for position, change in enumerate(self.changes)

@@ -27,8 +27,8 @@ SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "
 class StepPhases:
     """Knows the running phase and module, as far as it is told; backward tells nothing, so every operation asks.
 
-    Forward lasts from the beginning of a step, or from a module's call, until backward begins; what comes between
-    backward and the optimizer, or after it (clipping, averaging), is "outside".
+    Forward lasts from the beginning of a step, or from a module's call, until backward begins; code between backward
+    and the optimizer, or after it (clipping, averaging), is "outside".
 
     Attributes:
         name: of the running phase.
@@ -51,7 +51,7 @@ class StepPhases:
         return self._running[-1] if self._running else ""
 
     def add_root(self, module: nn.Module, prefix: str = "") -> None:
-        """Name a module and all in it; what is known already keeps its name."""
+        """Name a module and all in it; modules that have a name keep it."""
         self._roots.append(module)  # keeps ids from being reused
         for name, child in module.named_modules():
             full = ".".join(part for part in (prefix, name) if part)
@@ -101,7 +101,7 @@ class StepPhases:
         return self.name == BACKWARD != before
 
 
-# What fake tensors are asked through the dispatcher, without computing anything.
+# Questions that fake tensors are asked through the dispatcher, without computing anything.
 _DEVICE, _LAYOUT = torch.ops.prim.device.default, torch.ops.prim.layout.default
 
 
@@ -115,7 +115,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observe: called after each operation with it and the running phase.
 
     Attributes:
-        history: what has happened so far.
+        history: all changes so far.
         phases: the argument.
     """
 
@@ -137,7 +137,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
+        """Return False: nothing is compiled in a simulation, and torch's guard against compiling takes time."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +174,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def label(self, tensors: Iterable[Any], kind: str, owner: str | None = None) -> None:
-        """Say what storages are for; one that operations never showed is entered now."""
+        """Label storages by their use; one that operations never showed is entered now."""
         for tensor in tensors_in(list(tensors)):
             record = self.record_of(tensor) or self._note(tensor, None, None)
             if record is not None:
@@ -201,7 +201,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(index, -record.num_bytes)
 
     def closed(self) -> AllocationHistory:
-        """Return the history, to which nothing is added any more, whatever dies later."""
+        """Return the history, to which nothing is added any more, not even later deaths."""
         self._live.clear()
         return self.history
 
@@ -269,7 +269,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index
 
     def _resize(self, address: int, requested: int) -> None:
-        """Note a storage's size, if it is another one. Empty, it is dead, and what fills it again is a new record."""
+        """Note a storage's size, if it is another one. Empty, it is dead, and filled again it is a new record."""
         index, reference = self._live[address]
         record = self.history.records[index]
         if requested == (record.requested_bytes if record.died is None else 0):

@@ -1,4 +1,4 @@
-"""A model of CUDA's caching allocator: what it reserves for a log of allocations.
+"""A model of CUDA's caching allocator: the memory that it reserves for a log of allocations.
 
 Source: c10/cuda/CUDACachingAllocator.cpp with its default settings. Blocks are multiples of 512 bytes; up to 1 MiB they
 come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of
@@ -77,7 +77,7 @@ class CachingAllocator:
         position = bisect_left(free, (num_bytes,))
         block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, pool)
         block.free = False
-        # As in torch: a small block is split at any size, a large one only if what remains is no small block.
+        # As in torch: a small block is split at any size, a large one only if the rest is no small block.
         rest = block.num_bytes - num_bytes
         if rest >= BLOCK_BYTES if small else rest > _SMALL_BYTES:
             self._split(block, num_bytes)
@@ -98,7 +98,7 @@ class CachingAllocator:
 
     def _new_segment(self, num_bytes: int, pool: Pool) -> MemoryBlock:
         segment_bytes = _segment_bytes(num_bytes)
-        # The device is full: whole segments that nobody uses go back to it, and the segment is asked for once more.
+        # The device is full: whole unused segments go back to it, and the segment is asked for once more.
         if not self._has_room(segment_bytes):
             self._return_unused()
             if not self._has_room(segment_bytes):
@@ -156,11 +156,11 @@ def _segment_bytes(num_bytes: int) -> int:
 
 
 class Replay(NamedTuple):
-    """What an allocator does in a run.
+    """The state of an allocator in a run.
 
     Attributes:
-        allocated: bytes in blocks after each change: what `torch.cuda.memory_allocated` counts. They exceed what
-            tensors hold where the rest of a block was too small to be split off.
+        allocated: bytes in blocks after each change, as `torch.cuda.memory_allocated` counts them. They exceed the
+            tensors' bytes where the rest of a block was too small to be split off.
         peak_reserved_bytes: the most that it has held from the device.
     """
 
@@ -249,7 +249,7 @@ class MemoryTrace:
     @cached_property
     def smallest_capacity(self) -> int:
         """The least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
-        # What tensors hold at their peak bounds the answer from below, what an unlimited device reserves from above.
+        # The tensors' peak bounds the answer from below, the memory reserved on an unlimited device from above.
         failing, fitting = max(accumulate(self.changes)) - 1, self.unlimited.peak_reserved_bytes
         while fitting - failing > _LARGE_MULTIPLE_BYTES:
             middle = (failing + fitting) // 2

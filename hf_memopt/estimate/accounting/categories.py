@@ -1,4 +1,4 @@
-"""What the storages of a simulated step are for, as far as modules, optimizers and teachers tell."""
+"""The uses of the storages of a simulated step, as far as modules, optimizers and teachers tell."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ from hf_memopt.estimate.accounting.allocation_log import (
 )
 from hf_memopt.estimate.accounting.operation import tensors_in
 
-# In the order in which they are drawn, from the bottom up: what is always there, what comes with the first steps, what
-# comes and goes, and what no tensor holds.
+# In the order in which they are drawn, from the bottom up: permanent storages, those of the first steps, those that
+# come and go, and memory without a tensor.
 CATEGORIES = (
     FROZEN,
     TEACHER,
@@ -58,9 +58,10 @@ CATEGORIES = (
 
 
 class StepLabels:
-    """Labels storages by what they are for, and knows which parameters were trained.
+    """Labels storages by their use, and knows which parameters were trained.
 
-    What modules and optimizers own is labelled when they run, at the latest. The results of operations stay without a
+    Storages of modules and optimizers are labelled when these run, at the latest. The results of operations stay
+    without a
     label: whether one is an activation shows only when backward begins, so `alive_at` decides it after the run.
 
     Args:
@@ -90,7 +91,7 @@ class StepLabels:
                 handle.remove()
 
     def add_state(self, state: Any) -> None:
-        """Label what setup returned: modules and their weights, optimizers, and tensors, which are inputs."""
+        """Label the results of setup: modules and their weights, optimizers, and tensors, which are inputs."""
         things = list(_things(state, ""))
         modules = [(name, thing) for name, thing in things if isinstance(thing, nn.Module)]
         for name, module in modules:
@@ -209,7 +210,7 @@ def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> di
 
     Args:
         live: as `alive_at` returns it.
-        allocated_bytes: of all blocks; what storages leave of them is their unused ends.
+        allocated_bytes: of all blocks; the difference from the storages is their unused ends.
     """
     totals: Counter[str] = Counter()
     for kind, record in live:

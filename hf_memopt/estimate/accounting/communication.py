@@ -1,4 +1,4 @@
-"""What a rank holds for the sake of the others: memory that collectives read and write, and gathered weights."""
+"""Memory that a rank holds for the sake of the others: buffers of collectives, and gathered weights."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from hf_memopt.estimate.accounting.operation import Operation, name_of
 
 
 def exchanged(operation: Operation) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the tensors of an operation of FSDP2 with what they are for; nothing for other operations.
+    """Yield the tensors of an operation of FSDP2 with their use; nothing for other operations.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.11. Shards are gathered into one buffer,
     from which the weights are copied; gradients are copied into another one, which is reduced to the shards' gradients.

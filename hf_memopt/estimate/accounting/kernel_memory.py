@@ -2,8 +2,8 @@
 
 cuBLAS and cuBLASLt take workspaces, and keep them. Source: CublasHandlePool.cpp and Blas.cpp of torch 2.11. Each thread
 that computes has a handle of its own: the one that runs forward and the optimizer, and autograd's, which runs backward
-and what is recomputed there. A handle takes its workspace when its first product runs, cuBLASLt's when the first one
-that adds a bias does.
+and recomputation. A handle takes its workspace when its first product runs, cuBLASLt's when the first one that adds a
+bias does.
 
 Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
 SoftMax.cu. The backward of CTC's loss makes a second table like forward's. Source: `ctc_loss_backward_gpu_template` of
@@ -69,7 +69,7 @@ class KernelMemory:
         self._taken: set[tuple[str, bool]] = set()
 
     def taken_by(self, operation: Operation) -> Iterator[KernelBlock]:
-        """Yield what an operation on the device takes, after its results are allocated."""
+        """Yield the memory that an operation on the device takes, after its results are allocated."""
         packet, args = operation.function.overloadpacket, operation.args
         if packet is _aten._softmax_backward_data:
             yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)

@@ -12,10 +12,10 @@ class Operation(NamedTuple):
     """An operation that has run.
 
     Attributes:
-        function: that was called.
-        args: with what.
-        kwargs: with what else.
-        result: what it returned.
+        function: the operation that was called.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        result: the return value.
         inputs: the tensors in `args` and `kwargs`.
         outputs: the tensors in `result`.
     """

@@ -1,12 +1,12 @@
-"""Adds layers to the history of a model that has few: what one more layer does is seen, and repeated.
+"""Adds layers to the history of a model that has few: the changes of one more layer are seen, and repeated.
 
 The changes of a pass, by the layer that they belong to, with layer 1 as the template and two layers added:
 
 three layers   forward 0 0 1 1 1 2 2  |  backward 2 2 2 1 1 0 0  |  update 0 1 2
 five layers    forward 0 0 1 1 1 x x x y y y 2 2  |  backward 2 2 2 y y x x 1 1 0 0  |  update 0 1 x y 2
 
-Whether that is what more layers do is not taken for granted: `growth` compares a history with a layer added to that of
-a model which really has one more, change by change. Where they differ, nothing is repeated.
+That more layers do the same is not taken for granted: `growth` compares a history with a layer added to that of a model
+which really has one more, change by change. Where they differ, nothing is repeated.
 """
 
 import re
@@ -23,7 +23,7 @@ from hf_memopt.estimate.accounting.caching_allocator import BLOCK_BYTES
 
 
 class NotRepeatedError(Exception):
-    """More layers do not do what those that were seen do, once more each."""
+    """More layers do not repeat the changes of those that were seen."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layers:
         name: of the list of modules that they are in, such as "model.layers".
         count: how many there are in all.
         period: every how many of them the same kind returns; these count as one below, a group.
-        reach: how many groups on what a group makes may still be used, or end: 1, in the next one.
+        reach: how many groups on the storages of a group may still be used, or end: 1, in the next one.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Layers:
 
     @property
     def num_few(self) -> int:
-        """How many groups tell what all do: the template, and those that it may have to do with."""
+        """Return how many groups stand for all: the template, and those that it may exchange storages with."""
         return 2 * self.reach + 1
 
     def group_of(self, place: str) -> int | None:
@@ -84,7 +84,7 @@ class Layers:
 
 
 class _Role(NamedTuple):
-    """What a storage is in its group. The same in all groups that do the same.
+    """The place of a storage in its group, the same in all equal groups.
 
     Attributes:
         phase: number of the phase in which it was born, counted from the beginning.
@@ -117,7 +117,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Growth:
-    """What storages outside of the repeated layers grow by with each group, by index: bytes, and each length."""
+    """The growth of storages outside of the repeated layers with each group, by index: bytes, and each length."""
 
     bytes: dict[int, int]
     shapes: dict[int, tuple[int, ...]]
@@ -167,11 +167,11 @@ def add_groups(
         history: of a model with at least `layers.num_few` groups of layers.
         layers: where these are.
         num_groups: how many are added.
-        each_adds: what other storages grow by with each group; None, they stay as they are.
+        each_adds: growth of other storages with each group; None, they stay as they are.
 
     Raises:
-        NotRepeatedError: what the template does cannot be repeated: its changes have no order among those of its
-            neighbours, or concern storages that a further group would not have.
+        NotRepeatedError: the template cannot be repeated: its changes have no order among those of its neighbours, or
+            concern storages that a further group would not have.
     """
     runs = _runs(history, layers)
     result = _Longer(history, runs, layers, num_groups, each_adds or Growth({}, {}))
@@ -192,7 +192,8 @@ def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
         end = begin + len(list(members))
         runs.append(_Run(group, phase, begin, end))
         begin = end
-    # What one group leaves behind often dies while the next one is at work, whose run goes on as if nothing were there.
+    # Storages that one group leaves behind often die while the next one is at work, whose run goes on as if nothing
+    # were there.
     merged = runs[:1]
     for run, following in zip(runs[1:], [*runs[2:], None], strict=True):
         before = merged[-1]
@@ -237,7 +238,7 @@ def _places(history: AllocationHistory) -> Iterator[str]:
     """Yield for each storage the module or weight that it belongs to."""
     records = history.records
     named = [record.owner or history.changes[record.born].place for record in records]
-    # What was made from a storage says where it belongs, if it does not itself: a weight's first form, before a cast.
+    # Results made from a storage say where it belongs, if it does not itself: a weight's first form, before a cast.
     for index in range(len(records) - 1, -1, -1):
         source = records[index].source
         if source is not None and not named[source]:
@@ -323,7 +324,7 @@ class _Longer:
             return index
         group, role = self._roles[index]
         # Neighbours hand storages to each other. Others mean the one and only, as the first group does when it ends
-        # what the last one, and the loss behind it, began.
+        # storages of the last one and of the loss behind it.
         if run.group is None or abs(run.group - group) > self._layers.reach:
             shift = self._num_groups if group > self._layers.template else 0
         return group + shift, role

@@ -14,9 +14,9 @@ from typing import cast
 
 import torch
 
-# What torch's engine says in a child of a process whose threads for devices have started.
+# The message of torch's engine in a child of a process whose threads for devices have started.
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
-# What torch says of a tensor with 2^63 bytes or numbers, or more.
+# The message of torch about a tensor with 2^63 bytes or numbers, or more.
 TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
 
 
@@ -110,9 +110,9 @@ class _Isolated[Result]:
 
 def _child(function: Callable[[], object], sender: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays, and takes a third of a second to look through each time
-    gc.enable()  # cycles of tensors die in a simulation too, also where the command line looks for no garbage
-    logging.disable(logging.CRITICAL)  # what matters travels as a result or an exception
+    gc.freeze()  # imported objects stay, and take a third of a second to look through each time
+    gc.enable()  # cycles of tensors die in a simulation too, also where the command line has switched collection off
+    logging.disable(logging.CRITICAL)  # results and exceptions carry all that matters
     result, error, trace = None, None, ""
     try:
         result = function()

@@ -1,8 +1,9 @@
 """Answers to questions that only real numbers could answer, and a record of every guess.
 
 Fake tensors have shapes and no values. Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), the
-answer that a plain training run would most likely get is given, and noted, so that an estimate can say what it assumed.
-Where the value follows from what is written down in the program, it is known (`known_values`), and nothing is assumed.
+answer that a plain training run would most likely get is given, and noted, so that an estimate can name its
+assumptions. Where the value follows from constants of the program, it is known (`known_values`), and nothing is
+assumed.
 """
 
 import math
@@ -44,9 +45,9 @@ class UnsupportedOperationError(ValueError):
 
 
 class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what fake tensors cannot.
+    """Answers questions about values that fake tensors cannot.
 
-    What is known is answered as it is. Otherwise a number is taken as 1. A truth value is taken as False, except from
+    A known value is given as it is. Otherwise a number is taken as 1. A truth value is taken as False, except from
     `all` and its like, which are True: masks hide nothing, and no exceptional branch is taken. Selections (`nonzero`,
     boolean indexing) take all of their input.
 
@@ -54,7 +55,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phases: know which module is running, for errors.
 
     Attributes:
-        guesses: what was assumed, and how often; these may change memory.
+        guesses: assumptions, and how often they were made; these may change memory.
     """
 
     def __init__(self, phases: StepPhases) -> None:
@@ -65,7 +66,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
+        """Return False: nothing is compiled in a simulation, and torch's guard against compiling takes time."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +149,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(1, mask.numel())
 
     def _index(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Masks become the indices of what they select, as in torch's kernels."""
+        """Turn masks into the indices of the elements that they select, as in torch's kernels."""
         positions: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):

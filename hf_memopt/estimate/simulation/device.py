@@ -2,8 +2,8 @@
 
 Fake tensors on "cuda" need a driver (backward fails without one, autocast switches itself off, attention takes the math
 path), and fake tensors on "cpu" follow the CPU's rules. torch's PrivateUse1 Python backend is an accelerator to the
-autograd engine, to the optimizers and to operators that have one path for accelerators and one for the CPU; what
-remains is given to it here. Registering it is for a process and for good, so a simulation has a process of its own.
+autograd engine, to the optimizers and to operators that have one path for accelerators and one for the CPU; the rest is
+given to it here. Registering it is for a process and for good, so a simulation has a process of its own.
 
 Inside of `simulation` three dispatch modes lie on each other, and every operation passes them from the top down:
 the allocation log (`accounting.allocation_log`, which the caller opens), the answers to questions about values
@@ -50,7 +50,7 @@ DEVICE_TYPE = "virtualcuda"
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect.
+    """The functions that torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect.
 
     Attributes:
         phases: are told which stream is running.
@@ -112,7 +112,7 @@ def simulation(
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
     """Make all tensors fake while the context is open.
 
-    Gives the device to build on and the dispatch mode that notes what was assumed.
+    Gives the device to build on and the dispatch mode that notes assumptions.
 
     Args:
         like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
@@ -176,11 +176,11 @@ def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], No
         hide_operations=_pop_mode_temporarily,
         tensor_class=FakeTensor,
         is_unlimited=True,
-        free_host_bytes=lambda: sys.maxsize,  # what a run needs there is an answer, and no matter of this machine
+        free_host_bytes=lambda: sys.maxsize,  # host memory of a run is a result, and no matter of this machine
     )
 
 
-# ---------------------------------------------------------------- what other libraries do otherwise in a simulation
+# --------------------------------------------------------- patches for transformers, torch.autocast and accelerate
 
 
 @contextmanager
@@ -237,7 +237,7 @@ def _disable_compile(data_dependent: DataDependentOps) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- what torch cannot do with fake tensors
+# ------------------------------------------------------------- operations that torch lacks for fake tensors
 
 
 def _keep_parameters_when_moved() -> Any:
@@ -275,7 +275,7 @@ def _let_weights_change_device() -> Iterator[None]:
 
 
 def replace_memory(tensor: Tensor, memory: Tensor) -> None:
-    """Do what `tensor.data = memory` does, across devices: the same object gets the implementation of another one."""
+    """Assign `tensor.data = memory` across devices: the same object gets the implementation of another one."""
     if isinstance(tensor, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
     tensor.__class__, memory.__class__ = memory.__class__, tensor.__class__

@@ -15,7 +15,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # What fake tensors carry, by their device: the same for all that are made from the cache.
+        # Attributes of fake tensors, by their device: the same for all that are made from the cache.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @property
@@ -26,7 +26,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a simulation, and what keeps a mode from being compiled takes its time."""
+        """Return False: nothing is compiled in a simulation, and torch's guard against compiling takes time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self.dispatch(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
 
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
-        """Make what torch's cache knows a result by; torch's own way took a fifth of a simulation.
+        """Make the key of a result in torch's cache; torch's own way took a fifth of a simulation.
 
         A call is an operation and its arguments, from torch 2.15 on its arguments alone.
         """
@@ -60,7 +60,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return made
 
     def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
-        """Append what torch's cache knows arguments by; torch's own way took a third of a simulation."""
+        """Append the key of arguments in torch's cache; torch's own way took a third of a simulation."""
         if type(args) is dict:
             result.append(tuple(args))
             args = list(args.values())

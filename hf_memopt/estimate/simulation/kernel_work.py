@@ -1,4 +1,4 @@
-"""What an operation asks of a card: arithmetic of a kind, and bytes of its memory."""
+"""The work of an operation on a card: arithmetic of a kind, and bytes of its memory."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ _AMPERE = (8, 0)
 
 
 class KernelWork(NamedTuple):
-    """What a kernel has to do.
+    """The work of a kernel.
 
     Attributes:
         kind: `MATRIX`, `CONVOLUTION`, `ATTENTION`, or `MEMORY` for all that is no arithmetic worth counting.
@@ -40,7 +40,7 @@ def starts_kernel(function: Any) -> bool:
 
 
 def work_of(operation: Operation, card: Card) -> KernelWork:
-    """Return what an operation asks of a card."""
+    """Return the work of an operation on a card."""
     num_bytes = sum(leaf.nbytes for leaf in operation.inputs) + sum(leaf.nbytes for leaf in operation.outputs)
     flops = _flops(*operation[:4])
     kind = _kind(operation.function.overloadpacket.__name__) if flops else MEMORY
@@ -75,7 +75,7 @@ def _precision(kind: str, dtypes: set[torch.dtype], card: Card) -> str:
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Floating point operations; 0 for what only moves memory."""
+    """Return the floating point operations; 0 for an operation that only moves memory."""
     if "_attention" in function.overloadpacket.__name__:
         return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
     if function.overloadpacket is torch.ops.aten.convolution_backward:
@@ -86,7 +86,7 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *settings: Any) -> float:
-    """torch's own count takes grouped convolutions for dense ones. Each gradient costs what the forward pass did."""
+    """torch's own count takes grouped convolutions for dense ones. Each gradient costs as much as the forward pass."""
     transposed, mask = settings[4], settings[7]
     products = (input if transposed else output).numel() * weight[0].numel()
     return 2.0 * products * int(mask[0] + mask[1])

@@ -1,4 +1,4 @@
-"""Whole numbers and truth values that are known in a simulation, and what follows from them.
+"""Whole numbers and truth values that are known in a simulation, and values that follow from them.
 
 Fake tensors have no values. A model that counts its image tokens, or cuts patches into windows, asks for some all the
 same. Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known.
@@ -21,18 +21,18 @@ _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.full, _aten.ones, _aten.zeros, _aten.scalar_tensor}
 # Set on fake tensors; torch keeps attributes of tensors as long as these.
 _VALUE = "_hf_memopt_value"
-# What is larger is unknown: nobody asks for masks of all pairs of tokens.
+# Larger tensors are unknown: no program asks for the values of masks of all pairs of tokens.
 _MAX_BYTES = 64 * MIB
 
 
 def value_of(tensor: Any) -> Tensor | None:
-    """Return what a tensor holds, on the CPU; None, it is unknown."""
+    """Return the values of a tensor, on the CPU; None, they are unknown."""
     value: Tensor | None = getattr(tensor, _VALUE, None)
     return None if value is None or _is_outdated(value) else value
 
 
 def computed(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an operation gives for the known values of its arguments; None, one of them is unknown."""
+    """Return the result of an operation on the known values of its arguments; None, one of them is unknown."""
     if not _follows(function, args, kwargs):
         return None
     with unset_fake_temporarily():
@@ -41,9 +41,9 @@ def computed(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Attach to the results of an operation what they hold, if that follows from known values.
+    """Attach their values to the results of an operation, if they follow from known values.
 
-    What an operation writes to with values that are unknown is unknown from then on, and so are all views of it.
+    A tensor that an operation writes unknown values to is unknown from then on, and so are all views of it.
     """
     if function.overloadpacket is _aten.set_:
         setattr(args[0], _VALUE, None)  # those of another storage
@@ -55,7 +55,7 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def attach(result: Any, value: Any) -> None:
-    """Note what tensors hold.
+    """Note the values of tensors.
 
     Args:
         result: a fake tensor, or some in a tuple or list.
@@ -138,7 +138,7 @@ def _written(function: Any, args: Any) -> Iterator[Tensor]:
 
 
 def _forget(tensor: Tensor) -> None:
-    """Empty the memory of what a tensor holds, which its views share."""
+    """Empty the memory of a tensor's values, which its views share."""
     value = getattr(tensor, _VALUE, None)
     if value is not None:
         with unset_fake_temporarily():

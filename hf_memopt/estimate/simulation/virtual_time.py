@@ -31,10 +31,11 @@ class VirtualClock:
 
     Args:
         card: how fast operations and copies are.
-        like: what is simulated; beside "cuda" operations on the CPU take no time, and "cpu" is the device itself.
+        like: the device that is simulated; beside "cuda" operations on the CPU take no time, and "cpu" is the device
+            itself.
 
-    The host starts one operation after the other, and the card computes what has been started; it waits where the host
-    is slower. A step begins with both of them at the same moment. Operations of a simulated CPU start at no cost.
+    The host starts one operation after the other, and the card computes them in turn; it waits where the host is
+    slower. A step begins with both of them at the same moment. Operations of a simulated CPU start at no cost.
 
     Attributes:
         now_s: the moment at which the compute stream is.
@@ -51,7 +52,7 @@ class VirtualClock:
         # `_started_s`: until which moment the host has been starting operations.
         self.now_s = self._started_s = self.stalled_s = self.stall_ms = 0.0
         self.phases_ms: dict[str, float] = {}
-        # Up to which moment time is booked to phases, and what of `stalled_s` belongs to earlier steps.
+        # Up to which moment time is booked to phases, and the part of `stalled_s` of earlier steps.
         self._booked_s = self._stalled_before_s = 0.0
 
     def mark(self) -> float:
@@ -76,7 +77,7 @@ class VirtualClock:
 
     @contextmanager
     def repeating(self, num_more: int) -> Iterator[None]:
-        """Let what happens inside take its time so many times more, as if it were done again.
+        """Let the operations inside take their time so many times more, as if they were done again.
 
         That is exact where host and card are as far apart afterwards as before. Copies are not repeated.
         """
@@ -101,7 +102,7 @@ class VirtualClock:
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
     def _duration_s(self, operation: Operation, devices: set[str]) -> float:
-        """Return what an operation takes: its arithmetic or its bytes, whichever takes longer, and a little more."""
+        """Return the seconds of an operation: the longer of its arithmetic and its memory traffic, and a little more."""
         outputs = operation.outputs
         if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in operation.inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s

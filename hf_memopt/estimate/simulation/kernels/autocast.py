@@ -1,7 +1,8 @@
 """CUDA's autocast policy for the virtual accelerator.
 
-The lists are torch's "Autocast Op Reference"; a canary test compares them with what torch registers for CUDA. What CUDA
-registers and these lists leave out has no overload that Python can reach, or is banned there too.
+The lists are torch's "Autocast Op Reference"; a canary test compares them with torch's registrations for CUDA.
+Operations that CUDA registers and these lists leave out have no overload that Python can reach, or are banned there
+too.
 """
 
 import weakref
@@ -89,7 +90,7 @@ _cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Do what torch's cached_cast does: cast floats of this device, but float64, to dtype; fp32 weights only once."""
+    """Cast as torch's cached_cast does: floats of this device, but float64, to dtype; fp32 weights only once."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != device_type:
         return value
     if value.dtype in (dtype, torch.float64):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @contextmanager
 def fused_head_as_on_cuda() -> Iterator[None]:
-    """Have TRL's fused output layer take what it takes on CUDA, if TRL has been imported."""
+    """Have TRL's fused output layer take as much memory as on CUDA, if TRL has been imported."""
     kernels, caller = (sys.modules.get(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
     with ExitStack() as stack:
         if kernels is not None:

@@ -52,9 +52,9 @@ def quantise(model: nn.Module, how: str, compute_dtype: torch.dtype) -> None:
 
 
 def adapt_as_peft_does(model: nn.Module) -> None:
-    """Have adapters on layers of bitsandbytes do what PEFT's own for these do.
+    """Have adapters on layers of bitsandbytes compute as PEFT's own for these do.
 
-    They leave their input to autocast where it is on, and copy what a layer in NF4 returns before they add to it.
+    They leave their input to autocast where it is on, and copy the result of a layer in NF4 before they add to it.
     """
     for module in model.modules():
         base = getattr(module, "base_layer", None)

@@ -1,4 +1,4 @@
-"""What linear layers with frozen weights in few bits have in common."""
+"""The common base of linear layers with frozen weights in few bits."""
 
 import torch
 from torch import Tensor, nn
@@ -29,5 +29,5 @@ class QuantisedLinear(nn.Linear):
         raise NotImplementedError
 
     def _stored(self, weight: Tensor) -> Tensor:
-        """Return memory for the weight, and register buffers for what goes with it."""
+        """Return memory for the weight, and register its scales and other buffers."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """One process of several that train together, without the others: collectives move nothing and end at once.
 
 The engines run as they are, on torch's process group "fake": DDP's reducer with its buckets, FSDP2 with its shards,
-gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). What they ask of values, which fake
-tensors have not, is answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
+gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). Their questions about values, which fake
+tensors have not, are answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
 """
 
 import os
@@ -38,7 +38,8 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
         labels: are told of memory that the engines hold for the sake of the other ranks.
 
     Raises:
-        ValueError: this process belongs to a process group already; or, inside, DDP gets what is not simulated.
+        ValueError: this process belongs to a process group already; or, inside, DDP gets arguments that are not
+            simulated.
     """
     if distributed_c10d.is_initialized():
         raise ValueError(

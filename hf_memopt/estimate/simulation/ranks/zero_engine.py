@@ -34,7 +34,7 @@ _TORCH_BACKEND = importlib.import_module("deepspeed.comm.torch")
 
 
 class DeviceAsCuda(CPU_Accelerator):  # type: ignore[misc]
-    """A device for DeepSpeed that needs no driver, with CUDA's answers where they decide what is allocated.
+    """A device for DeepSpeed that needs no driver, with CUDA's answers where they decide allocations.
 
     Args:
         device: where tensors are made.
@@ -93,7 +93,7 @@ def zero_as_on_cuda(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def zero_without_values(labels: StepLabels) -> Iterator[None]:
-    """Answer what DeepSpeed asks of values: gradients are finite, and other ranks agree. Label what it holds."""
+    """Answer DeepSpeed's questions about values: gradients are finite, ranks agree. Label its buffers."""
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(patch.object(zero_utils, "assert_lst_len_same_as_other_ranks", lambda numbers: None))
@@ -130,7 +130,7 @@ def _gradient_labelled(labels: StepLabels) -> Callable[..., None]:
 
 
 def _sums_labelled(labels: StepLabels) -> Callable[..., None]:
-    """Backward ends: what is left in the buckets is reduced, and the rank's share of gradients put together."""
+    """End backward: gradients left in the buckets are reduced, and the rank's share of gradients put together."""
 
     def end(method: Any, optimizer: Any) -> None:
         labels.add([bucket.buffer for bucket in optimizer.ipg_buckets.values()], COMMUNICATION)
