@@ -18,9 +18,9 @@ VARIABLE = "HF_MEMOPT"
 
 @dataclass
 class MemoptArguments(OffloadArguments):
-    """What this library does for a Trainer, beside TrainingArguments in `HfArgumentParser` and TRL's `TrlParser`.
+    """Options of `attach`, beside TrainingArguments in `HfArgumentParser` and TRL's `TrlParser`.
 
-    Each field is a flag and a key in a YAML file; its help text says what it means. The defaults are those of `attach`.
+    Each field is a flag and a key in a YAML file; its help text gives the meaning. The defaults are those of `attach`.
 
     Raises:
         ValueError: a field is out of range, or has no effect without another one.

@@ -39,13 +39,13 @@ def attach(
 ) -> "Attachment":
     """Switch on parts of this library for a transformers Trainer or a descendant, such as TRL's trainers.
 
-    `attach(trainer)` alone offloads by plan, logs memory and explains a lack of it. Call it before `trainer.train()`.
-    It holds for every later one, whatever exceptions there are in between.
+    With no options it plans offloading, logs peak memory and annotates out-of-memory errors. Call it before
+    `trainer.train()`. It stays active for later `train()` calls, even after an exception.
 
     Args:
         trainer: its training steps, and nothing else, are affected.
-        offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for what forward passes and
-            losses save for backward. None, no offloading.
+        offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for tensors that forward
+            passes and losses save for backward. None, no offloading.
         frozen: where TRL's reference model, teacher and reward models live between their calls: a mode of
             `OffloadedTeacher`, such as "auto" or "swap". None leaves them as they are.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the model
@@ -59,9 +59,9 @@ def attach(
         A handle whose `remove()` restores the trainer.
 
     Raises:
-        ValueError: something else offloads activations already, naming what to switch off; the trainer has an
-            attached offloader; it has no frozen model that could live on the host, see `FrozenModels`; or
-            `memory_report` lacks matplotlib.
+        ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
+            offloader; it has no frozen model that could live on the host, see `FrozenModels`; or `memory_report` lacks
+            matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -90,7 +90,7 @@ class Part(Protocol):
 
 
 class Attachment:
-    """What `attach` has attached."""
+    """The parts that `attach` has attached."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
@@ -105,7 +105,7 @@ class OffloadedLoss(TrainerCallback):
     """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
 
     Replaces `compute_loss_context_manager` on the instance, the one place of Trainer that encloses forward and loss and
-    not backward. Hooks entered in `on_step_begin` would outlive an exception and pack what checkpointed layers
+    not backward. Hooks entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers
     recompute.
     """
 
@@ -150,8 +150,8 @@ class OffloadedLoss(TrainerCallback):
 class FrozenModels(TrainerCallback):
     """Holds the frozen models beside the one that learns in host memory; each of their calls is a visit to the device.
 
-    They are what TRL's trainers keep as `ref_model`, `teacher_model` and `reward_funcs`. Weights that are frozen in the
-    learning model too, under the same name and with the same bits, are held once.
+    They are the models that TRL's trainers keep as `ref_model`, `teacher_model` and `reward_funcs`. Weights that are
+    frozen in the learning model too, under the same name and with the same bits, are held once.
 
     Raises:
         ValueError: the trainer has none, since adapters make TRL take the policy itself for its reference; an engine

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 class ClearCacheOnSaveCallback(TrainerCallback):
     """After every saved checkpoint, collects garbage and returns unused device memory to the driver; logs how much.
 
-    Saving gathers and copies tensors that nothing needs afterwards, and what the allocator keeps of them can be of no
-    use for the sizes that training needs. This gives the whole cache back, for other processes too. It moves nothing
-    that is in use, so it undoes no fragmentation inside of segments, and the next step has to ask the driver for its
-    memory again: a synchronisation and some milliseconds per checkpoint.
+    Saving gathers and copies tensors that nothing needs afterwards, and the blocks that the allocator keeps of them can
+    be of no use for the sizes that training needs. This gives the whole cache back, for other processes too. It moves
+    nothing that is in use, so it undoes no fragmentation inside of segments, and the next step has to ask the driver
+    for its memory again: a synchronisation and some milliseconds per checkpoint.
 
     If memory is lost to fragmentation in every step (`memory/fragmentation_gib` of `MemoryLoggingCallback` grows), set
     `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment instead: there the cause goes away.

@@ -57,9 +57,9 @@ def main(words: Sequence[str]) -> None:
 def attached(arguments: MemoptArguments) -> Iterator[None]:
     """Attach to every Trainer, those of TRL included, and every Accelerator that is used inside.
 
-    A Trainer gets what `arguments.attach` gives it, at the end of `Trainer.__init__`. The models that an Accelerator of
-    its own prepares, and that have something to train, are wrapped in an offloader each, which sees their forward pass
-    alone. When the context ends, what each of these has done is logged.
+    A Trainer gets the parts that `arguments.attach` adds, at the end of `Trainer.__init__`. The models that an
+    Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
+    their forward pass alone. When the context ends, the figures of each of these are logged.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     offloaders: list[ActivationOffloader] = []
@@ -88,7 +88,7 @@ def attached(arguments: MemoptArguments) -> Iterator[None]:
 
 
 def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
-    """Wrap what an Accelerator has prepared, if it is a model with something to train."""
+    """Wrap an object that an Accelerator has prepared, if it is a model with something to train."""
     if not isinstance(model, nn.Module) or is_wrapped(model):
         return
     offloader = arguments.make_offloader(accelerator.device)

@@ -8,13 +8,13 @@ from hf_memopt.memory.leaks.detect import LeakMonitor, LeakReport
 
 
 class LeakDetectionCallback(TrainerCallback):
-    """Says, once, that memory stays behind at every optimizer step, what it is and who holds it.
+    """Says, once, that memory stays behind at every optimizer step, with the tensors and their holders.
 
     Looks between optimizer steps, so micro-batches are over and gradients are gone, and counts anew whenever training
-    begins or resumes. What evaluation, saving or an epoch leaves is no leak of the step. Each rank watches itself.
+    begins or resumes. Memory left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
 
     Args:
-        options: of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and what is found how soon:
+        options: of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and how soon leaks are found:
             `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
 
     Raises:
@@ -30,7 +30,7 @@ class LeakDetectionCallback(TrainerCallback):
         self._monitor = LeakMonitor(**options)
 
     def report(self) -> LeakReport | None:
-        """Return what was found in this run; None while there is no verdict."""
+        """Return the report on this run; None while there is no verdict."""
         return self._monitor.report()
 
     def on_train_begin(

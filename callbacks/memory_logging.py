@@ -36,7 +36,7 @@ class MemoryLoggingCallback(TrainerCallback):
     be watched from inside, and under `DataParallel`, whose replicas run in threads, there is only `optimizer` beside
     the process's peak.
 
-    Training is bitwise what it is without. Nothing waits for the device.
+    Training is bitwise the same. Nothing waits for the device.
 
     Args:
         warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
@@ -133,7 +133,7 @@ class MemoryLoggingCallback(TrainerCallback):
         self._stop_watching()
 
     def card_section(self, args: TrainingArguments, state: TrainerState, offloading: str) -> str | None:
-        """Return what training took as Markdown for a model card; None before anything was logged.
+        """Return the cost of training as Markdown for a model card; None before anything was logged.
 
         Args:
             args: of the trainer.
@@ -177,7 +177,7 @@ class MemoryLoggingCallback(TrainerCallback):
 
 
 class MemoryPageCallback(TrainerCallback):
-    """When training ends, writes what `hf-memopt report` writes about a run, from the figures that were logged.
+    """Writes the page of `hf-memopt report` about a run when training ends, from the logged figures.
 
     `report/report.html` in the output folder, and `trainer_state.json` beside it, which has the losses.
 

@@ -1,4 +1,4 @@
-"""Activation offloading as a Trainer callback, and what has to hold before a Trainer can offload at all."""
+"""Activation offloading as a Trainer callback, and the conditions for a Trainer to offload at all."""
 
 import logging
 from collections.abc import Callable
@@ -16,21 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 class ActivationOffloadCallback(TrainerCallback):
-    """Offloads what the model's forward saves for backward, by plain registration: `callbacks=[...]`.
+    """Offloads tensors that the model's forward saves for backward, by plain registration: `callbacks=[...]`.
 
     Hooks on the model's forward are put on when training begins and taken off when it ends. When an exception ends
     training, they stay on the model until the next `train()` or `remove()`.
 
-    It sees the model's forward alone. What a loss outside of it saves (`compute_loss_func`, label smoothing, a
-    `compute_loss` of one's own), often the logits and so the largest tensors of all, stays on the device; and
-    torch.compile splits its graph at the hooks. `hf_memopt.attach` has neither limit.
+    It sees the model's forward alone. Tensors that a loss outside of it saves (`compute_loss_func`, label smoothing, a
+    `compute_loss` of one's own), often the logits and so the largest of all, stay on the device; and torch.compile
+    splits its graph at the hooks. `hf_memopt.attach` has neither limit.
 
     Args:
         offloader: an `ActivationOffloader` or one of its modes. None, one made of `options`.
         options: of `ActivationOffloader`, unless one is given.
 
     Raises:
-        ValueError: when training begins, if something else offloads activations already, naming what to switch off.
+        ValueError: when training begins, if activations are offloaded already, naming the option to switch off.
 
     Example:
         >>> Trainer(..., callbacks=[ActivationOffloadCallback(mode="auto", budget_gib=4.0)])
@@ -79,7 +79,7 @@ def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) 
 
 
 def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArguments, model: nn.Module) -> None:
-    """Check that `offloader` would see what a Trainer saves for backward.
+    """Check that `offloader` would see the tensors that a Trainer saves for backward.
 
     Only the innermost pair of saved-tensor hooks runs, so that of two offloaders one would do nothing, unnoticed.
 
@@ -115,7 +115,7 @@ def log_stats(stats: OffloadStats, state: TrainerState) -> None:
 
 
 def log_what_was_done(stats: OffloadStats) -> None:
-    """One line with what offloading did; a warning where it did nothing, unless nothing was trained."""
+    """Log one line with the figures of offloading; a warning where it did nothing, unless nothing was trained."""
     if stats.bytes_kept == stats.bytes_weights == stats.bytes_moved == 0:
         logger.info("activation offloading: no pass has saved anything for backward")
     elif stats.bytes_moved == 0 and stats.predicted_peak_gib is None:

@@ -29,9 +29,9 @@ class StopOnNonFiniteCallback(TrainerCallback):
     A loss scaler (fp16) finds infinite gradients on its own, skips the step and halves its scale, so nothing is done
     as long as its scale is above 1. At a scale of 1 or less, the gradient itself is not finite, and training ends.
 
-    Hooks on the parameters see each micro-batch's gradient before it is added up over micro-batches and ranks; that is
-    what tells rank, micro-batch and parameter. They are taken off when training ends. The gradients, and so the
-    training, are bitwise what they are without.
+    Hooks on the parameters see each micro-batch's gradient before it is added up over micro-batches and ranks; so they
+    tell rank, micro-batch and parameter. They are taken off when training ends. The gradients, and so the training, are
+    bitwise the same.
 
     Cost: one reduction over each gradient in every micro-batch and one over all of them per optimizer step, an
     all-reduce of 4 bytes, and one wait of the host for the device per optimizer step.

@@ -34,7 +34,7 @@ class MemoptPlugin(BasePlugin):
         return f"{MemoptInputs.__module__}.{MemoptInputs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        """Attach what `memopt` in the file says; without it, the defaults.
+        """Attach with the options under `memopt` in the file; without it, the defaults.
 
         Raises:
             ValueError: `memopt` names no field or an invalid value, or something else offloads activations already.

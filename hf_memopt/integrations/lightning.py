@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class ActivationOffloading(Callback):
-    """Offloads what training steps save for backward; gradients are bitwise those without it.
+    """Offloads tensors that training steps save for backward; gradients are bitwise those without it.
 
-    Each `training_step` runs in an `offload_context`: the forward pass and the loss, whatever computes it. Validation,
-    test and prediction are left alone. With manual optimization the step's own backwards run inside the context too.
+    Each `training_step` runs in an `offload_context`: the forward pass and the loss. Validation, test and prediction
+    are left alone. With manual optimization the step's own backwards run inside the context too.
 
     While `fit` runs, `training_step` of the trainer's strategy is replaced, the one place that encloses forward and
     loss and not backward; when it ends, also by an exception, the strategy is as it was. Checkpoints hold nothing of
@@ -75,7 +75,7 @@ class MemoryMonitor(Callback):
     Whenever the trainer logs (`log_every_n_steps`), its loggers and `trainer.logged_metrics` get the figures of
     `hf_memopt.memory.logger.memory_metrics`, the largest over all ranks. The phases are `forward` (with the loss),
     `backward`, `optimizer` and `evaluation`. A `torch.OutOfMemoryError` gets the report of `explain_oom` as a note, and
-    as a file in `default_root_dir`. Nothing waits for the device, and training is bitwise what it is without.
+    as a file in `default_root_dir`. Nothing waits for the device, and training is bitwise the same.
 
     Args:
         warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
@@ -91,7 +91,7 @@ class MemoryMonitor(Callback):
 
     @property
     def tracker(self) -> MemoryTracker:
-        """What measures, from the beginning of `fit` on."""
+        """Return the tracker, from the beginning of `fit` on."""
         assert self._tracker is not None, "fit has not begun"
         return self._tracker
 

@@ -37,9 +37,9 @@ class CachedLoss(nn.Module):
         ValueError: `loss` computes from something else, caches already or belongs to a model of static embeddings,
             whose inputs cannot be split; or `micro_batch_size` is less than 1.
 
-    Costs one more forward pass, and what the wrapped loss itself needs for the whole batch: the ranking losses hold
-    matrices of batch × batch numbers, of which their Cached relatives hold a few rows at a time. With dropout the masks
-    are those of micro-batches, not those of one large forward pass.
+    Costs one more forward pass, and the wrapped loss's own memory for the whole batch: the ranking losses hold matrices
+    of batch × batch numbers, of which their Cached relatives hold a few rows at a time. With dropout the masks are
+    those of micro-batches, not those of one large forward pass.
 
     Example:
         >>> loss = CachedLoss(CoSENTLoss(model), micro_batch_size=32)
@@ -69,11 +69,11 @@ class CachedLoss(nn.Module):
 
     @property
     def model(self) -> Any:
-        """The wrapped loss's model, which the trainer replaces by what it has prepared."""
+        """The wrapped loss's model, which the trainer replaces by the prepared one."""
         return getattr(self.loss, "model", None) or self.loss.sentence_embedder  # of losses on triplets of a batch
 
     def forward(self, sentence_features: Sequence[dict[str, Any]], labels: Tensor | None) -> Any:
-        """Return what the wrapped loss returns for the columns' features, each tokenized, and for its `labels`."""
+        """Return the wrapped loss for the columns' features, each tokenized, and for its `labels`."""
         columns = list(sentence_features)
         ranges = [_minibatch_ranges(column, self.micro_batch_size) for column in columns]
         micro_batches = [
@@ -92,7 +92,7 @@ class CachedLoss(nn.Module):
         return CachedForward(self._embed, micro_batches, _device_of(columns), around).loss(of_all)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return what the model card says of this loss."""
+        """Return this loss's entries in the model card."""
         config = self.loss.get_config_dict() if hasattr(self.loss, "get_config_dict") else {}
         return {"loss": type(self.loss).__name__, **config, "micro_batch_size": self.micro_batch_size}
 

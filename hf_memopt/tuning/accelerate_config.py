@@ -1,4 +1,4 @@
-"""What Accelerate is told: how processes share a run, the same in a simulation and in the file for launches."""
+"""Settings of Accelerate: how processes share a run, the same in a simulation and in the file for launches."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ NOT_COUNTED = "Memory that NCCL takes for itself and time for communication are 
 
 
 def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str, quantize: str) -> None:
-    """Refuse what cannot be run by several processes, or is not simulated.
+    """Refuse settings that cannot be run by several processes, or are not simulated.
 
     Raises:
-        ValueError: names the field, its value and what to use instead.
+        ValueError: names the field, its value and the remedy.
     """
     if engine != DDP and num_gpus == 1:
         raise ValueError(f"engine={engine!r} shards over several GPUs; give num_gpus of at least 2")
@@ -57,10 +57,10 @@ def is_zero(engine: str) -> bool:
 
 
 def check_zero(engine: str, dtype: str, precision: str) -> None:
-    """Refuse what DeepSpeed cannot train; with an engine of DeepSpeed, import it, before processes are forked.
+    """Refuse models that DeepSpeed cannot train; with its engines, import it, before processes are forked.
 
     Raises:
-        ValueError: names the field, its value and what to use instead; or DeepSpeed is not installed.
+        ValueError: names the field, its value and the remedy; or DeepSpeed is not installed.
     """
     if not is_zero(engine):
         return
@@ -71,7 +71,7 @@ def check_zero(engine: str, dtype: str, precision: str) -> None:
         )
     is_new = "deepspeed" not in sys.modules
     try:
-        # Otherwise it would look for a GPU at once, and keep what it finds.
+        # Otherwise it would look for a GPU at once, and keep its finding.
         with patch.dict(os.environ, DS_ACCELERATOR="cpu"):
             from deepspeed.accelerator import real_accelerator
     except ModuleNotFoundError as error:
@@ -98,7 +98,7 @@ def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: in
 def accelerator_for(
     precision: str, num_micro_batches: int, engine: str, micro_batch: int, max_grad_norm: float | None
 ) -> Accelerator:
-    """Return the `Accelerator` that a script has when it is launched with what `write_accelerate_config` writes.
+    """Return the `Accelerator` that a script has when it is launched with the file of `write_accelerate_config`.
 
     Args:
         precision: of autocast: "no", "bf16" or "fp16".

@@ -1,4 +1,4 @@
-"""Which layers of a transformers model are equal, so that a few of them tell what all do."""
+"""Finds equal layers of a transformers model, so that a few of them stand for all."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import nn
 from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 
-# What tells a layer from the next one although they do the same.
+# Attributes that tell a layer from the next one although they do the same.
 _POSITION = {"layer_idx", "layer_id", "layer_number"}
 
 
@@ -34,7 +34,7 @@ def equal_layers(model: nn.Module) -> Layers | None:
 
 
 def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
-    """Return equal layers as a few of them tell what all do in a mode of `ActivationOffloader`; None if none do.
+    """Return equal layers, a few of which stand for all in a mode of `ActivationOffloader`; None if none do.
 
     In mode "auto" a plan treats each layer as it likes, and the windows of "all" hold many. With "inputs" a layer's
     input, made by the one before, leaves when the second after it begins.
@@ -57,10 +57,10 @@ def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
 def told_by_few(
     step_of: Callable[[Any, RepeatedLayers | None], SimulatedStep], config: Any, layers: Layers | None
 ) -> SimulatedStep:
-    """Return a model's step, with those of a few of its layers that tell what the equal ones do.
+    """Return a model's step, with those of a few of its layers that stand for the equal ones.
 
     Args:
-        step_of: makes the step of a configuration, and of what is known of its layers.
+        step_of: makes the step of a configuration and of facts about its layers.
         config: of the whole model.
         layers: the equal ones; None, all are simulated.
     """
@@ -80,7 +80,7 @@ def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a module is: its type, its plain settings, its weights, and the same of its children."""
+    """Return the description of a module: its type, its plain settings, its weights, and the same of its children."""
     settings = tuple(
         (name, value)
         for name, value in sorted(vars(module).items())

@@ -21,7 +21,7 @@ from hf_memopt.tuning.transformers_models.model_update import OFFLOAD, ModelUpda
 from hf_memopt.tuning.transformers_models.optimizers import WITH_TABLES
 from hf_memopt.tuning.workload import Lever, divisors, num_steps
 
-# What becomes of the activations, from the fastest to the most frugal: checkpointing and offload.
+# Treatments of the activations, from the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
     "kept": ("none", "off"),
     "offloaded where free": ("none", "auto"),
@@ -99,9 +99,9 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def _treats_layers_differently(self) -> bool:
-        """Return whether equal layers do not repeat each other: what they hold is freed in another order."""
-        # DDP's buckets are cut by size, whatever the layers; FSDP2 gathers and frees otherwise at the ends, and
-        # DeepSpeed looks ahead over many.
+        """Return whether equal layers do not repeat each other: their memory is freed in another order."""
+        # DDP's buckets are cut by size, across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed
+        # looks ahead over many.
         differs = self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
         return differs or self.num_gpus > 1
 

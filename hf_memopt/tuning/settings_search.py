@@ -18,12 +18,12 @@ from hf_memopt.tuning.settings_table import Row, SettingsPlan, describe
 from hf_memopt.tuning.workload import Lever, Settings, Workload
 from hf_memopt.units import format_gib
 
-# What grows with the samples of a forward pass.
+# Kinds of memory that grow with the samples of a forward pass.
 _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 
 
 class NothingFitsError(ValueError):
-    """No settings fit; the message says what would be needed.
+    """No settings fit; the message names the needed memory.
 
     Attributes:
         smallest: the candidate that needs least.
@@ -50,7 +50,7 @@ def plan(
     with the largest micro-batch of all are left out: they could only be slower.
 
     Args:
-        workload: what to train.
+        workload: the training step.
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
         host: how much host memory may be used, such as "32GiB"; None, any.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
@@ -58,8 +58,8 @@ def plan(
         progress: show a progress bar.
 
     Raises:
-        ValueError: `gpu`, `host` or `link` is unreadable, `num_workers` is no count, or the card is smaller than what
-            it keeps for itself.
+        ValueError: `gpu`, `host` or `link` is unreadable, `num_workers` is no count, or the card is smaller than the
+            memory that it keeps for itself.
         NothingFitsError: with the smallest card that would do.
 
     Cost: seconds for each simulation; a few for each combination of levers.
@@ -94,7 +94,7 @@ class _Search:
     def run(self, num_workers: int, progress: bool) -> list[Row]:
         """Simulate the combinations, each in a process of its own, and return all rows."""
         combinations = list(_combinations(self._workload.levers))
-        # What a workload finds out about its model is found out here, and inherited by all processes.
+        # Facts about a workload's model are found out here, and inherited by all processes.
         self._workload.simulated(combinations[0], self._micro_batches[0])
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
 
@@ -126,10 +126,10 @@ class _Search:
         return rows
 
     def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
-        """Choose the micro-batch to try: the smallest, then the largest that should fit by what the last one needs.
+        """Choose the micro-batch to try: the smallest, then the largest that should fit by the need of the last one.
 
-        That is a guess, since the peak is convex in the micro-batch. Where the last one did not fit, the middle of what
-        is open is tried.
+        That is a guess, since the peak is convex in the micro-batch. Where the last one did not fit, the middle of the
+        open range is tried.
         """
         if not rows:
             return 0

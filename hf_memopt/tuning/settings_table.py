@@ -1,4 +1,4 @@
-"""What was simulated for a card, in words and as a table."""
+"""The simulated settings for a card, in words and as a table."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SettingsPlan:
-    """What was simulated for a card, and the best of it.
+    """The simulated settings for a card, and the best of them.
 
     Attributes:
         workload: its name.
@@ -135,7 +135,7 @@ def headline(plan: SettingsPlan) -> str:
 
 
 def explain(plan: SettingsPlan) -> list[str]:
-    """Why each lever is used or not, from what was simulated."""
+    """Explain why each lever is used or not, by the simulated settings."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
     time = f"An update takes {time_text(plan.best.estimate, plan.card)}."

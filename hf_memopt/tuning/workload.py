@@ -1,4 +1,4 @@
-"""What can be planned: a training step that depends on settings."""
+"""Workloads: training steps that depend on settings, and can be planned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -75,4 +75,4 @@ class Workload(Protocol):
         """Write the configuration files that a run with these settings needs."""
 
     def command(self, written: list[Path]) -> str:
-        """What starts a run with the files that `write` wrote."""
+        """Return the command that starts a run with the files that `write` wrote."""

@@ -102,7 +102,7 @@ class VirtualClock:
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
     def _duration_s(self, operation: Operation, devices: set[str]) -> float:
-        """Return the seconds of an operation: the longer of its arithmetic and its memory traffic, and a little more."""
+        """Return the seconds of an operation: the longer of its arithmetic and its memory traffic, plus a bit."""
         outputs = operation.outputs
         if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in operation.inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s

@@ -1,4 +1,4 @@
-"""A checkpoint's files are data, whoever made them: what lies elsewhere, or would run, is refused."""
+"""A checkpoint's files are data, whoever made them: files elsewhere, and code, are refused."""
 
 import json
 import os

@@ -184,7 +184,7 @@ def check_same_statistics(
 def check_normalizers(folder: Path, config: PreTrainedConfig) -> None:
     """Check that the processors, which lerobot has been able to make, normalise all that the configuration says.
 
-    lerobot passes over what a normaliser lacks.
+    lerobot passes over statistics that a normaliser lacks.
 
     Raises:
         ValueError: names the first feature and statistic that is lacking.

@@ -1,4 +1,4 @@
-"""What normalises a policy's inputs and outputs: checked as files, and only then made by lerobot."""
+"""Processors that normalise a policy's inputs and outputs: checked as files, and only then made by lerobot."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hf_memopt.integrations.lerobot.checkpoint_files import (
 
 PREPROCESSOR_FILE = "policy_preprocessor.json"
 POSTPROCESSOR_FILE = "policy_postprocessor.json"
-# What lerobot saves for a SmolVLA and for a π0. Of its other registered steps, some load models, and
+# The steps that lerobot saves for a SmolVLA and for a π0. Of its other registered steps, some load models, and
 # action_tokenizer_processor runs the code of a repository that the file names.
 STEPS = (
     "rename_observations_processor",
@@ -40,7 +40,7 @@ _CONVERT = (
 def check_processors(folder: Path) -> list[Path]:
     """Check that the checkpoint says how its inputs and outputs are normalised, and names nothing to import.
 
-    lerobot imports and calls what a step names as its `class`.
+    lerobot imports and calls the object that a step names as its `class`.
 
     Returns:
         The files: both configurations, and the states and folders (of a tokenizer, from lerobot 0.6.2 on) that they

@@ -13,7 +13,7 @@ from hf_memopt.command_line import argparse_raising
 
 
 def read_training_flags() -> TrainPipelineConfig:
-    """Read and validate what `sys.argv` says.
+    """Read and validate `sys.argv`.
 
     Raises:
         ValueError: lerobot refuses it; elsewhere lerobot prints that and ends the process.
@@ -56,7 +56,7 @@ def _make_paths_absolute(cfg: TrainPipelineConfig) -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """What was wrong; lerobot's own words name the field where the cause does not."""
+    """Return the fault in words; lerobot's own name the field where the cause does not."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -35,7 +35,7 @@ MODEL_FIELDS: dict[str, Any] = {
     "use_bnb_nested_quant": False,
     "bnb_4bit_quant_storage": None,
 }
-# What changes memory and is not simulated, with the values that ask for nothing.
+# Fields that change memory and are not simulated, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "fsdp": (None, "", [], False),
@@ -56,7 +56,7 @@ OPTIMIZERS = (
     "adagrad",
     "rmsprop",
 )
-# What holds no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
+# Fields that hold no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
 _LEFT_OUT: dict[str, Any] = {
     "use_cpu": True,
     "bf16_full_eval": True,  # leaves a model without memory where it is
@@ -85,7 +85,7 @@ _LEFT_OUT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ArgumentFile:
-    """What a file of arguments says.
+    """The contents of a file of arguments.
 
     Attributes:
         path: of the file.
@@ -110,7 +110,7 @@ class ArgumentFile:
             output_dir: an empty folder.
 
         Raises:
-            ValueError: a value is none of its field's, or asks for what is not simulated.
+            ValueError: a value is none of its field's, or is not simulated.
         """
         kind = _sft_config() if self.is_sft else TrainingArguments
         names = _names(kind)

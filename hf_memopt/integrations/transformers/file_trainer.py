@@ -67,13 +67,13 @@ def storage(about: Mapping[str, Any]) -> str | None:
 
 
 def attention(about: Mapping[str, Any]) -> str | None:
-    """Return the implementation that is simulated: kernels that are not here hold what torch's flash attention does."""
+    """Return the simulated implementation: kernels that are not here hold as much as torch's flash attention."""
     asked = about["attn_implementation"]
     return asked if asked in (None, "eager", "sdpa") else "sdpa"
 
 
 def _adapters(about: Mapping[str, Any]) -> Any:
-    """Return what TRL's `get_peft_config` does."""
+    """Return the configuration that TRL's `get_peft_config` returns."""
     from peft import LoraConfig
 
     optional = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}

@@ -41,7 +41,7 @@ class FileWorkload:
         changes: fields that have other values than in the file.
         seq_len: tokens of each sample; None, the file's `max_length`.
         task: of a plain Trainer's model; SFTTrainer's is causal.
-        effective_batch: samples per update; None, what the fields make it.
+        effective_batch: samples per update; None, as the fields give it.
 
     Raises:
         ValueError: no model or no length is named; the task's samples are no tokens; or a field or its value is not
@@ -85,7 +85,7 @@ class FileWorkload:
 
     @property
     def name(self) -> str:
-        """The trainer, the model, the length of samples, and what is taken for something else."""
+        """The trainer, the model, the length of samples, and the substitutions made."""
         trainer = "SFTTrainer" if self.file.is_sft else "Trainer"
         taken = "".join(f"; {note}" for note in self._taken())
         return f"{trainer} of {self.model} by {self.file.path.name}, {self._seq_len} tokens in each sample{taken}"
@@ -99,7 +99,7 @@ class FileWorkload:
         """Return the update as the file has it.
 
         Args:
-            offload: what `attach` is given besides: "off" or a mode of `ActivationOffloader`.
+            offload: the option of `attach`: "off" or a mode of `ActivationOffloader`.
         """
         return self._step({}, offload)
 
@@ -108,7 +108,7 @@ class FileWorkload:
         return self._step(self._chosen(checkpointing, micro_batch), offload)
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
-        """An accelerate config, and the file with what the plan chooses."""
+        """Return an accelerate config, and the file with the chosen fields."""
         checkpointing, self._offload = ACTIVATIONS[settings["activations"]]
         precision = "bf16" if self.arguments.bf16 else "fp16" if self.arguments.fp16 else "no"
         # TrainingArguments have no fields for the model.

@@ -71,7 +71,7 @@ class SimulatedTrainer:
 
 
 def offloader_of(callback: TrainerCallback) -> ActivationOffloader | None:
-    """Return the offloader of those callbacks that have one, such as what `attach` adds."""
+    """Return the offloader of those callbacks that have one, such as those that `attach` adds."""
     offloader = getattr(callback, "offloader", None)
     return offloader if isinstance(offloader, ActivationOffloader) else None
 
@@ -85,7 +85,7 @@ class _Batches(list[Any]):
 
 
 def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the trained model, and what else the trainer holds, by name, each once."""
+    """Yield the trained model and the trainer's other models, by name, each once."""
     yield MODEL, trainer.model
     known = set(trainer.model.modules())
     for name, value in vars(trainer).items():
@@ -97,10 +97,11 @@ def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _was_prepared(module: nn.Module) -> bool:
-    """Take off what another `Accelerator` has put around a module; return whether one had."""
+    """Take off wrappers that another `Accelerator` has put around a module; return whether there were any."""
     was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
     if "_original_forward" in vars(module):
-        # accelerate's own unwrapping also takes off what others had put around it before, such as TRL's losses.
+        # accelerate's own unwrapping also takes off wrappers that others had put around it before, such as TRL's
+        # losses.
         module.forward = vars(module).pop("_original_forward")
     return was_prepared
 

@@ -25,9 +25,9 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     """Say how much device memory the training steps of a trainer will need, without the device.
 
     The trainer trains for two steps, or four with an offloader that plans, on an accelerator that is simulated, in a
-    forked process: its own `train` with its data, collator, loss, optimizer, precision, accumulation and
-    checkpointing, its reference model, and what `attach` has attached. This process, the trainer and its weights stay
-    as they are. Other callbacks, evaluation and saving do not run.
+    forked process: its own `train` with its data, collator, loss, optimizer, precision, accumulation and checkpointing,
+    its reference model, and the parts that `attach` has attached. This process, the trainer and its weights stay as
+    they are. Other callbacks, evaluation and saving do not run.
 
     Args:
         trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU
@@ -39,8 +39,8 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
             are quantised or on a device, generation, Liger's kernels, TRL's own offloading, reference values computed
-            beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; or what
-            `estimate_peak_memory` raises.
+            beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; see also
+            `estimate_peak_memory`.
         IsolatedError: a training step failed.
 
     Cost: some 50 ms for each layer, step and micro-batch, and drawing the batches.
@@ -92,7 +92,7 @@ def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[Me
 
 
 def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: TrainerWindow) -> MemoryEstimate:
-    """Leave out what other modules lack, which are not trained, and say if there may be larger batches."""
+    """Leave out missing gradients of other modules, which are not trained, and say if batches may be larger."""
     prefix = f"{MODEL}." if has_others else ""
     unreached = tuple(name for name in estimate.unreached if name.startswith(prefix))
     assumptions = estimate.assumptions
@@ -108,7 +108,7 @@ def _plans(trainer: Trainer) -> bool:
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuse what a simulation in one process on one device does not show."""
+    """Refuse trainers that a simulation in one process on one device does not show."""
     args = trainer.args
     unknown = {
         f"world_size={args.world_size}": args.world_size > 1,

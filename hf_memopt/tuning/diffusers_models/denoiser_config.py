@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download
 from torch import nn
 
 _PIPELINE = "model_index.json"
-# Where pipelines keep what denoises.
+# Where pipelines keep the denoiser.
 _PARTS = ("unet", "transformer")
 _CLASS = "_class_name"
 
@@ -32,7 +32,7 @@ class DenoiserConfig:
 
     @property
     def model_type(self) -> str:
-        """What transformers calls a family."""
+        """The name of the family, as transformers' `model_type`."""
         return self.class_name
 
     @property
@@ -48,7 +48,7 @@ class DenoiserConfig:
             raise AttributeError(name) from None
 
     def build(self, source: str, dtype: torch.dtype) -> nn.Module:
-        """Return a model with weights that nobody has trained.
+        """Return a model with untrained weights.
 
         Args:
             source: where it comes from, for the message.

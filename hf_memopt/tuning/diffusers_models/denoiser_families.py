@@ -1,4 +1,4 @@
-"""What each class of denoisers takes, by the example scripts of diffusers that train it.
+"""The inputs of each class of denoisers, by the example scripts of diffusers that train it.
 
 Source: examples/text_to_image and examples/dreambooth of diffusers, August 2026.
 """
@@ -25,12 +25,13 @@ class DenoiserFamily:
     """A class of denoisers.
 
     Attributes:
-        conditions: called with the configuration, the number of samples and the size of the latents: what the model
-            takes beside these and the time.
+        conditions: called with the configuration, the number of samples and the size of the latents: inputs of the
+            model beside these and the time.
         num_text_tokens: of these conditions.
         lora_targets: layers that the scripts adapt.
         flow: it learns velocities from noise to data, with a time in float32; else noise, with a whole number.
-        predict: called with the model, noisy latents, time and conditions; gives what has the size of the latents.
+        predict: called with the model, noisy latents, time and conditions; gives a prediction of the size of the
+            latents.
         is_square: it takes square images alone.
     """
 

@@ -9,7 +9,7 @@ from hf_memopt.tuning.diffusers_models.denoiser_config import DenoiserConfig, de
 from hf_memopt.tuning.diffusers_models.denoiser_families import FAMILIES, DenoiserFamily, latent_channels
 from hf_memopt.tuning.transformers_models.model_batches import Sample
 
-# Pixels on a side of what a latent stands for.
+# Pixels on a side of the patch that a latent stands for.
 _PIXELS = 8
 _TIMES = 1000
 
@@ -17,7 +17,7 @@ _TIMES = 1000
 class Denoising:
     """Latents and text embeddings are given: scripts make them before, or with frozen models beside the denoiser.
 
-    It has what `Task` has, for models of diffusers.
+    It has the interface of `Task`, for models of diffusers.
     """
 
     positions = None
@@ -25,7 +25,7 @@ class Denoising:
     has_mask = False
     has_equal_layers = False
     image_options = ("image_size",)
-    # Of `ModelOptions`: what a denoiser can be trained with, where that is less than transformers' models can.
+    # Of `ModelOptions`: values for a denoiser, where there are fewer than for transformers' models.
     only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
 
     def class_name(self, config: Any) -> str | None:
@@ -37,7 +37,7 @@ class Denoising:
         return _family(config).lora_targets
 
     def build(self, config: Any, source: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-        """Return a model with weights that nobody has trained.
+        """Return a model with untrained weights.
 
         Raises:
             ValueError: no model can be built from the configuration.
@@ -50,7 +50,7 @@ class Denoising:
         model.enable_gradient_checkpointing()
 
     def describe(self, config: Any, sample: Sample) -> str:
-        """Return what is trained on.
+        """Return a batch.
 
         Raises:
             ValueError: the class is none of `FAMILIES`, or the size of images is missing or none of its.

@@ -11,7 +11,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraTargets(NamedTuple):
-    """What has adapters.
+    """The layers that have adapters.
 
     Attributes:
         names: of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
@@ -56,7 +56,7 @@ def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: b
     Args:
         model: changed in place.
         rank: of the adapters.
-        targets: what has them.
+        targets: the layers that have them.
         use_dora: with a magnitude for each of a layer's outputs (DoRA).
 
     Raises:

@@ -9,12 +9,12 @@ Batch = dict[str, Tensor]
 
 
 class Sample(NamedTuple):
-    """What is known of samples beside the model's configuration.
+    """The sizes of samples beside the model's configuration.
 
     Attributes:
         seq_len: tokens, those of images too; or frames of sound.
         num_images: beside text.
-        image_size: height and width; None, what the configuration says.
+        image_size: height and width; None, as the configuration says.
         dtype: of latents and embeddings that were computed before.
     """
 

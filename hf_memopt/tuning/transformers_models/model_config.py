@@ -72,7 +72,7 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
 
 @contextmanager
 def building(source: str) -> Iterator[None]:
-    """Around transformers' own building of a model: what it raises there is the configuration's fault.
+    """Blame the configuration for errors of transformers' own building of a model.
 
     Raises:
         ValueError: names source and transformers' error.

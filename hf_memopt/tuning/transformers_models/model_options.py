@@ -1,4 +1,4 @@
-"""What a transformers model is trained with: all options, checked before anything is built."""
+"""All options for training a transformers model, checked before anything is built."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from hf_memopt.tuning.transformers_models.model_config import read_config
 from hf_memopt.tuning.transformers_models.optimizers import OPTIMIZERS
 from hf_memopt.tuning.transformers_models.tasks import TASKS, Task, task_of
 
-# What each option may be, the default first.
+# The values of each option, the default first.
 CHOICES = {
     "task": ("auto", *TASKS),
     "dtype": ("float32", "bfloat16", "float16"),
@@ -54,7 +54,7 @@ class ModelOptions:
         images_per_sample: beside the text of a vision-language model.
         image_size: of these, such as "448" or "896x672" (height and width), as its processor leaves them; None, the
             configuration's, where it has one.
-        freeze_vision_tower: what sees images is not trained, and has no adapters.
+        freeze_vision_tower: the part that sees images is not trained, and has no adapters.
         padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
@@ -126,7 +126,7 @@ class ModelOptions:
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
 
     def _check_task(self) -> None:
-        """Refuse what means nothing to the task, and images of which not enough is known."""
+        """Refuse options without meaning for the task, and images without a known layout."""
         task = self.kind_of_task
         for name, known in task.only.items():
             if getattr(self, name) not in known:
@@ -178,7 +178,7 @@ class ModelOptions:
 
     @property
     def sample(self) -> Sample:
-        """What each sample of a batch has."""
+        """Return the sizes of each sample of a batch."""
         computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
         size = _parsed_size(self.image_size)
         return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
@@ -215,7 +215,7 @@ class ModelOptions:
 
     @property
     def kind_of_task(self) -> Task | Denoising:
-        """What is built and fed for the task."""
+        """Return the model and batches of the task."""
         return TASKS[self.kind]
 
 

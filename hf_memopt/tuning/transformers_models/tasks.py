@@ -1,4 +1,4 @@
-"""What a transformers model is trained for: the class of the model, and the batch that it takes."""
+"""Tasks that a transformers model is trained for: the class of the model, and the batch that it takes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,11 +40,11 @@ class Task:
 
     Attributes:
         auto: transformers' class that finds the model's.
-        batch: called with a configuration, the number of samples, and what each of them has.
-        positions: what the configuration calls the most tokens that a sample may have; None, it has no such limit.
+        batch: called with a configuration, the number of samples, and the sizes of each of them.
+        positions: the configuration's name of the most tokens that a sample may have; None, it has no such limit.
         has_mask: batches may have an attention mask that hides padding.
         image_options: those of `ModelOptions` about images beside text; without any, samples have none.
-        only: what options can be, where that is less than `CHOICES`.
+        only: values of options, where there are fewer than in `CHOICES`.
         peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
     """
 
@@ -62,10 +62,10 @@ class Task:
         return not self.image_options
 
     def describe(self, config: Any, sample: Sample) -> str:
-        """Return what is assumed of images; an empty text, there are none beside text.
+        """Return the assumptions on images; an empty text, there are none beside text.
 
         Raises:
-            ValueError: what images become is not known, or there is no room for them.
+            ValueError: the layout of images is not known, or there is no room for them.
         """
         return describe_images(config, sample) if self.image_options else ""
 
@@ -78,7 +78,7 @@ class Task:
         checkpoint_layers(model)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return what the model computes from its inputs."""
+        """Return the model's result for its inputs."""
         loss: Tensor = model(**inputs).loss
         return loss
 
@@ -90,7 +90,7 @@ class Task:
         return str((found[0] if isinstance(found, tuple) else found).__name__)
 
     def build(self, config: Any, source: str, **options: Any) -> nn.Module:
-        """Return a model with weights that nobody has trained.
+        """Return a model with untrained weights.
 
         Args:
             config: of the model.

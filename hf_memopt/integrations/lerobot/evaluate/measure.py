@@ -70,7 +70,7 @@ class ReflowEvaluation:
     student: ModelEvaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what goes into JSON."""
+        """Return the contents for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""What reflow has to know of a flow-matching policy. Read in this order:
+"""The interface of flow-matching policies for reflow. Read in this order:
 
 - `flow_policy`: the questions that each policy's adapter answers.
 - `smolvla_flow`, `pi0_flow`: the answers for SmolVLA and π0, and how each computes its prefix once for two models.

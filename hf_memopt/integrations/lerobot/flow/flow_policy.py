@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Observation:
-    """What both models see, prepared once.
+    """The observation that both models see, prepared once.
 
     Attributes:
         images: one `(batch, 3, height, width)` in [-1, 1] per camera.
@@ -99,14 +99,14 @@ class ConditionedExpert(ABC):
 
 
 class FlowPolicy(ABC):
-    """What reflow has to know of one policy.
+    """The properties and functions of one policy that reflow needs.
 
     Attributes:
         stock_type: lerobot's name for it; the student's is the same with `_reflow` behind it.
         title: its name in prose.
         steps_field: the field of its configuration that says how many Euler steps sampling takes.
-        architecture_fields: what decides the shape, the meaning or the conditioning of its velocity field. Student and
-            teacher must agree on it.
+        architecture_fields: fields that decide the shape, the meaning or the conditioning of its velocity field.
+            Student and teacher must agree on them.
     """
 
     stock_type: ClassVar[str]

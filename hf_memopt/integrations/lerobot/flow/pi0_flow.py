@@ -160,7 +160,7 @@ class Pi0Expert(ConditionedExpert):
 def load_pi0_weights(policy: PI0Policy, folder: Path) -> None:
     """Load a checkpoint's weights strictly, with the names of openpi's checkpoints translated as lerobot does.
 
-    `PI0Policy.from_pretrained` prints what went wrong and goes on, with random values for what did not load.
+    `PI0Policy.from_pretrained` prints the error and goes on, with random values for weights that did not load.
 
     Raises:
         RuntimeError: they do not fit.

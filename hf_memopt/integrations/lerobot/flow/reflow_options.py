@@ -14,7 +14,7 @@ SELF = "self"
 
 @dataclass
 class ReflowOptions:
-    """What a student's configuration says beside its policy's own; mixed into that policy's configuration class.
+    """Fields of a student's configuration beside its policy's own; mixed into that policy's configuration class.
 
     Paths become absolute, so that a checkpoint that was trained with relative ones works from any directory.
 
@@ -25,8 +25,8 @@ class ReflowOptions:
             teacher, and neither does training with `couplings_path`.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
-            `"auto"`, what the first two optimizer steps leave room for, and resident on the CPU; the recipe replaces it
-            by what a simulation finds before the first step, where there can be one.
+            `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
+            the recipe replaces it by the result of a simulation before the first step, where there can be one.
         teacher_budget_gib: device memory that the teacher's own weights may take, for `"auto"` and `"stream"`; None, no
             limit.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
@@ -34,7 +34,8 @@ class ReflowOptions:
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
         reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
         reflow_real_data: the share of samples, in [0, 1), whose pair is a demonstration and the noise that the
-            teacher's ODE takes it to when it runs the other way. The others are noise and what it is taken to.
+            teacher's ODE takes it to when it runs the other way. The others are noise and the actions that it is taken
+            to.
         reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
         couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
         couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
@@ -42,15 +43,15 @@ class ReflowOptions:
         couplings_per_frame: how many different pairs a frame has with `couplings_seed`; None, 1 or the folder's number.
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
-            says so or names what is missing; `"on"`, or fail; `"off"`.
-        activation_offload: whether what the forward pass saves for backward goes to host memory: `"all"` of it, or what
-            a plan says (`"auto"`), see `hf_memopt.ActivationOffloader`; `"off"`, none. Gradients are the same, bit for
-            bit. Nothing moves on a CPU.
-        activation_budget_gib: with `"auto"`, device memory that saved activations may take; None, what the planner
-            finds best.
+            says so or names the missing condition; `"on"`, or fail; `"off"`.
+        activation_offload: whether tensors saved for backward go to host memory: `"all"` of them, or those of a plan
+            (`"auto"`), see `hf_memopt.ActivationOffloader`; `"off"`, none. Gradients are the same, bit for bit. Nothing
+            moves on a CPU.
+        activation_budget_gib: with `"auto"`, device memory that saved activations may take; None, as the planner finds
+            best.
         from_scratch: let reflow start from random weights, which no teacher's copy is.
-        dtype: `"bfloat16"` trains under bf16 autocast, whatever loop trains it. SmolVLA's weights keep theirs; π0's own
-            field of this name makes them bfloat16 as well, but for norms, vision and projections.
+        dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; π0's own field of
+            this name makes them bfloat16 as well, but for norms, vision and projections.
     """
 
     use_reflow: bool = False
@@ -73,10 +74,10 @@ class ReflowOptions:
     dtype: str = "float32"
 
     def check_options(self) -> None:
-        """Make paths absolute and refuse what cannot be. Configuration classes call this in `__post_init__`.
+        """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`.
 
         Raises:
-            ValueError: names the field, its value and what to do.
+            ValueError: names the field, its value and the remedy.
         """
         self.teacher_model_path = absolute_if_local(self.teacher_model_path)
         self.couplings_path = absolute_if_local(self.couplings_path)
@@ -109,7 +110,7 @@ class ReflowOptions:
         return self.teacher_model_path == SELF and self.couplings_path is None
 
     def check_start(self: Any) -> None:
-        """Raise a ValueError if reflow would start from random weights and nobody asked for that."""
+        """Raise a ValueError if reflow would start from random weights without `from_scratch`."""
         if self.use_reflow and not self.pretrained_path and not self.from_scratch:
             teacher = "<teacher>" if self.teacher_model_path in (None, SELF) else self.teacher_model_path
             raise ValueError(
@@ -148,7 +149,7 @@ def is_student(config: Any) -> bool:
 
 
 def absolute_if_local(name: str | None) -> str | None:
-    """Return the absolute path of what exists on this machine, and anything else (a hub id, say) as it is."""
+    """Return the absolute path of a file on this machine, and any other text (a hub id, say) as it is."""
     if not name or name == SELF or not Path(name).expanduser().exists():
         return name
     return str(Path(name).expanduser().absolute())

@@ -209,7 +209,7 @@ def _run_state_token(model: VLAFlowMatching, prefix: SmolVLAPrefix) -> tuple[lis
         keys.append(_append(prefix.keys[index], key))
         values.append(_append(prefix.values[index], value))
         if index == len(layers) - 1:
-            break  # nobody reads what the last layer makes of the token
+            break  # the last layer's result for the token is not read
         mixed = _attend(query, key, value, prefix.keys[index][:, :-1], prefix.values[index][:, :-1], visible)
         # lerobot adds the residual in place, so the projection's dtype wins (under autocast, or in a bf16 VLM).
         mixed = attention.o_proj(mixed.to(attention.o_proj.weight.dtype))
@@ -255,8 +255,8 @@ class _FillLastRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor) -> Tensor:
-        # The write bypasses autograd's version counter on purpose. What `_attend` saved of these rows for backward
-        # leaves the last row out, so that writing that row changes nothing that was saved.
+        # The write bypasses autograd's version counter on purpose. `_attend` saved these rows for backward without the
+        # last row, so that writing that row changes no saved tensor.
         rows.data[:, -1:].copy_(token)
         return rows.view_as(rows)
 

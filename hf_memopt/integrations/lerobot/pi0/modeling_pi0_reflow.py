@@ -27,9 +27,9 @@ class PI0ReflowPolicy(ReflowPolicy, PI0Policy):
         strict: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """Load a checkpoint as lerobot's commands ask for it, strictly whatever `strict` says.
+        """Load a checkpoint as lerobot's commands ask for it, strictly for any value of `strict`.
 
-        lerobot's own method for π0 goes on with random values for what does not fit.
+        lerobot's own method for π0 goes on with random values for weights that do not fit.
 
         Raises:
             RuntimeError: the weights do not fit the configuration.

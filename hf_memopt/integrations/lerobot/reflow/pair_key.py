@@ -1,4 +1,4 @@
-"""What the pair of a frame depends on: the inputs of the models, and fingerprints of data, settings and teacher."""
+"""The key of a frame's pair: the inputs of the models, and fingerprints of data, settings and teacher."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ Statistics = Mapping[str, Mapping[str, Any]]
 
 
 def coupling_inputs(config: PreTrainedConfig, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select what of a preprocessed batch conditions the policy, batch first; padding tokens are zero."""
+    """Select the tensors of a preprocessed batch that condition the policy, batch first; padding tokens are zero."""
     names = [key for feature in config.input_features for key in (feature, f"{feature}_padding_mask") if key in batch]
     mask = batch[OBS_LANGUAGE_ATTENTION_MASK].bool()
     return {
@@ -68,7 +68,7 @@ def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, datas
 
 
 def preprocessing_sha256(config: PreTrainedConfig, dataset_stats: Statistics) -> str:
-    """Return the SHA-256 of what makes a frame into the models' inputs: configuration fields, normaliser statistics."""
+    """Return the SHA-256 of the processing of frames: configuration fields and normaliser statistics."""
     fields = {name: getattr(config, name) for name in (*flow_of(config).architecture_fields, "tokenizer_max_length")}
     features = {name: list(feature.shape) for name, feature in config.input_features.items()}
     mapping = {kind: mode.value for kind, mode in config.normalization_mapping.items()}

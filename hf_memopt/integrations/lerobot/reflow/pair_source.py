@@ -164,8 +164,8 @@ class CachedPairs(PairSource):
         """Look up the pairs of a batch's frames, and the observations if they are stored.
 
         Raises:
-            ValueError: `noise` is given; or a frame has no couplings, or its observation is not what they were computed
-                for.
+            ValueError: `noise` is given; or a frame has no couplings, or its observation is not the one that they were
+                computed for.
         """
         if noise is not None:
             raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
@@ -186,7 +186,7 @@ class CachedPairs(PairSource):
         observation: Observation,
         prefix: SharedPrefix | None,
     ) -> Pairs:
-        """Return what was looked up."""
+        """Return the pairs that were looked up."""
         return pairs
 
     def _open(self) -> CouplingCache:
@@ -207,7 +207,8 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
 def make_teacher(config: ReflowOptions) -> VelocityTeacher:
     """Make the teacher that a student's configuration names.
 
-    With couplings from a folder there is nobody to ask, and the student alone says whether its prefix needs a graph.
+    With couplings from a folder there is no teacher to ask, and the student alone says whether its prefix needs a
+    graph.
     """
     has_own_weights = config.couplings_path is None and not config.teaches_itself
     return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)

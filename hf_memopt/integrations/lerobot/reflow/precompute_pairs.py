@@ -40,11 +40,11 @@ def precompute_for_policy(
     Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other.
 
     Args:
-        training_flags: of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and whatever else the run is going to
-            have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which couplings.
+        training_flags: of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and the others that the run is going
+            to have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which couplings.
         output: folder to create, or to complete.
-        batch_size: frames that the teacher solves together. 1 gives what training online with the same seed gives, bit
-            for bit; larger is faster and rounds differently.
+        batch_size: frames that the teacher solves together. 1 gives the pairs of training online with the same seed,
+            bit for bit; larger is faster and rounds differently.
         shard_size: couplings per file.
         store_observations: keep the preprocessed observations too, which lets them be augmented.
 
@@ -123,7 +123,7 @@ class Frames:
         )
 
     def load(self, indices: list[int]) -> dict[str, Tensor]:
-        """Return what conditions the teacher for these frames, on the policy's device."""
+        """Return the tensors that condition the teacher for these frames, on the policy's device."""
         batch = default_collate([self._dataset[self._position[index]] for index in indices])
         for camera in self._dataset.meta.camera_keys:
             if batch[camera].dtype == torch.uint8:

@@ -31,8 +31,8 @@ class ReflowPolicy(nn.Module):
         dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
 
     Raises:
-        ValueError: see `ReflowTeacher.check`, `ReflowOptions.check_start`, and `check_processors` for what the student
-            starts from.
+        ValueError: see `ReflowTeacher.check`, `ReflowOptions.check_start`, and `check_processors` for the checkpoint
+            that the student starts from.
     """
 
     config: Any
@@ -87,7 +87,7 @@ class ReflowPolicy(nn.Module):
         return loss, {**figures, **self.memory_figures()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Whatever `dtype` says; the training loop of lerobot 0.6.1 does the same, around this."""
+        """Return the autocast that `dtype` asks for; the training loop of lerobot 0.6.1 does the same, around this."""
         if self.config.dtype == "float32":
             return nullcontext()
         return torch.autocast(next(self.parameters()).device.type, torch.bfloat16)
@@ -145,7 +145,7 @@ class ReflowPolicy(nn.Module):
         return self.teacher.sample(observation, noise, self.teacher.shared_prefix(self, observation))
 
     def teacher_report(self) -> TeacherReport | None:
-        """Return what the teacher costs; None before it was used and where there is none."""
+        """Return the cost of the teacher; None before it was used and where there is none."""
         return self.teacher.report()
 
     def memory_figures(self) -> dict[str, float]:

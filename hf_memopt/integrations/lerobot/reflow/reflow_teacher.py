@@ -37,7 +37,7 @@ class ReflowTeacher(VelocityTeacher):
 
     Args:
         config: the student's.
-        copier: how the teacher's weights move; None, what suits the student's device.
+        copier: how the teacher's weights move; None, as suits the student's device.
     """
 
     def __init__(self, config: ReflowOptions, copier: Copier | None = None) -> None:
@@ -121,7 +121,7 @@ class ReflowTeacher(VelocityTeacher):
             self._offloaded.prefetch()
 
     def report(self) -> TeacherReport | None:
-        """Return what the teacher costs; None before it is loaded."""
+        """Return the cost of the teacher; None before it is loaded."""
         return None if self._offloaded is None else self._offloaded.report()
 
     def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a student needs of its teacher: a velocity field, and whether one prefix serves both models."""
+"""The interface of a student's teacher: a velocity field, and whether one prefix serves both models."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -75,7 +75,7 @@ class VelocityTeacher(ABC):
         """Start bringing the weights for the next sample, if the teacher is loaded."""
 
     def report(self) -> TeacherReport | None:
-        """Return what the teacher costs; None before it is loaded, or if it has no weights of its own."""
+        """Return the cost of the teacher; None before it is loaded, or if it has no weights of its own."""
         return None
 
     def shared_prefix(self, student: PreTrainedPolicy, observation: Observation) -> SharedPrefix | None:
@@ -108,7 +108,7 @@ def check_replicated(student: PreTrainedPolicy) -> None:
 
 
 def why_student_cannot_share(student: PreTrainedPolicy) -> str | None:
-    """Say what about the student alone keeps its prefix from being computed once and without a graph; None, nothing."""
+    """Return why the student alone cannot have its prefix computed once and without a graph; None if it can."""
     config = student.config
     if config.share_prefix == "off":
         return "share_prefix=off was asked for"

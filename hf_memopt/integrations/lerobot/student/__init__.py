@@ -2,5 +2,5 @@
 
 - `prepare`: a teacher's checkpoint becomes a student's, and a trained student's becomes a stock SmolVLA's.
 - `model_card`: the card of an exported student.
-- `diagnosis`: what `hf-memopt doctor --policy` says.
+- `diagnosis`: the answer of `hf-memopt doctor --policy`.
 """

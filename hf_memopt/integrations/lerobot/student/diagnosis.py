@@ -1,4 +1,4 @@
-"""What `hf-memopt doctor --policy` says about a student and its teacher."""
+"""The answer of `hf-memopt doctor --policy` about a student and its teacher."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ def diagnose(policy: str, device: str | None = None) -> str:
         device: where the student would train; None, the accelerator if there is one.
 
     Raises:
-        ValueError: no student with `use_reflow`, whatever keeps the teacher from loading, or a target
-            that is not finite.
+        ValueError: no student with `use_reflow`, a teacher that cannot be loaded, or a target that is not finite.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
@@ -49,7 +48,7 @@ def diagnose(policy: str, device: str | None = None) -> str:
 
 
 def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
-    """Return what there is to say about a teacher that has made a target."""
+    """Return the lines about a teacher that has made a target."""
     status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
     shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
     return [

@@ -42,7 +42,7 @@ _CARD_SETTINGS = (
 
 @dataclass(frozen=True)
 class Observations:
-    """What a policy is measured on.
+    """The observations that a policy is measured on.
 
     Attributes:
         repo_id: of a LeRobotDataset.
@@ -67,7 +67,7 @@ def training_observations(folder: Path) -> Observations:
     """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none.
 
     Raises:
-        ValueError: the checkpoint does not say what it was trained on, or that data cannot be had.
+        ValueError: the checkpoint does not name its training data, or these cannot be had.
     """
     file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
     read_object(file)
@@ -96,7 +96,7 @@ def measure(
 
     Args:
         policy: the student's checkpoint folder, training output folder or hub id.
-        observations: None, what `training_observations` finds.
+        observations: None, those that `training_observations` finds.
         teacher: to compare with; None, the one that the student names.
         num_steps: numbers of Euler steps to try.
         device: where both run.
@@ -177,7 +177,7 @@ def _training(folder: Path, config: Any) -> str:
 
 
 def _training_peak(checkpoint: Path) -> str | None:
-    """Return what the run's log says of memory, if the checkpoint lies in the run's folder and the recipe logged it."""
+    """Return the memory figures of the run's log, if the recipe logged some beside the checkpoint."""
     file = checkpoint.parents[2] / METRICS_FILE
     logged = read_metrics(file) if checkpoint.parents[1].name == "checkpoints" and file.is_file() else []
     for name, where in {"peak_allocated_gib": "of the device", "host_rss_gib": "of the process"}.items():
@@ -217,7 +217,7 @@ def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> s
 
 
 def _plain(text: Any) -> str:
-    """Text of somebody else's, with ? for whatever could end a line, a code span or a cell, or be HTML."""
+    """Return text of others, with ? for characters that could end a line, a code span or a cell, or be HTML."""
     return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
 
 

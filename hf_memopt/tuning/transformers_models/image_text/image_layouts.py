@@ -1,4 +1,4 @@
-"""What an image becomes before a vision-language model sees it: how many tensors of which sizes, and how many tokens.
+"""Layouts of an image as a vision-language model sees it: how many tensors of which sizes, and how many tokens.
 
 Both are the processor's choice, and a configuration tells them only for models with images of one size. For the others
 the size is asked for that the processor brings an image to. Source: the processors of transformers 5.5.
@@ -22,7 +22,7 @@ class ImageLayout:
 
     Attributes:
         num_tokens: placeholders in the text, each of which becomes a vector of the image.
-        tensors: called with the number of samples and of images in each; what the model gets beside the text.
+        tensors: called with the number of samples and of images in each; inputs of the model beside the text.
         description: of size and cut.
     """
 
@@ -32,7 +32,7 @@ class ImageLayout:
 
 
 def image_layout(config: Any, size: Size | None) -> ImageLayout:
-    """Return what a family's processor makes of an image.
+    """Return the layout that a family's processor makes of an image.
 
     Args:
         config: of a vision-language model.
@@ -83,7 +83,7 @@ def _tiles(config: Any, size: Size | None) -> ImageLayout:
 
 
 def _best_grid(config: Any, size: Size | None) -> ImageLayout:
-    """Return an image that is cut to the most fitting of a few grids of tiles, without what pads it there."""
+    """Return an image that is cut to the most fitting of a few grids of tiles, without its padding there."""
     vision = config.vision_config
     side, in_tile = _side(vision), _side(vision) // _pair(vision.patch_size)[0]
     height, width = _needed(config, size, "the grid of tiles that an image is cut into")
@@ -150,7 +150,7 @@ def _needed(config: Any, size: Size | None, what: str) -> Size:
 
 
 def _pixels(vision: Any, num_tiles: int) -> Callable[[int, int], dict[str, Tensor]]:
-    """Return what makes `(samples * images * tiles, channels, side, side)`."""
+    """Return a function that makes `(samples * images * tiles, channels, side, side)`."""
 
     def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
         number = num_samples * num_images * num_tiles
@@ -160,7 +160,7 @@ def _pixels(vision: Any, num_tiles: int) -> Callable[[int, int], dict[str, Tenso
 
 
 def _masked_pixels(vision: Any, num_tiles: int) -> Callable[[int, int], dict[str, Tensor]]:
-    """Return what makes `(samples, images * tiles, channels, side, side)`, and a mask that says which pixels count."""
+    """Return a function that makes `(samples, images * tiles, channels, side, side)`, and a mask of its pixels."""
 
     def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
         side = _side(vision)

@@ -15,7 +15,7 @@ _NOT_LEARNED = -100
 
 
 def describe_images(config: Any, sample: Sample) -> str:
-    """Return what was assumed of images.
+    """Return the assumptions on images.
 
     Raises:
         ValueError: see `image_layout`; or a sample has no room for its images.
