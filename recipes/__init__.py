@@ -3,7 +3,7 @@
 - `train_causal_lm`, `train_neural_operator`, `train_lgt`, `train_fluxflow`: loops of this project's own, on Accelerate.
 - `train_sft`: TRL's SFTTrainer, attached to.
 - `reflow_smolvla`: lerobot's loop, with accumulation.
-- `common`: what they share. Read it after one script.
+- `common`: shared parts. Read it after one script.
 - `causal_lm`, `neural_operator`, `lgt`, `fluxflow`, `sft`, `reflow`: the parts of each script.
 - `configs`: files of flags, those of the demos among them.
 

@@ -5,11 +5,11 @@
         --output_dir=outputs/student --batch_size=8 --gradient_accumulation_steps=4 --policy.dtype=bfloat16
     hf-memopt export --policy outputs/student --output outputs/student_1step --num-steps 1
 
-Every flag of `lerobot-train` works and means what it means there; `--help` lists them. Resume with
+Every flag of `lerobot-train` works and means the same as there; `--help` lists them. Resume with
 `--config_path=outputs/student/checkpoints/last/pretrained_model/train_config.json --resume=true`, and pass the same
 `--gradient_accumulation_steps` again: lerobot's saved configuration has no place for it.
 
-What this adds to lerobot's own training loop:
+Additions to lerobot's own training loop:
 
 - `--gradient_accumulation_steps=N` (here, behind the script's name: `accelerate launch` does not pass its own flag on):
   N batches of `--batch_size` make one optimizer update, with the gradient of one batch N times as large. lerobot's loop

@@ -49,7 +49,7 @@ logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return what is written to `results.json`."""
+    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     with loop.writing_to(options.training.output_dir, accelerator):
@@ -136,7 +136,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def train(run: Run) -> tuple[History, RunCost]:
     """Run the training loop: updates, log lines, evaluations, checkpoints; the model is saved at the end.
 
-    Returns what was logged, and what an update cost.
+    Returns the log, and the cost of an update.
     """
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
@@ -165,7 +165,7 @@ def train(run: Run) -> tuple[History, RunCost]:
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:
-    """Do what is due after this update: memory, mean loss, held-out loss."""
+    """Log the figures due after this update: memory, mean loss, held-out loss."""
     num_updates = run.progress.num_updates
     at_end = num_updates == training.max_steps
     run.memory.log(num_updates)
@@ -188,7 +188,7 @@ def save_model(run: Run, folder: str) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     tokenizer, blocks = load(options)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:

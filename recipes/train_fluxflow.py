@@ -52,7 +52,7 @@ logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return what is written to `results.json`."""
+    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
@@ -94,10 +94,10 @@ class Progress(loop.Progress):
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With what a global step needs besides; models, optimizers and schedules are those of `gan`.
+    """With the other parts of a global step; models, optimizers and schedules are those of `gan`.
 
     Attributes:
-        gan: what an update needs.
+        gan: the parts of an update.
         average: of the VAE's weights, where there is one.
         source: of the images.
         place: in the data, after the last whole step.
@@ -181,7 +181,7 @@ def train_batch(run: Run, images: Tensor) -> Figures:
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    """Run the training loop. Return the run, and what a global step cost.
+    """Run the training loop. Return the run, and the cost of a global step.
 
     Raises:
         ValueError: there is nothing left to train.
@@ -230,7 +230,7 @@ def record(run: Run, figures: Figures) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Return what begins a run, for `hf-memopt compare`."""
+    """Return a function that begins a run, for `hf-memopt compare`."""
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
         run = prepare(make_accelerator(options), options)

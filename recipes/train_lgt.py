@@ -51,7 +51,7 @@ logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as file and command line say; return what is written to `results.json`."""
+    """Train as file and command line say; return the contents of `results.json`."""
     config = parse(__doc__, arguments)
     saving = config.checkpoint
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
@@ -146,7 +146,7 @@ def window_sizes(run: Run) -> list[int]:
 
 
 def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
-    """Run the training loop: updates, evaluations, checkpoints. Return the run, and what an update cost."""
+    """Run the training loop: updates, evaluations, checkpoints. Return the run, and the cost of an update."""
     config, accelerator = run.options, run.accelerator
     announce(run.model, config.offload, accelerator)
     accelerator.init_trackers("lgt", config=as_settings(config, by_section=True))
@@ -208,7 +208,7 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
 
 
 def comparable(config: Config) -> Begin:
-    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     train_data, _ = data.load(config)
 
     def begin(config: Config) -> tuple[Run, Iterator[Tensor]]:

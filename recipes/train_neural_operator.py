@@ -44,7 +44,7 @@ logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return what is written to `results.json`."""
+    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
@@ -113,7 +113,7 @@ def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    """Run the training loop: epochs of updates, evaluations, checkpoints. Return the run, and what an update cost."""
+    """Run the training loop: epochs of updates, evaluations, checkpoints. Return the run, and the cost of an update."""
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("neural_operator", config=as_settings(run.options))
@@ -154,7 +154,7 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Load the data, and return what begins a run with them, for `hf-memopt compare`."""
+    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     samples = data.load(options.data, make_accelerator(options).device)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:

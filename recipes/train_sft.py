@@ -97,7 +97,7 @@ def read_rows(options: Options) -> Dataset:
 
 
 def announce(trainer: SFTTrainer, options: Options) -> None:
-    """Log what is about to be trained."""
+    """Announce the training in the log."""
     counts = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
     trained, total = sum(count for count, learns in counts if learns), sum(count for count, _ in counts)
     logger.info(

@@ -1,4 +1,4 @@
-"""Activation offloading: what autograd saves waits in host memory until backward needs it. The weights come out equal.
+"""Activation offloading: saved tensors wait in host memory until backward needs them. The weights come out equal.
 
 python recipes/by_feature/activation_offloading.py
 """
@@ -36,7 +36,7 @@ def train(offloader: ActivationOffloader) -> nn.Sequential:
 
 def main() -> None:
     plain = train(ActivationOffloader(enabled=False))
-    # "all" offloads whatever reaches the threshold; "auto", the default, plans. A CPU has no other memory to offload
+    # "all" offloads every tensor above the threshold; "auto", the default, plans. A CPU has no other memory to offload
     # to, so that nothing is moved there; a SyncCopier moves it all the same, to try it out.
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0.5, copier=None if on_gpu else SyncCopier())
     offloaded = train(offloader)

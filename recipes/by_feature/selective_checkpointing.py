@@ -27,7 +27,7 @@ def make_model() -> LlamaForCausalLM:
 
 def gradients(model: LlamaForCausalLM, policy: str) -> list[torch.Tensor]:
     tokens = torch.arange(1024, device=device).view(8, 128) % 64
-    with SavedBytes(exclude=model.parameters()) as saved:  # hf_memopt: counts what autograd saves
+    with SavedBytes(exclude=model.parameters()) as saved:  # hf_memopt: counts saved tensors
         loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     print(f"{policy:10} {saved.total_bytes / 2**20:6.1f} MiB saved  loss {loss.item():.6f}")

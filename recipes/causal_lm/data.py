@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
 from hf_memopt.recipes.common.flags import explained
 
-# Tests and applications, and what some distributions install separately.
+# Tests and applications, and modules that some distributions install separately.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils"}
 _LEFT_OUT |= {"site-packages", "dist-packages"}
 
@@ -106,8 +106,8 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:
     """Return tokens in blocks, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
 
-    Documents follow each other with the end-of-sequence token between them. What does not fill the last block of a
-    thousand documents is left out. Held-out blocks may come from the same documents as others.
+    Documents follow each other with the end-of-sequence token between them. A rest that does not fill the last block of
+    a thousand documents is left out. Held-out blocks may come from the same documents as others.
 
     Raises:
         ValueError: the text is too short.

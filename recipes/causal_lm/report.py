@@ -1,4 +1,4 @@
-"""What a run of `train_causal_lm.py` leaves: results.json, and losses, memory and time as a figure."""
+"""The report of `train_causal_lm.py`: results.json, and losses, memory and time as a figure."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def results(options: Options, accelerator: Accelerator, history: History, cost: RunCost) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
+    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     final = [entry for entry in history if "eval_loss" in entry][-1]
     more = {"loop": options.training.loop, "corpus": describe_corpus(options.data), "final": final}
     return run_results(

@@ -16,7 +16,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With what an update and an evaluation need besides.
+    """With the other parts of an update and an evaluation.
 
     Attributes:
         held_out: batches to evaluate on.
@@ -39,8 +39,8 @@ def update(run: Run, batches: Iterator[Batch]) -> Tensor:
     for _ in range(run.accelerator.gradient_accumulation_steps):
         batch = next(batches)
         with run.accelerator.accumulate(run.model):
-            # Only the forward pass is in the offloader's context: what it saves goes to host memory there, and backward
-            # brings it back by itself.
+            # Only the forward pass is in the offloader's context: its saved tensors go to host memory there, and
+            # backward brings them back by itself.
             with run.memory.phase("forward"), run.saving():
                 loss = run.model(**batch, labels=batch["input_ids"]).loss
             with run.memory.phase("backward"):

@@ -32,7 +32,7 @@ TRAINERS_NAMES = (
 def train_with_trainer(
     options: Options, tokenizer: PreTrainedTokenizerBase, blocks: DatasetDict
 ) -> tuple[History, RunCost]:
-    """Train, evaluate and save; return what is logged and what an update cost.
+    """Train, evaluate and save; return the log and the cost of an update.
 
     Loss and gradients are Trainer's own: with accumulation it weighs by tokens where this recipe's loop averages over
     forward passes, which is the same for blocks of equal size.

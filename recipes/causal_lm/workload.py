@@ -24,7 +24,7 @@ def workload(config_path: str | Path, *, precision: str = "no", effective_batch:
     Args:
         config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: blocks per update; None, what the file makes it.
+        effective_batch: blocks per update; None, as the file gives it.
     """
     options = read_options(Options, "", ["--config_path", str(config_path)])
     tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))

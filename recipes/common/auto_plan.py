@@ -1,4 +1,4 @@
-"""What the plans of all recipes share: levers as changes of options, the batch, and the files that a plan writes."""
+"""The common base of all recipes' plans: levers as changes of options, the batch, and the files that a plan writes."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -40,15 +40,15 @@ class RecipeWorkload(ABC):
         name: for headings.
         options: of the recipe, in sections.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, what the options make it.
+        effective_batch: samples per update; None, as the options give it.
 
     Raises:
         ValueError: `precision` is unknown, or `effective_batch` not positive.
     """
 
-    # Each lever's values and what they change, from the fastest to the most frugal.
+    # Each lever's values and the options that they change, from the fastest to the most frugal.
     LEVERS: ClassVar[Mapping[str, Mapping[str, Changes]]]
-    # What `accelerate launch` runs, and the name of the file that it is given.
+    # The script that `accelerate launch` runs, and the name of the file that it is given.
     MODULE: ClassVar[str]
     # The options that hold the samples of a micro-batch and the micro-batches of an update.
     BATCH: ClassVar[tuple[str, str]]
@@ -98,7 +98,7 @@ class RecipeWorkload(ABC):
         return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
 
     def command(self, written: list[Path]) -> str:
-        """Return what runs the recipe with the files that `write` wrote."""
+        """Return the command that runs the recipe with the files that `write` wrote."""
         options, config = written
         return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
@@ -124,12 +124,12 @@ class RecipeWorkload(ABC):
         return int(attrgetter(self.BATCH[0])(options))
 
     def batching(self, micro_batch: int) -> Changes:
-        """Return what makes an update of `effective_batch` samples out of such micro-batches."""
+        """Return the options that make an update of `effective_batch` samples out of such micro-batches."""
         return dict(zip(self.BATCH, (micro_batch, self.effective_batch // micro_batch), strict=True))
 
     @abstractmethod
     def setup(self, options: Any, precision: str) -> Any:
-        """Return what `step` needs, on the device of an `Accelerator` made here."""
+        """Return the arguments of `step`, on the device of an `Accelerator` made here."""
 
     @abstractmethod
     def step(self, state: Any) -> object:
@@ -160,7 +160,7 @@ def apply_auto_plan(
     make_workload: Callable[[str], RecipeWorkload],
     make_accelerator: Callable[[Any], Accelerator],
 ) -> tuple[Any, Accelerator, Row | None]:
-    """Return options and accelerator as a plan for `--plan`'s card has them, and what the plan predicts.
+    """Return options and accelerator as a plan for `--plan`'s card has them, and the prediction.
 
     Without `--plan` they stay as they were. The main process plans, all follow. Logs the choice and why.
 
@@ -184,10 +184,10 @@ def apply_auto_plan(
 
 
 def best_row(workload: Workload, card: str, process: Accelerator | PartialState) -> Row:
-    """Return what a plan for a card chooses, the same on all processes. Logs the choice and why.
+    """Return the plan's choice for a card, the same on all processes. Logs the choice with the reasons.
 
     Args:
-        workload: what to plan.
+        workload: the training step.
         card: a name or a size; "auto", the card that the process computes on.
         process: this one; the main process plans.
 

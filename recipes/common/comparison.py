@@ -30,8 +30,8 @@ from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
 from hf_memopt.tuning.workload import PASSES_OF_AUTO
 
-# Begins a run from its seed: the run, and the losses of its updates, one after the other, endlessly. What a recipe's
-# `comparable` returns once it has loaded the data.
+# Begins a run from its seed: the run, and the losses of its updates, one after the other, endlessly. A recipe's
+# `comparable` returns such a function once it has loaded the data.
 Begin = Callable[[Any], tuple[Run, Iterator[Tensor]]]
 
 # As many as mode "auto" needs to record, plan, and follow the plan.
@@ -95,8 +95,8 @@ def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost,
 
 
 def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
-    """Return what an update costs in the mode of the options, with losses and weights to compare, and where it ran."""
-    # What deterministic kernels need, from the first matrix product on.
+    """Return the cost of an update in the mode of the options, losses and weights to compare, and the hardware."""
+    # Required by deterministic kernels, from the first matrix product on.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         begin: Begin = importlib.import_module(f"hf_memopt.recipes.{name}").comparable(options)
@@ -114,7 +114,7 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
     run, updates = begin(options)
     timer = run.timer()
     for step in tqdm(range(num_steps), desc=f"Measuring: {options.offload.offload}", unit="update", leave=False):
-        if step == num_steps // 2:  # the first half took what happens once: allocations, and the plan of mode "auto"
+        if step == num_steps // 2:  # allocations and the plan of mode "auto" belong to the first half
             timer.restart()
         timer.begin()
         next(updates)

@@ -1,4 +1,4 @@
-"""What a run cost: measured update by update, as a table and in JSON."""
+"""The cost of a run: measured update by update, as a table and in JSON."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ class RunCost:
         stall_ms: time per update for which compute waited for copies.
         predicted_saved_mib: by the planner of mode "auto".
         predicted_step_ms: likewise, for one forward and backward pass.
-        measured_step_ms: the offloader's own measurement of what it predicted.
+        measured_step_ms: the offloader's own measurement of its prediction.
         losses: of the updates by which modes are compared.
         weights_sha256: of the weights after these.
         failure: why there are no figures.
@@ -136,7 +136,7 @@ def mib(gib: float | None) -> float | None:
 
 
 def table(costs: Sequence[RunCost], device: str) -> str:
-    """Return one row per mode, the first of which is what the others are compared with.
+    """Return one row per mode; the first one is the reference of the others.
 
     Columns without any figure are left out.
 
@@ -149,7 +149,7 @@ def table(costs: Sequence[RunCost], device: str) -> str:
 
 
 def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:
-    """Log what is about to happen, and why nothing will be offloaded where that is known beforehand."""
+    """Log the mode of offloading, and why nothing will be offloaded where that is known beforehand."""
     logger.info(
         f"Model: {num_parameters(model):,} parameters on {accelerator.device}, {accelerator.num_processes} "
         f"process(es), mixed precision {accelerator.mixed_precision}"

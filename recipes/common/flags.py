@@ -159,7 +159,7 @@ def check_card(plan: str | None) -> None:
 
 @contextmanager
 def explained(refusal: str, caught: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
-    """Raise what loaders raise inside as a ValueError that begins with `refusal`: flag, value and remedy."""
+    """Raise errors of loaders inside as a ValueError that begins with `refusal`: flag, value and remedy."""
     try:
         yield
     except caught as error:

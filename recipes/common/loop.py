@@ -1,4 +1,4 @@
-"""What the loops of the Accelerate recipes share: accelerator, offloader, run, log, checkpoints."""
+"""The shared parts of the Accelerate recipes' loops: accelerator, offloader, run, log, checkpoints."""
 
 import logging
 from collections.abc import Iterator
@@ -86,16 +86,16 @@ class Progress:
 
 @dataclass
 class Run:
-    """What accelerate prepared, and the offloader.
+    """The objects that accelerate prepared, and the offloader.
 
     Attributes:
         accelerator: which did that.
         options: all sections; of these, `offload` decides about the offloader.
-        model: what is trained, or several.
+        model: the trained model, or several.
         optimizer: of its parameters, or one of each model.
         scheduler: of the optimizer, or one of each.
         batches: of an epoch; None where a step is only simulated.
-        offloader: of what forward passes save; None in mode "off".
+        offloader: of tensors that forward passes save; None in mode "off".
         progress: so far.
         memory: a MemoryLogger; a MemoryTracker where a step is only simulated.
     """
@@ -121,7 +121,7 @@ class Run:
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
 
     def position(self) -> dict[str, Any]:
-        """Return what checkpoints hold beside accelerate's states."""
+        """Return the contents of checkpoints beside accelerate's states."""
         return asdict(self.progress)
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def save_and_stop(run: Run, checkpoints: Checkpoints, *, due: bool, flag: str = 
 
 @contextmanager
 def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
-    """Save what has been trained when an error ends the run.
+    """Save the trained weights when an error ends the run.
 
     Each update is applied whole or not at all. Those of an unfinished step are in the checkpoint, which counts the
     whole steps, so that going on begins that step anew. The other processes of a run cannot take part in saving when
@@ -188,6 +188,6 @@ def is_due(number: int, interval: int) -> bool:
 
 
 def conclude(results: dict[str, Any], options: OffloadOptions, predicted: Row | None, accelerator: Accelerator) -> None:
-    """Log what a plan predicted beside what was measured, and why nothing was offloaded where that is so."""
+    """Log the plan's prediction beside the measurement, and why nothing was offloaded where that is so."""
     log_prediction(predicted, accelerator)
     warn_if_nothing_offloaded(results, options)

@@ -1,4 +1,4 @@
-"""The sections of flags that recipes share, and what is refused before any work."""
+"""The sections of flags that recipes share, and refusals before any work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class RunOptions:
 
 @dataclass
 class OffloadOptions(OffloadArguments):
-    """Adds what all recipes but reflow have: plans, and micro-batches that are halved."""
+    """Adds the options of all recipes but reflow: plans, and micro-batches that are halved."""
 
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
     auto_micro_batch: bool = flag(False, "if memory runs out, begin again with half the micro-batch and twice as many")
@@ -39,10 +39,10 @@ def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkp
     """Refuse modes that find nothing to move, and a budget that no mode reads.
 
     Args:
-        offload: what the flags say.
+        offload: the section of the flags.
         compared: modes that `hf-memopt compare` is to run with these options; none for training.
         checkpointed: whether there are checkpointed blocks, whose inputs mode "inputs" moves.
-        remedy: what there would have to be, and the flag for it.
+        remedy: the missing part, and the flag for it.
 
     Raises:
         ValueError: names a flag, its value and the remedy.

@@ -1,4 +1,4 @@
-"""What a recipe does when memory runs out: it says which flags help, or goes on with half the micro-batch."""
+"""Handles a lack of memory: names the flags that help, or goes on with half the micro-batch."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def explained(
     checkpointing: str,
     halving: str = "--auto_micro_batch",
 ) -> AbstractContextManager[None]:
-    """Return a context that adds a report to an OutOfMemoryError: what held the memory, and which flags would help.
+    """Return a context that adds a report to an OutOfMemoryError: the holders of the memory, and the flags that help.
 
     Args:
         model: gives tensors their owners.
@@ -53,7 +53,7 @@ def halved_until_it_fits[R](
 ) -> tuple[Any, Accelerator, R]:
     """Train; with `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less.
 
-    An update stays what it was. The run goes on from its newest checkpoint, if it has one.
+    An update stays the same. The run goes on from its newest checkpoint, if it has one.
 
     Args:
         options: of the recipe.
@@ -63,11 +63,11 @@ def halved_until_it_fits[R](
         train: prepares and trains.
 
     Returns:
-        The options that fitted, their accelerator, and what `train` returned.
+        The options that fitted, their accelerator, and the result of `train`.
 
     Raises:
         ValueError: there are several processes: the others would wait for the one that has run out.
-        torch.OutOfMemoryError: the smallest micro-batch does not fit, or nobody asked for smaller ones.
+        torch.OutOfMemoryError: the smallest micro-batch does not fit, or smaller ones were not asked for.
     """
     if options.offload.auto_micro_batch and accelerator.num_processes > 1:
         raise ValueError(
@@ -90,7 +90,7 @@ def halved_until_it_fits[R](
 
 
 def resuming(workload: RecipeWorkload, options: Any) -> Mapping[str, Any]:
-    """Return what has a run go on from its newest checkpoint, if there is one."""
+    """Return the options with which a run goes on from its newest checkpoint, if there is one."""
     folder = getattr(getattr(options, workload.FOLDER[0]), workload.FOLDER[1])
     has_one = (checkpoints_folder(folder) / "latest").exists()
     return {f"{workload.FOLDER[0]}.resume_from_checkpoint": "latest"} if has_one else {}

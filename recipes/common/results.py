@@ -1,4 +1,4 @@
-"""What a finished run leaves: `results.json`, and figures where matplotlib is installed."""
+"""The results of a finished run: `results.json`, and figures where matplotlib is installed."""
 
 import importlib.util
 import json
@@ -27,12 +27,12 @@ def num_parameters(model: nn.Module) -> int:
 def run_results(
     options: Any, accelerator: Accelerator, history: History, *, libraries: Sequence[str], **more: Any
 ) -> dict[str, Any]:
-    """Return what every finished run leaves in `results.json`, where it was made included.
+    """Return the common contents of `results.json`, the hardware included.
 
     Args:
         options: of the recipe.
         accelerator: of the run.
-        history: what was recorded.
+        history: the recorded figures.
         libraries: whose versions matter, besides torch's and accelerate's.
         more: entries of the recipe's own, `training_cost` among them.
     """

@@ -3,7 +3,7 @@
 - `options`: its flags.
 - `data`: images in buckets of one shape each.
 - `model`: the VAE, the discriminator and LPIPS.
-- `losses`: what they are trained with.
+- `losses`: of their training.
 - `step`: one update of the discriminator and one of the VAE.
 - `levers`: the allocator's segments, the average of weights, several processes.
 - `report`: results and panels.

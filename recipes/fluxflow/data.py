@@ -114,7 +114,7 @@ def fitted(image: Image.Image, size: Size) -> Tensor:
 
 
 class BucketBatches(IterableDataset[Tensor]):
-    """Batches of images of one bucket each, `(batch_size, 3, height, width)`; what fills no batch is left out."""
+    """Batches of images of one bucket each, `(batch_size, 3, height, width)`; the rest is left out."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         self._source = source
@@ -172,7 +172,7 @@ class EndlessBatches:
 
 
 def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int, rank: int, ranks: int) -> Any:
-    """Return what `EndlessBatches` makes the batches of one process from."""
+    """Return the buckets that `EndlessBatches` makes the batches of one process from."""
 
     def loader(epoch: int) -> DataLoader[Tensor]:
         samples = split_dataset_by_node(_shuffled(source.samples, options, seed, epoch), rank, ranks)

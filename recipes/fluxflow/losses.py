@@ -16,12 +16,12 @@ Figures = dict[str, Tensor]
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return in float32 what autocast has left in half precision."""
+    """Return in float32 a tensor that autocast has left in half precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def detail_weighted_l1(output: Tensor, target: Tensor, detail_weight: float) -> Tensor:
-    """Return the L1 error of images blurred by a 3 x 3 mean, plus `detail_weight` times that of what this removes."""
+    """Return the L1 error of images blurred by a 3 x 3 mean, plus `detail_weight` times that of the details removed."""
     blurred, blurred_target = (
         functional.avg_pool2d(each, 3, 1, 1, count_include_pad=False) for each in (output, target)
     )
@@ -52,7 +52,7 @@ def reconstruction_loss(
 
 
 def draw_latents(posterior: Any) -> Tensor:
-    """Draw from diffusers' Gaussian posterior, in float32 whatever the precision of the encoder."""
+    """Draw from diffusers' Gaussian posterior, in float32 for any precision of the encoder."""
     mean, std = wide(posterior.mean), wide(posterior.std)
     return mean + std * torch.randn_like(mean)
 

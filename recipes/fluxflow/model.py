@@ -20,7 +20,7 @@ CHECKPOINTED_BLOCKS = ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D
 
 
 class Models(NamedTuple):
-    """What a step runs; LPIPS is None where it has no weight."""
+    """The models of a step; LPIPS is None where it has no weight."""
 
     vae: Any  # diffusers' AutoencoderKL
     discriminator: nn.Module

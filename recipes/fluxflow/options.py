@@ -130,7 +130,7 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
 
 
 def _check_resolutions(options: Options) -> None:
-    """Refuse what LPIPS or the buckets cannot take. A loaded VAE's own stride is not known yet."""
+    """Refuse sizes that LPIPS or the buckets cannot take. A loaded VAE's own stride is not known yet."""
     least = MIN_LPIPS_SIZE if options.losses.lpips_weight else 1
     for resolution in (options.data.resolution, *options.resolutions):
         if not least <= resolution <= options.data.resolution:

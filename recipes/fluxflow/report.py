@@ -1,4 +1,4 @@
-"""What a run of `train_fluxflow.py` says and leaves: announcements, results.json, panels and curves."""
+"""The report of `train_fluxflow.py`: announcements, results.json, panels and curves."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def announce(models: Models, options: Options, accelerator: Accelerator, source: str) -> None:
-    """Log what is about to happen."""
+    """Announce the run in the log."""
     ratios = len(options.data.aspect_ratios)
     logger.info(
         f"Data: {source}, trained at {', '.join(map(str, options.resolutions))}, {ratios} aspect ratio(s); "
@@ -41,7 +41,7 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
 def results(
     options: Options, accelerator: Accelerator, models: Models, history: common.History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`."""
+    """Return the contents of `results.json` of a finished run."""
     more = {
         "model": options.model,
         "num_parameters": {

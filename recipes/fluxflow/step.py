@@ -4,7 +4,7 @@
     gan = Gan(models, make_optimizers(models, TrainingOptions()), LossOptions(), LeverOptions())
     step(gan, make_batch(4, 64, device), Weights(kl=1e-3, adversarial=0.5), with_r1=True)
 
-Nothing in here waits for the device or decides by what a tensor holds, unless `stop_on_non_finite` asks for it.
+Nothing in here waits for the device or decides by a tensor's values, unless `stop_on_non_finite` asks for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Optimizers(NamedTuple):
 
 @dataclass
 class Gan:
-    """What a step needs.
+    """The parts of a step.
 
     Attributes:
         models: on one device.
@@ -55,7 +55,7 @@ class Gan:
         max_grad_norm: gradients are clipped to it.
         stop_on_non_finite: raise RuntimeError before an update whose gradient is not finite. Waits for the device.
         autocast: around each forward pass.
-        offloader: of what forward passes save.
+        offloader: of tensors that forward passes save.
         synchronize: called with the parameters before each update; averages their gradients over processes.
         phase: around each update, with its name.
     """
@@ -86,7 +86,7 @@ def make_optimizers(models: Models, training: TrainingOptions) -> Optimizers:
 
 
 def make_gan(models: Models, options: Options, accelerator: Accelerator, **hooks: Any) -> Gan:
-    """Return what a step needs, with new optimizers of models on their device; `hooks` are fields of `Gan`."""
+    """Return the parts of a step, with new optimizers of models on their device; `hooks` are fields of `Gan`."""
     return Gan(
         models,
         Optimizers(*map(accelerator.prepare_optimizer, make_optimizers(models, options.training))),
@@ -125,7 +125,7 @@ def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Fi
     """Update by the hinge loss on images and their reconstructions, with R1 where it is due."""
     discriminator, optimizer = gan.models.discriminator, gan.optimizers.discriminator
     parameters = list(discriminator.parameters())
-    optimizer.zero_grad()  # also of what an update of the VAE without --freeze_discriminator has left
+    optimizer.zero_grad()  # also those left by an update of the VAE without --freeze_discriminator
     figures = []
     for part, share in _shares(parts):
         fake = reconstruct(gan, part)  # without a graph: this update is the discriminator's

@@ -53,7 +53,7 @@ class WeightAverage:
 
     def step(self) -> None:
         """Take the weights as they are now into the average."""
-        # A copy requires no gradient, and EMAModel averages only what does.
+        # A copy requires no gradient, and EMAModel averages only weights that do.
         self._ema.step([p.detach().to(self._device).requires_grad_(p.requires_grad) for p in self._model.parameters()])
 
     @contextmanager
@@ -75,7 +75,7 @@ class WeightAverage:
 
 
 def make_average(model: nn.Module, options: Options, device: torch.device) -> WeightAverage | None:
-    """Return what averages a model on `device`; None for a decay of 0."""
+    """Return the average of a model's weights on `device`; None for a decay of 0."""
     home = torch.device("cpu") if options.levers.ema_on_cpu else device
     return WeightAverage(model, options.training.ema_decay, home) if options.training.ema_decay else None
 

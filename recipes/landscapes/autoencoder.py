@@ -70,7 +70,7 @@ class Autoencoder(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "Autoencoder":
-        """Return what `save` has written, in evaluation mode."""
+        """Return the model that `save` has written, in evaluation mode."""
         with safe_open(folder / FILE, "pt") as file:
             made = cls(**json.loads(file.metadata()["sizes"]))
             made.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

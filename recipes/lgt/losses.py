@@ -12,8 +12,8 @@ def sliced_wasserstein(
 ) -> Tensor:
     """Return the squared distance between the distributions of two sets of patches, along random directions, `()`.
 
-    Sorts each direction's projections. It is no mean over samples: the mean of what the halves of a batch give is
-    larger, and has another gradient. Costs a sort of `max_samples` numbers for each direction.
+    Sorts each direction's projections. It is no mean over samples: the mean over the halves of a batch is larger, and
+    has another gradient. Costs a sort of `max_samples` numbers for each direction.
 
     Args:
         output: latents, `(batch, channels, height, width)`.

@@ -39,7 +39,7 @@ class LatentTransfer(nn.Module):
     Args:
         config: of the U-Net.
         legacy_dt: see `euler`.
-        average_style: what stands for no style: a learned embedding, or zeros.
+        average_style: the substitute for no style: a learned embedding, or zeros.
 
     Attributes:
         checkpointing: keep only the latents between steps for backward, and compute each step again. Bitwise the same

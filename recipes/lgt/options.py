@@ -139,7 +139,7 @@ class Config(NamedTuple):
         return self.checkpoint.save_dir
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return what a JSON file of this configuration holds."""
+        """Return the contents of a JSON file of this configuration."""
         return {name: asdict(section) for name, section in self._asdict().items()}
 
 

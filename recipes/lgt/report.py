@@ -1,4 +1,4 @@
-"""What a run of `train_lgt.py` gave: the closing checklist, results.json, the model, curves and panels."""
+"""The report of `train_lgt.py`: the closing checklist, results.json, the model, curves and panels."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ class Check:
 
 
 def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
+    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     config, history = run.options, run.progress.history
     on_cpu = run.accelerator.device.type == "cpu"
     more = {
@@ -52,7 +52,7 @@ def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
 def checklist(
     config: Config, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
 ) -> list[Check]:
-    """Return what the run was to show, and whether it did.
+    """Return the claims that the run was to show, and whether it did.
 
     Args:
         config: of the run.
@@ -74,7 +74,7 @@ def checklist(
 
 
 def _judged(name: str, holds: bool | None, measured: str) -> Check:
-    """Return a line of the report; None stands for what cannot be judged."""
+    """Return a line of the report; None stands for a claim that cannot be judged."""
     return Check(name, "not applicable" if holds is None else "passed" if holds else "failed", measured)
 
 

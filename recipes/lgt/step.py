@@ -1,6 +1,6 @@
-"""One update of `train_lgt.py`, apart from its loop: model, optimizer and loss, and what a run holds.
+"""One update of `train_lgt.py`, apart from its loop: model, optimizer and loss, and the state of a run.
 
-But for the clipping and the check of gradients, nothing here waits for the device or decides by what tensors hold, so
+But for the clipping and the check of gradients, nothing here waits for the device or decides by tensors' values, so
 that it also runs on tensors without data.
 """
 
@@ -51,7 +51,7 @@ class Objective:
         return self.loss(*self.outputs(model, batch))
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """Return what the loss is made of, samples first: it may be concatenated over batches."""
+        """Return the tensors that the loss is made of, samples first: they may be concatenated over batches."""
         moved, energy = model(batch["start"], batch["time"], batch["targets"], batch["dropped"], self._num_steps)
         return moved, energy, batch["latents"], batch["target_latents"], batch["style_weights"]
 
@@ -119,7 +119,7 @@ class Progress(loop.Progress):
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """What accelerate prepared, and all that an update needs.
+    """The objects that accelerate prepared, and the other parts of an update.
 
     Attributes:
         batches: of row numbers.

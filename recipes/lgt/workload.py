@@ -23,8 +23,8 @@ def workload(
 
     Args:
         config_path: YAML or JSON.
-        precision: "no", "bf16", or "auto" to try both; None, what the file says.
-        effective_batch: latents per update; None, what the file makes it.
+        precision: "no", "bf16", or "auto" to try both; None, as the file says.
+        effective_batch: latents per update; None, as the file gives it.
     """
     config = read_config("", ["--config_path", str(config_path)])
     return LatentTransferWorkload(config, precision, effective_batch)

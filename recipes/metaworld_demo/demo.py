@@ -1,4 +1,4 @@
-"""Reflow in Meta-World, an environment that nobody here wrote: experts, a teacher, one-step students, success rates.
+"""Reflow in Meta-World, an environment of others: experts, a teacher, one-step students, success rates.
 
     python -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld
 
@@ -126,7 +126,7 @@ def teacher_command(options: argparse.Namespace) -> list[Any]:
 
 
 def vlm_flags(*, frozen: bool) -> list[str]:
-    """Say whether the VLM is trained: the teacher's starts with random weights; students share what it has learnt."""
+    """Say whether the VLM is trained: the teacher's starts with random weights; students share its learnt weights."""
     word = str(frozen).lower()
     return [f"--policy.train_expert_only={word}", f"--policy.freeze_vision_encoder={word}"]
 
@@ -183,7 +183,7 @@ def evaluation_command(options: argparse.Namespace, policy: TestedPolicy) -> lis
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what decides the results, for `results.json`."""
+    """Return the settings that decide the results, for `results.json`."""
     names = ("seed", "demonstrations", "teacher_steps", "student_steps", "episodes")
     return {"tasks": list(options.tasks), **{name: getattr(options, name) for name in names}}
 

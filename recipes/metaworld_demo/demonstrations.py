@@ -55,7 +55,7 @@ def record(output: Path, tasks: Sequence[str], episodes_per_task: int, seed: int
 
 
 def expert_episode(environment: DrawnMetaworldEnv, seed: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Return the frames of one success: what is seen, and what the expert would do there.
+    """Return the frames of one success: observations, and the expert's actions.
 
     Raises:
         RuntimeError: the expert does not reach the goal within the limit of steps.

@@ -1,6 +1,6 @@
 """lerobot's Meta-World with a camera that numpy draws from the state: no OpenGL, and a tenth of a millisecond a frame.
 
-The simulator, its tasks and what counts as a success are Meta-World's; seeds, episodes and observations are lerobot's.
+The simulator, its tasks and the criterion of success are Meta-World's; seeds, episodes and observations are lerobot's.
 Only the picture is made here: hand, object and goal as soft discs, seen from above and from the front.
 
     lerobot-eval --env.discover_packages_path=hf_memopt.recipes.metaworld_demo --env.type=metaworld_drawn \\
@@ -39,7 +39,7 @@ class DrawnMetaworldEnv(MetaworldEnv):
     def __init__(self, task: str) -> None:
         super().__init__(task, obs_type="pixels_agent_pos", observation_width=IMAGE_SIZE, observation_height=IMAGE_SIZE)
         self._max_episode_steps = MAX_STEPS
-        self.last_state: NDArray[np.float64] = np.zeros(39)  # what Meta-World's experts see
+        self.last_state: NDArray[np.float64] = np.zeros(39)  # the observation of Meta-World's experts
 
     def render(self) -> NDArray[np.uint8]:
         """Return the drawn picture, enlarged for videos, `(256, 256, 3)`."""
@@ -78,7 +78,7 @@ def check_task(name: str) -> None:
 @EnvConfig.register_subclass("metaworld_drawn")
 @dataclass
 class DrawnMetaworldConfig(EnvConfig):
-    """What `lerobot-eval` makes of `--env.type=metaworld_drawn`; `task` may name several, with commas."""
+    """The environment of `lerobot-eval --env.type=metaworld_drawn`; `task` may name several, with commas."""
 
     task: str = "reach-v3"
     fps: int = 80

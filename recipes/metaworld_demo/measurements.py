@@ -1,4 +1,4 @@
-"""What the demo in Meta-World measures on its policies, and the table of it."""
+"""Measurements of the demo in Meta-World on its policies, and their table."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ STUDENTS = {"student": "student", "second": "second round"}
 
 @dataclass(frozen=True)
 class TestedPolicy:
-    """What acts: a checkpoint and how many Euler steps it takes."""
+    """A policy: a checkpoint and how many Euler steps it takes."""
 
     title: str
     folder: str

@@ -36,7 +36,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Darcy:
-    """What decides the samples of one file.
+    """The parameters that decide the samples of one file.
 
     Attributes:
         split: "train" or "test"; the two are drawn from different random numbers.
@@ -120,8 +120,8 @@ def solve(coefficients: Tensor, source: Tensor, tolerance: float = 1e-8) -> Tens
     """Return solutions at all nodes, by conjugate gradients for the whole batch at once, on the tensors' device.
 
     The preconditioner is the Laplacian, inverted exactly in the basis of sines by two dense matrix products each way.
-    That bounds the number of iterations by the contrast of the coefficients, whatever the resolution: about 20 for a
-    contrast of 4 and a tolerance of 1e-8. Cost: O(nodes^3) per sample and iteration.
+    That bounds the number of iterations by the contrast of the coefficients, at any resolution: about 20 for a contrast
+    of 4 and a tolerance of 1e-8. Cost: O(nodes^3) per sample and iteration.
 
     Args:
         coefficients: `(batch, nodes, nodes)`, positive, in float64 for tolerances below 1e-5.
@@ -229,7 +229,7 @@ def generate(darcy: Darcy, device: torch.device) -> dict[str, Tensor]:
 def cached_folder(root: Path, train: Darcy, tests: list[Darcy], device: torch.device) -> Path:
     """Return a folder with `darcy_train_<resolution>.pt` and `darcy_test_<resolution>.pt`, generated where missing.
 
-    Its name says what the data were made from, down to the last parameter, so that other parameters never find it. A
+    Its name has all that the data were made from, down to the last parameter, so that other parameters never find it. A
     file has its final name only once it is complete.
     """
     shared = replace(train, split="train", resolution=3)

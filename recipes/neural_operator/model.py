@@ -35,7 +35,7 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
     """Return one with half the resolution and twice the width between the second layer and the last but one."""
     width, modes, num_inner = options.hidden_channels, options.modes, options.num_layers - 2
     half = modes // 2
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it was called with
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its arguments
         return UNO(
             **channels,
             n_layers=options.num_layers,
@@ -49,7 +49,8 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model_state_dict.pt`, and beside it what neuralop's `from_checkpoint` builds the model from.
+    """Write `model_state_dict.pt`, and beside it the arguments from which neuralop's `from_checkpoint` builds the
+    model.
 
     A UNO has no such method: make it by `make_model` and let it load the state dict.
     """

@@ -107,7 +107,7 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
 
 
 def _check_loop(options: Options) -> None:
-    """Refuse what neuralop's Trainer lacks: micro-batches, and checkpoints that torch's safe loading can read."""
+    """Refuse micro-batches and checkpoints for safe loading, which neuralop's Trainer lacks."""
     training = options.training
     if training.loop == "accelerate":
         return

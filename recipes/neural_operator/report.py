@@ -1,4 +1,4 @@
-"""What a run of `train_neural_operator.py` gave: results.json, and panels of predictions beside the truth."""
+"""The report of `train_neural_operator.py`: results.json, and panels of predictions beside the truth."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def results(
     options: Options, accelerator: Accelerator, model: nn.Module, history: History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return what a finished run leaves in `results.json`; `cost` is that of an update."""
+    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     more = {
         "loop": options.training.loop,
         "model": options.model,

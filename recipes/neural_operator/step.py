@@ -22,7 +22,7 @@ LOSSES = {"l2": LpLoss(d=2, p=2), "h1": H1Loss(d=2, periodic_in_x=False, periodi
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With what an update and an evaluation need besides.
+    """With the other parts of an update and an evaluation.
 
     Attributes:
         processor: normalises samples, and solutions back.
@@ -63,7 +63,7 @@ def update(run: Run, batch: Batch) -> Tensor:
     for number, part in enumerate(parts, start=1):
         # Gradients are exchanged between processes once, in the last part's backward.
         with nullcontext() if number == len(parts) else run.accelerator.no_sync(run.model):
-            # The offloader's context is around the forward pass; backward brings back what it moved.
+            # The offloader's context is around the forward pass; backward brings back the moved tensors.
             with run.memory.phase("forward"), run.saving():
                 output, part = run.processor.postprocess(run.model(part["x"]), part)
                 loss = LOSSES[training.train_loss](output, part["y"]) / len(batch["y"])

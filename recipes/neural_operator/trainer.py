@@ -22,7 +22,7 @@ from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
 def train_with_trainer(
     options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
 ) -> tuple[nn.Module, History, RunCost]:
-    """Train and evaluate; return the model, what is logged and what an update cost.
+    """Train and evaluate; return the model, the log and the cost of an update.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
 

@@ -22,7 +22,7 @@ def workload(config_path: str | Path, *, precision: str = "no", effective_batch:
     Args:
         config_path: YAML or JSON.
         precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, what the file makes it.
+        effective_batch: samples per update; None, as the file gives it.
     """
     return NeuralOperator(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 

@@ -4,7 +4,7 @@
 - `plan`: lerobot's update on fake tensors.
 - `teacher_home`: where the teacher lives, by a plan.
 - `smolvla_toy`: a small SmolVLA and a task with two right answers.
-- `demo_commands`: what this demo and Meta-World's share, in flags and commands.
+- `demo_commands`: flags and commands that this demo and Meta-World's share.
 - `demo`: teacher, student, export and evaluation in one command.
-- `demo_measurements`, `demo_figures`: what it measures and draws.
+- `demo_measurements`, `demo_figures`: its measurements and figures.
 """

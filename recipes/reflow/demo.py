@@ -29,7 +29,7 @@ STUDENT_STEPS = 750
 TEACHER_BATCH_SIZE = 64
 TEACHER_LEARNING_RATE = 6e-3
 
-# What a run leaves behind, and so what --overwrite removes.
+# The files of a run, which --overwrite removes.
 OUTPUTS = ("toy", "teacher", "student_init", "student", "student_1step", "logs", "results.json", "figures")
 
 
@@ -92,7 +92,7 @@ def flags(options: argparse.Namespace, name: str, steps: int, **changes: Any) ->
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write `results.json` with its figures beside it, and return what is in it."""
+    """Measure, write `results.json` with its figures beside it, and return its contents."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 

@@ -1,4 +1,4 @@
-"""What the reflow demos share: their folder, their flags, and the commands that they print and run."""
+"""Shared parts of the reflow demos: their folder, their flags, and the commands that they print and run."""
 
 import argparse
 import logging
@@ -37,7 +37,7 @@ def demo_parser(description: str | None, output: str) -> Parser:
 
 
 def make_room(output: Path, names: Sequence[str], overwrite: bool) -> None:
-    """Refuse a folder that is in use; with `overwrite`, remove what a demo writes, `names`, and nothing else."""
+    """Refuse a folder that is in use; with `overwrite`, remove the files of a demo, `names`, and nothing else."""
     check_output_folder("output", output)
     present = [name for name in names if (output / name).exists()]
     if present and not overwrite:
@@ -121,7 +121,7 @@ def show_progress(chunk: bytes) -> None:
 
 @contextmanager
 def stage(title: str) -> Iterator[None]:
-    """Print the title of what is done within, and the seconds that it took."""
+    """Print the title of a stage, and the seconds that it took."""
     print(f"\n=== {title}", flush=True)
     begun = time.perf_counter()
     yield

@@ -64,7 +64,7 @@ def draw_learning(curves: dict[str, list[tuple[int, float]]], file: Path) -> Non
 
 
 def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> None:
-    """Draw what is held on the device in each phase of a step, by design."""
+    """Draw the bytes held on the device in each phase of a step, by design."""
     designs, phases = list(memory), list(next(iter(memory.values())))
     totals = [sum(holders.values()) for by_phase in memory.values() for holders in by_phase.values()]
     with drawn(file, 1, len(phases), DPI, figsize=(13, 4.5), sharey=True) as row:

@@ -1,4 +1,4 @@
-"""What the demo measures on its trained policies."""
+"""Measurements of the demo on its trained policies."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Rates = dict[str, dict[int, float]]  # by policy and Euler steps
 
 
 class SampledPaths(NamedTuple):
-    """One observation and what three samplers make of it.
+    """One observation and the actions of three samplers for it.
 
     Attributes:
         scene: where things stand.
@@ -59,7 +59,7 @@ class Demo:
 
     @classmethod
     def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
-        """Read what the demo's earlier stages left in its folder."""
+        """Read the files of the demo's earlier stages."""
         student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
         batches = held_out_batches(
             student, toy.REPO_ID, dataset, held_out, max_observations=toy.PATH_STEPS * len(held_out)

@@ -59,7 +59,7 @@ _COLORS = {"obstacle": (0, 0, 255), "goal": (0, 255, 0), "agent": (255, 0, 0)}
 _RADII = {"obstacle": OBSTACLE_RADIUS, "goal": 0.2, "agent": 0.2}
 
 
-# What a SmolVLMConfig is made from: Llama's text model, SigLIP's vision model, and patches per token along a side.
+# The parts of a SmolVLMConfig: Llama's text model, SigLIP's vision model, and patches per token along a side.
 VLMShape = dict[str, Any]
 
 _TOY_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 320}
@@ -85,8 +85,8 @@ REAL: VLMShape = {
 def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
     """Write a SmolVLM2 folder that lerobot accepts as `vlm_model_name`: config, processor and tokenizer, no weights.
 
-    The tokenizer knows a few hundred tokens whatever the shape is; only the embedding has all of `vocab_size` rows.
-    Takes about a second.
+    The tokenizer knows a few hundred tokens for any shape; only the embedding has all of `vocab_size` rows. Takes about
+    a second.
 
     Returns:
         `output`, which is created if needed.
@@ -193,7 +193,7 @@ def _ideal_path(scene: Scene, side: int) -> FloatArray:
 
 
 def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
-    """Draw what the camera sees: obstacle, goal and agent as discs, `(32, 32, 3)`."""
+    """Draw the camera's picture: obstacle, goal and agent as discs, `(32, 32, 3)`."""
     ticks = (np.arange(IMAGE_SIZE) + 0.5) / IMAGE_SIZE * 2 - 1
     x, y = np.meshgrid(ticks, -ticks)
     image = np.broadcast_to(np.array(_BACKGROUND, dtype=np.float64), (IMAGE_SIZE, IMAGE_SIZE, 3))

@@ -41,12 +41,12 @@ def planned_home(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: st
 
 
 def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
-    """Return the `teacher_offload` of a run: what its flags say, and for "auto" the fastest that fits by simulation.
+    """Return the `teacher_offload` of a run: that of its flags, and for "auto" the fastest that fits by simulation.
 
-    Homes are simulated from the fastest on, one after another, until one fits into what the card has free. Where that
-    cannot be said, the answer is "auto", with which a teacher begins on the host and is placed by what two optimizer
-    steps leave. Logs one line that says which, and why. No line, and no simulation, where nothing is open: the flags
-    name a home or a budget, there is no teacher of its own, or the run is on a CPU.
+    Homes are simulated from the fastest on, one after another, until one fits into the card's free memory. Where that
+    cannot be said, the answer is "auto", with which a teacher begins on the host and is placed by the memory that two
+    optimizer steps leave. Logs one line that says which, and why. No line, and no simulation, where nothing is open:
+    the flags name a home or a budget, there is no teacher of its own, or the run is on a CPU.
 
     Args:
         cfg: the run's.
@@ -67,14 +67,14 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
     try:
         found = plan(_workload(cfg, num_accumulation_steps), gpu=card, num_workers=1)
     except (ValueError, IsolatedError) as error:
-        # The run may go on all the same: what is wrong with more than the simulation, it will find itself.
+        # The run may go on all the same: it finds faults other than the simulation's itself.
         return _measured(logging.WARNING, str(error).splitlines()[0])
     logger.info("teacher_offload=auto: %s", _reason(found, cfg.batch_size))
     return _home(found)
 
 
 def _why_not_simulated(cfg: TrainPipelineConfig) -> str | None:
-    """Say what keeps this run, as it is started, from being simulated; None, nothing does."""
+    """Return why this run, as it is started, cannot be simulated; None if it can."""
     if not torch.cuda.is_available():
         return f"device={cfg.policy.device!r} is no CUDA device, whose rules a simulation follows"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -94,11 +94,11 @@ def _measured(level: int, why: str) -> str:
 
 
 def _room() -> Card:
-    """Return this process's card with as much memory as others leave of it, but for what fragmentation may take."""
+    """Return this process's card with the memory that others leave of it, less a share for fragmentation."""
     device = torch.device("cuda", torch.cuda.current_device())
     card = card_of(device)
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-    # The context of this process has been taken from what is free, and is counted once more in each plan.
+    # The context of this process has been taken from the free memory, and is counted once more in each plan.
     return replace(card, memory_bytes=usable_bytes(min(total_bytes, free_bytes + card.context_bytes)))
 
 

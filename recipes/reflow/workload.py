@@ -36,14 +36,14 @@ from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3
-# Euler steps after which each of the teacher's does what the one before it did.
+# Euler steps after which each of the teacher's repeats the one before it.
 _NUM_EULER_STEPS = 2
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Options(NamedTuple):
-    """What a candidate is run with: the student's configuration, where it is, and the batch."""
+    """The arguments of a candidate: the student's configuration, its folder, and the batch."""
 
     policy: SmolVLAReflowConfig
     path: Path
@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What `step` needs; all but the optimizer and the accelerator's settings is on its device."""
+    """The arguments of `step`; all but the optimizer and the accelerator's settings is on its device."""
 
     accelerator: Accelerator
     policy: SmolVLAReflowPolicy
@@ -72,7 +72,7 @@ def workload(
     Args:
         config_path: a folder that `hf-memopt prepare-student` wrote, or its `config.json`. The teacher must be where
             the student's configuration says.
-        precision: "no", "bf16", or "auto" to try both; None, what the configuration says.
+        precision: "no", "bf16", or "auto" to try both; None, as the configuration says.
         effective_batch: frames per update; None, lerobot's batch.
 
     Raises:
@@ -176,7 +176,7 @@ class SmolVLAReflow(RecipeWorkload):
         return written
 
     def command(self, written: list[Path]) -> str:
-        """Return what runs the recipe with the files that `write` wrote, on data that the reader names."""
+        """Return the command that runs the recipe with the files that `write` wrote, on data that the reader names."""
         flags, config = (shlex.quote(str(path)) for path in written)
         launch = f"accelerate launch --config_file {config} -m {self.MODULE}"
         return f"xargs {launch} --dataset.repo_id=DATASET --output_dir=FOLDER < {flags}"

@@ -1,4 +1,4 @@
-"""Conversations about small numbers, and a tiny model that speaks their words: what needs no download."""
+"""Conversations about small numbers, and a tiny model that speaks their words: nothing is downloaded."""
 
 from pathlib import Path
 

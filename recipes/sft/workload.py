@@ -17,7 +17,7 @@ from hf_memopt.tuning import Lever, Row
 from hf_memopt.tuning.accelerate_config import write_accelerate_config
 from hf_memopt.tuning.huggingface import ACTIVATIONS, HuggingFaceModel
 
-# What the planner calls Trainer's optimizers.
+# The planner's names of Trainer's optimizers.
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw",
     "adamw_torch": "adamw-foreach",
@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-# What the planner calls the recipe's ways to store a frozen base.
+# The planner's names of the recipe's ways to store a frozen base.
 STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
 # Without selective checkpointing, for which TRL has no flag.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
@@ -39,8 +39,8 @@ def workload(
 
     Args:
         config_path: YAML.
-        precision: "no", "bf16" or "fp16"; None, what the file says.
-        effective_batch: conversations per update; None, what the file makes it.
+        precision: "no", "bf16" or "fp16"; None, as the file says.
+        effective_batch: conversations per update; None, as the file gives it.
     """
     options = parse("", ["--config", str(config_path)])
     given = yaml.safe_load(Path(config_path).read_text())
@@ -58,7 +58,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
 
     Args:
         options: the flags.
-        changes: of what the workload takes from them.
+        changes: of the fields that the workload takes from them.
 
     Raises:
         ValueError: the optimizer is not simulated.
@@ -85,7 +85,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
 
 
 def apply_plan(options: Options) -> Row | None:
-    """Change the flags to what a plan for `--plan`'s card chooses; return what it predicts. Without it, do nothing."""
+    """Change the flags to the choice of a plan for `--plan`'s card; return its prediction. Without it, do nothing."""
     if options.sft.plan is None:
         return None
     model = simulated(options)
@@ -101,7 +101,7 @@ class SupervisedFineTuning(HuggingFaceModel):
     """A transformers model with the choices that the recipe has flags for.
 
     Args:
-        given: what the recipe's configuration file holds.
+        given: the contents of the recipe's configuration file.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class SupervisedFineTuning(HuggingFaceModel):
         }
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
-        """Write an accelerate config, and the configuration file with what the plan chooses."""
+        """Write an accelerate config, and the configuration file with the plan's choice."""
         chosen = self.flags(settings, micro_batch)
         precisions = {name: self.precision == name for name in ("bf16", "fp16")}
         # The plan takes their place.
@@ -130,6 +130,6 @@ class SupervisedFineTuning(HuggingFaceModel):
         return [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "sft.yaml"]
 
     def command(self, written: list[Path]) -> str:
-        """Return what runs the recipe with these files."""
+        """Return the command that runs the recipe with these files."""
         config, fields = written
         return f"accelerate launch --config_file {config} -m hf_memopt.recipes.train_sft --config {fields}"

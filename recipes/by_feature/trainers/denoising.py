@@ -66,7 +66,7 @@ def main() -> None:
     name = parser.parse_args().model
     on_cpu = not torch.accelerator.is_available()
     plain = train(name, ActivationOffloader(enabled=False))
-    # A GPU needs no more than ActivationOffloader(). A CPU moves nothing by itself; this shows what would.
+    # A GPU needs no more than ActivationOffloader(). A CPU moves nothing by itself; this shows the copies of a GPU.
     offloader = ActivationOffloader(
         offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
     )

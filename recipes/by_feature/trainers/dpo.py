@@ -1,4 +1,4 @@
-"""Preferences with TRL's DPOTrainer: its reference model, and what the policy's forward passes save, wait on the host.
+"""Preferences with TRL's DPOTrainer: its reference model, and tensors that the policy saves, wait on the host.
 
 python recipes/by_feature/trainers/dpo.py
 """
@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, trainer = make_trainer(folder), make_trainer(folder)
         plain.train()
-        # A GPU needs no more than attach(trainer, frozen="auto"). A CPU moves nothing by itself; this shows what would.
+        # A GPU needs no more than attach(trainer, frozen="auto"). A CPU moves nothing by itself; this shows it.
         offloader = ActivationOffloader(
             offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
         )

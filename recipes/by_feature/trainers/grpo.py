@@ -57,7 +57,8 @@ def make_trainer(folder: str) -> Any:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, trainer = make_trainer(folder), make_trainer(folder)
-        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows what would move.
+        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows the copies of a
+        # GPU.
         offloader = ActivationOffloader(
             offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
         )

@@ -58,7 +58,7 @@ def train(folder: str, callbacks: list[object]) -> tuple[Trainer, Denoiser]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _, plain = train(folder, [])
-        # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows what would.
+        # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows the copies.
         offloader = ActivationOffloader(
             offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
         )
