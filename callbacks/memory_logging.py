@@ -269,7 +269,7 @@ class _Clock:
 
 
 def _calling_handler() -> CallbackHandler | None:
-    """The handler that is calling a callback just now. Trainer does not pass it, so it is looked for on the stack."""
+    """Return the handler that is calling a callback just now, from the stack: Trainer does not pass it."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

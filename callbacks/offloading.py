@@ -62,7 +62,7 @@ class ActivationOffloadCallback(TrainerCallback):
 
 
 def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) -> ActivationOffloader:
-    """The offloader that was given, or one of the mode or the options that were given.
+    """Return the offloader that was given, or one of the mode or the options that were given.
 
     Raises:
         ValueError: options beside an offloader, which would have no effect, or something that is none.
@@ -104,7 +104,7 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether `ActivationOffloader.wrap` has put its hooks on `model`."""
+    """Return whether `ActivationOffloader.wrap` has put its hooks on `model`."""
     return any(isinstance(getattr(hook, "__self__", None), WrappedModule) for hook in model._forward_pre_hooks.values())
 
 
@@ -128,7 +128,7 @@ def log_what_was_done(stats: OffloadStats) -> None:
 
 
 def summary(stats: OffloadStats) -> str:
-    """The figures of `stats` that tell whether offloading paid, in one line."""
+    """Return the figures of `stats` that tell whether offloading paid, in one line."""
     parts = [
         f"{format_bytes(stats.bytes_moved)} moved to the host",
         f"{format_bytes(stats.host_bytes_pinned)} of host memory used",
@@ -150,7 +150,7 @@ def _comparison(name: str, predicted: float | None, measured: float | None, in_w
 
 
 def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
-    """Whether each option that installs saved-tensor hooks, or moves checkpoints to the host by itself, is on."""
+    """Return which options that install saved-tensor hooks, or move checkpoints to the host, are on."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     deepspeed = getattr(state, "deepspeed_plugin", None)
@@ -172,7 +172,7 @@ def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
 
 
 def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
-    """Whether layers run checkpointed. A model that does not tell may do so by itself, and counts as one that does."""
+    """Return whether layers run checkpointed. A model that does not tell counts as one that does."""
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None)
     if getattr(args, _checkpointing_field(args)) or getattr(fsdp, "activation_checkpointing", False):
         return True
@@ -182,6 +182,6 @@ def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
 
 
 def _checkpointing_field(args: TrainingArguments) -> str:
-    """The newer name where transformers has both: it is the one that Trainer reads."""
+    """Return the newer name where transformers has both: it is the one that Trainer reads."""
     names = "activation_checkpointing", "gradient_checkpointing"
     return next(name for name in names if hasattr(args, name))

@@ -78,7 +78,7 @@ def _line(error: Exception) -> str | None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether this library's own code raised it."""
+    """Return whether this library's own code raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def name_model(options: Options, process: PartialState) -> None:
-    """Where no model is named, make a tiny one in the output folder."""
+    """Make a tiny model in the output folder where none is named."""
     if options.sft.model is None:
         folder = Path(options.training.output_dir) / "tiny_model"
         if process.is_main_process:

@@ -139,7 +139,7 @@ class OffloadedPass:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and has not ended, or was broken off."""
+        """Return whether a backward has begun and has not ended, or was broken off."""
         return bool(self._backwards)
 
     def working(self) -> AbstractContextManager[None]:
@@ -427,7 +427,7 @@ class OffloadedPass:
                 storage.release()
 
     def _note_backward(self) -> int:
-        """The number of the backward at work, 0 for none; has its end noted."""
+        """Return the number of the backward at work, 0 for none; has its end noted."""
         task = current_backward()
         if task == NO_BACKWARD:
             return 0

@@ -373,7 +373,7 @@ def _timing(op_tracer: OpTracer) -> Iterator[None]:
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured: no event may be asked then, and no host memory registered."""
+    """Return whether a CUDA graph is being captured: no event may be asked then, and no host memory registered."""
     captured: bool = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
     if captured:
         _say_captured()
@@ -386,7 +386,7 @@ def _say_captured() -> None:
 
 
 def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
-    """Where a model computes, or where tensors would be that the copier moves."""
+    """Return the device of a model, or of the tensors that the copier would move."""
     parameter = next(model.parameters(), None) if model is not None else None
     if parameter is not None:
         return parameter.device

@@ -133,7 +133,7 @@ class SavedTensorHooks:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was there to offload."""
+        """Return whether anything was there to offload."""
         return bool(self._passes)
 
     @uncompiled

@@ -81,7 +81,7 @@ class Checkpoints:
 
     @property
     def has_latest(self) -> bool:
-        """Whether there is a checkpoint to resume from, valid or not."""
+        """Return whether there is a checkpoint to resume from, valid or not."""
         return files.has_latest(self.folder)
 
     def save(self, step: int, position: dict[str, Any]) -> Path:
@@ -202,7 +202,7 @@ class Checkpoints:
             signal.raise_signal(self._signals.received)
 
     def stop_requested(self) -> bool:
-        """Whether a rank has been told to stop: the same answer on all ranks, which call this after each update.
+        """Return whether a rank has been told to stop: the same answer on all ranks, which call this after each update.
 
         With several ranks it costs one gather of 8 bytes, and makes the host wait for the device.
         """
@@ -267,7 +267,7 @@ class Checkpoints:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """All ranks leave this together; where one fails, all raise."""
+        """Have all ranks leave the context together; where one fails, all raise."""
         error: Exception | None = None
         try:
             yield

@@ -41,7 +41,7 @@ class Pointer(NamedTuple):
 
 
 def find_checkpoint(folder: Path, name: str | Path) -> Path:
-    """The folder that `name` stands for: "latest", a path, or the name of a checkpoint in `folder`. Reads no states.
+    """Return the folder of `name`: "latest", a path, or the name of a checkpoint in `folder`. Reads no states.
 
     Raises:
         ValueError: there is none, `latest` cannot be read, or `folder` holds checkpoints and this is none of them.
@@ -62,7 +62,7 @@ def find_checkpoint(folder: Path, name: str | Path) -> Path:
 
 
 def is_own(folder: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint is one that runs in `folder` save and remove."""
+    """Return whether a checkpoint is one that runs in `folder` save and remove."""
     return is_checkpoint_name(checkpoint.name) and checkpoint.parent.resolve() == folder.resolve()
 
 
@@ -79,12 +79,12 @@ def read_latest(folder: Path) -> Pointer | None:
 
 
 def has_latest(folder: Path) -> bool:
-    """Whether there is something of the name `latest`."""
+    """Return whether there is something of the name `latest`."""
     return os.path.lexists(folder / LATEST)
 
 
 def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
-    """The checkpoint that `name` stands for and its manifest, after reading all of its files.
+    """Return the checkpoint that `name` stands for and its manifest, after reading all of its files.
 
     Raises:
         ValueError: as from `find_checkpoint`; or a file is missing, is not the checkpoint's, or differs from the saved
@@ -101,7 +101,7 @@ def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
 
 
 def draft_of(checkpoint: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Return the path of a checkpoint before it gets its name."""
     return checkpoint.with_name(f"{checkpoint.name}.partial")
 
 

@@ -37,6 +37,6 @@ _locks: WeakValueDictionary[Path, FolderLock] = WeakValueDictionary()
 
 
 def lock_of(folder: Path) -> FolderLock:
-    """The same one for all that use a folder in this process."""
+    """Return the same one for all that use a folder in this process."""
     folder = folder.resolve()
     return _locks.setdefault(folder, FolderLock(folder))

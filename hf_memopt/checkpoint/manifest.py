@@ -19,7 +19,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of this name is a step's."""
+    """Return whether a folder of this name is a step's."""
     return re.fullmatch(r"step-[0-9]{6,}", name) is not None
 
 
@@ -92,7 +92,7 @@ def list_files(checkpoint: Path) -> Manifest:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All that is not a folder."""
+    """Return all that is not a folder."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir())
 
 

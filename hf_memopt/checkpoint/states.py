@@ -99,7 +99,7 @@ def _read_index(file: Path) -> None:
 
 
 def _read(file: Path) -> Any:
-    """As accelerate's loader does, with the globals that it allows for random states."""
+    """Load as accelerate's loader does, with the globals that it allows for random states."""
     try:
         with weights_only():
             return load(file, map_location="cpu", mmap=True)

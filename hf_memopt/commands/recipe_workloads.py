@@ -50,7 +50,7 @@ def recipe_of(config: Path) -> str:
 
 
 def _recipes() -> dict[str, str]:
-    """The recipes that can be simulated, and the package in which the parts of each are."""
+    """Return the recipes that can be simulated, and the package in which the parts of each are."""
     modules = list(pkgutil.iter_modules(importlib.import_module(_RECIPES).__path__))
     scripts = [module.name.removeprefix("train_") for module in modules if not module.ispkg]
     packages = [module.name for module in modules if module.ispkg]

@@ -43,7 +43,7 @@ class CouplingCache:
 
     @property
     def has_observations(self) -> bool:
-        """Whether the observations were stored with the couplings."""
+        """Return whether the observations were stored with the couplings."""
         return bool(self.description["stores_observations"])
 
     def check(self, expected: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class CouplingCache:
         return self.of(indices, [draw] * len(indices), observation)
 
     def of(self, indices: Sequence[int], draws: Sequence[int], observation: Observation | None) -> Coupling:
-        """The couplings of some samples, on the CPU.
+        """Return the couplings of some samples, on the CPU.
 
         Args:
             indices: names of the samples.

@@ -53,7 +53,7 @@ class CouplingSpec:
         return self.num_draws * self.batches_per_draw
 
     def batch(self, number: int) -> tuple[list[int], int]:
-        """The samples of a batch, and which of their draws it holds."""
+        """Return the samples of a batch, and which of their draws it holds."""
         draw, position = divmod(number, self.batches_per_draw)
         start = position * self.batch_size
         return list(self.indices[start : start + self.batch_size]), draw
@@ -63,7 +63,7 @@ class CouplingSpec:
         return hashlib.sha256(",".join(map(str, self.indices)).encode()).hexdigest()
 
     def seeds(self, number: int) -> list[int]:
-        """The seeds of a batch's noise."""
+        """Return the seeds of a batch's noise."""
         indices, draw = self.batch(number)
         return [noise_seed(self.key.seed, index, draw) for index in indices]
 

@@ -39,7 +39,7 @@ class CouplingKey:
     preprocessing: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -55,7 +55,7 @@ class CouplingFolder:
 
     @property
     def num_shards(self) -> int:
-        """As described."""
+        """The number of shards, by the description."""
         return int(self.description["num_shards"])
 
     def begin(self, description: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class CouplingFolder:
             _write_json(self._note_file(shard), note)
 
     def finish(self, features: Features) -> list[int]:
-        """If all shards are there, make the folder a dataset. Any process may do so, also several at once.
+        """Make the folder a dataset if all shards are there. Any process may do so, also several at once.
 
         Returns:
             The shards that are still missing. Reads all shards if none seems to be.
@@ -237,7 +237,7 @@ class _AbsentError(ValueError):
 
 
 def coupling_features(num_elements: int, with_observations: bool) -> Features:
-    """The columns of a cache whose targets have `num_elements` elements."""
+    """Return the columns of a cache whose targets have `num_elements` elements."""
     columns = {
         "index": Value("int64"),
         "draw": Value("int32"),

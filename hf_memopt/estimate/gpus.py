@@ -144,7 +144,7 @@ _UNNAMED = re.compile(r"nvidia|geforce|tesla|quadro|gpu|generation|graphics|pcie
 
 
 def _names(card: Card) -> Iterator[str]:
-    """The card's name without its size and without its series."""
+    """Yield the card's name without its size and without its series."""
     plain = re.sub(r"-\d+gb$", "", card.name).replace("-", "")
     yield plain
     yield plain.removeprefix("rtx")
@@ -157,7 +157,7 @@ def _is_size(card: Card, gigabytes: int) -> bool:
 
 
 def _card_from(text: str) -> Card:
-    """The card of a name, or of a size and perhaps the name of one that is as fast."""
+    """Return the card of a name, or of a size and perhaps the name of one that is as fast."""
     size, at, like = text.partition("@")
     if not at and (card := card_named(text)) is not None:
         return card

@@ -99,7 +99,7 @@ def _note(uses: dict[int, Use], thing: Any, kind: str, owner: str) -> None:
 
 
 def plain_tensors(thing: Any) -> Iterator[Tensor]:
-    """The tensors that hold something's data: its parts if it only wraps tensors, as sharded ones do."""
+    """Yield the tensors that hold an object's data: its parts if it only wraps tensors, as sharded ones do."""
     if _is_wrapper(thing):
         for name in thing.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(thing, name))
@@ -139,7 +139,7 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 
 
 def _owner(node: Any, weights: dict[int, str]) -> str:
-    """The operation, and the module of the weight that it or the nearest operation before it uses."""
+    """Return the operation, and the module of the weight that it or the nearest operation before it uses."""
     label = node.name().removesuffix("Backward0")
     # Breadth first towards the inputs, so that the nearest operation with a weight names it. A mask of dropout, for
     # example, then belongs to the linear layer before it.

@@ -40,7 +40,7 @@ class Counters(Protocol):
     """The memory counters of a device, for a `MemoryTracker`. No method may wait for the device."""
 
     def read(self) -> DeviceMemory:
-        """The allocator's books, which are kept on the host as memory is requested."""
+        """Return the allocator's books, which are kept on the host as memory is requested."""
         ...
 
     def reset_peaks(self) -> None:
@@ -97,7 +97,7 @@ def device_name(device: torch.device) -> str:
 
 
 def counters_for(device: torch.device) -> Counters | None:
-    """The counters of a device, or None, with one log line, where torch keeps none."""
+    """Return the counters of a device, or None, with one log line, where torch keeps none."""
     if device.type == "cpu":
         logger.info("memory on cpu: torch keeps no counters there, so only the process's host memory is reported")
         return None

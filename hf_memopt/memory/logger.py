@@ -50,7 +50,7 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
 
 
 def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """The largest of every figure over all ranks, and in `memory/peak_rank` the rank that held most.
+    """Return the largest of every figure over all ranks, and in `memory/peak_rank` the rank that held most.
 
     All ranks have to call it together: it is one small gather. Alone, a process gets its own figures back.
     """
@@ -81,12 +81,12 @@ def high_memory_message(tracker: MemoryTracker, reading: MemoryReading, warn_at:
 
 
 def short_figure(tracker: MemoryTracker) -> str:
-    """The highest memory for a progress bar, `GPU: 14.2GB`, in units of 1e9 bytes; host memory without counters."""
+    """Return the peak for a progress bar, `GPU: 14.2GB`, in units of 1e9 bytes; host memory without counters."""
     return f"{'GPU' if tracker.has_counters else 'host'}: {tracker.highest_bytes / 1e9:.1f}GB"
 
 
 def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
-    """The peaks of phases as lines of text, such as those of `MemoryTracker.peaks`."""
+    """Return the peaks of phases as lines of text, such as those of `MemoryTracker.peaks`."""
     rows: list[tuple[str, ...]] = [("phase", "peak allocated", "reserved", "inactive splits", "retries")]
     if all(peak.at_most_bytes is None for peak in peaks.values()):
         rows = [("phase", "host memory")]

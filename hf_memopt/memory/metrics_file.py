@@ -30,7 +30,7 @@ def append_metrics(file: Path, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """All lines in the order of their steps. Of a step that a resumed run logged again, the later line counts.
+    """Return all lines in the order of their steps. Of a step that a resumed run logged again, the later line counts.
 
     Raises:
         ValueError: a line is not a JSON object with a step, such as the last line of a run killed while writing.

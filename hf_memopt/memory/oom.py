@@ -151,7 +151,7 @@ def _report(error: BaseException, model: nn.Module | None, flags: Mapping[str, s
 
 
 def _phase(frames: list[FrameType]) -> str:
-    """Where a step was, by the functions of torch and Trainer that had been entered."""
+    """Return the phase of a step, by the functions of torch and Trainer that had been entered."""
     entered = [(frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name) for frame in frames]
     # An optimizer's step calls a closure, as in Lightning, that runs forward and backward.
     closures = [number for number, (_, name) in enumerate(entered) if name == "closure"]
@@ -202,7 +202,7 @@ def _kind_lines(live: list[LiveTensors]) -> list[str]:
 
 
 def _largest_lines(live: list[LiveTensors]) -> list[str]:
-    """The largest groups of tensors, where repeated layers, told apart by a number in their names, count as one."""
+    """Return the largest groups of tensors; layers that differ by a number in their names count as one."""
     counts: Counter[str] = Counter()
     bytes_of: Counter[str] = Counter()
     for group in live:

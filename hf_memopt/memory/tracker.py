@@ -33,7 +33,7 @@ class PhasePeak:
 
     @property
     def exact(self) -> bool:
-        """Whether the peak of device memory is known to the byte."""
+        """Return whether the peak of device memory is known to the byte."""
         return self.at_least_bytes is not None and self.at_least_bytes == self.at_most_bytes
 
     @property
@@ -42,7 +42,7 @@ class PhasePeak:
         return self.at_least_bytes or self.host_rss_bytes or 0
 
     def joined(self, other: "PhasePeak") -> "PhasePeak":
-        """The peak over two intervals."""
+        """Return the peak over two intervals."""
         return PhasePeak(
             at_least_bytes=_largest(self.at_least_bytes, other.at_least_bytes),
             at_most_bytes=_largest(self.at_most_bytes, other.at_most_bytes),
@@ -151,7 +151,7 @@ class MemoryTracker:
 
     @property
     def has_counters(self) -> bool:
-        """Whether figures are those of device memory; otherwise they are those of host memory."""
+        """Return whether figures are those of device memory; otherwise they are those of host memory."""
         return isinstance(self._gauge, DeviceGauge)
 
     @property
@@ -228,7 +228,7 @@ class DeviceGauge:
         return interval
 
     def read(self) -> DeviceReading:
-        """The counters as the last call of `interval` found them, and the device as a whole."""
+        """Return the counters as the last call of `interval` found them, and the device as a whole."""
         free_bytes, total_bytes = self._counters.free_and_total()
         elsewhere_bytes = max(0, total_bytes - free_bytes - self._now.reserved_bytes)
         return DeviceReading(self._now, self.highest_bytes, total_bytes, elsewhere_bytes)

@@ -95,7 +95,7 @@ class Run:
 
     @property
     def phases_are_exact(self) -> bool:
-        """Whether each phase's peak is one figure and not a range."""
+        """Return whether each phase's peak is one figure and not a range."""
         return all(phase.at_least_gib == phase.at_most_gib for phase in self.phases)
 
     @property

@@ -11,12 +11,12 @@ from hf_memopt.transfer.backends import PLAIN_TYPES
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Whether it is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
+    """Return whether it is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
     return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a weight's bytes: itself, or those inside a quantised one.
+    """Yield the plain tensors that hold a weight's bytes: itself, or those inside a quantised one.
 
     Raises:
         ValueError: neither plain and dense nor quantised with torchao. bitsandbytes keeps part of a weight in offsets
@@ -63,7 +63,7 @@ def _on_device(weight: nn.Parameter, copier: Copier, borrowed: list[Tensor]) -> 
 
 
 def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tensor:
-    """Of the same kind and shape, in device memory that is added to `borrowed`."""
+    """Return a weight of the same kind and shape, in device memory that is added to `borrowed`."""
     if not is_quantised(tensor):
         block = copier.empty_device(tensor.untyped_storage().nbytes())
         borrowed.append(block)

@@ -29,7 +29,7 @@ class _Offer(NamedTuple):
 
 
 def several_ranks() -> bool:
-    """Whether this process trains together with others, on a system where they can share memory."""
+    """Return whether this process trains together with others, on a system where they can share memory."""
     return num_ranks() > 1 and hasattr(os, "memfd_create")
 
 

@@ -54,7 +54,7 @@ class SharedWeights:
 
 
 def can_share(teacher: Tensor, student: Tensor) -> bool:
-    """Whether a frozen student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
+    """Return whether a frozen student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
     return (
         not student.requires_grad
         and type(student.data) in PLAIN_TYPES

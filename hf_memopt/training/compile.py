@@ -34,5 +34,5 @@ def compile_module(
 
 
 def compile_seconds() -> float:
-    """How long this process has spent compiling so far, forward and backward."""
+    """Return the seconds that this process has spent compiling so far, forward and backward."""
     return torch._dynamo.utils.calculate_time_spent()["total_wall_time"]

@@ -65,8 +65,9 @@ class GradientWatch:
         self._names, self._largest = [], []
 
     def note_totals(self) -> None:
-        """The gradients that the parameters have now are those of one micro-batch. For use after `remove`, where hooks
-        would look at each parameter many times for one gradient.
+        """Put the parameters' present gradients down to one micro-batch.
+
+        For use after `remove`, where hooks would look at each parameter many times for one gradient.
         """
         for name, parameter in reversed(list(self._model.named_parameters())):  # about the order of backward
             if parameter.grad is not None and parameter.numel():
@@ -115,7 +116,7 @@ def local_values(gradient: Tensor) -> Tensor:
 
 
 def scaler_takes_care(optimizer: Any) -> bool:
-    """Whether the loss scaler of Accelerate's optimizer skips a step that is not finite and tries a smaller scale."""
+    """Return whether the loss scaler of Accelerate's optimizer skips steps that are not finite."""
     scaler = getattr(optimizer, "scaler", None)
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
 

@@ -245,7 +245,7 @@ def _same_draws_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _of_all_ranks(accelerator: Accelerator, own: Tensor) -> Tensor:
-    """The samples of all ranks, in the order of ranks, with this rank's own tensor in its place in the graph."""
+    """Return the samples of all ranks, in the order of ranks, with this rank's own tensor in its place in the graph."""
     if accelerator.num_processes == 1:
         return own
     sizes = accelerator.gather(torch.tensor([len(own)], device=own.device)).tolist()

@@ -149,7 +149,7 @@ class MicroBatcher:
 def find_micro_batch(
     accelerator: Accelerator, model: nn.Module, loss_fn: LossFn, batch: Any, *, effective_batch: int
 ) -> int:
-    """The largest micro-batch, of those that halving gives, whose forward and backward fit on every rank.
+    """Return the largest micro-batch, of those that halving gives, whose forward and backward fit on every rank.
 
     Tries the whole of a rank's samples per optimizer step, then half of them, and so on, with two micro-batches in a
     row, because the second one meets the gradients of the first. Gradients are dropped at the end; parameters, buffers
@@ -239,7 +239,7 @@ def _first_that_fits[T](
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a smaller micro-batch could help."""
+    """Return whether a smaller micro-batch could help."""
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return not isinstance(error, dist.DistError) and _OUT_OF_MEMORY.search(str(error)) is not None

@@ -94,7 +94,7 @@ class CachedForward:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
     def loss(self, loss_fn: LossFn) -> Tensor:
-        """The loss of all outputs, whose `backward()` calls that of the micro-batches when it reaches the outputs."""
+        """Return the loss of all outputs, whose `backward()` calls that of the micro-batches at the outputs."""
         autocast = _autocast_of_now(self._device)  # for backward, which runs outside of the region of forward
 
         def replay(gradients: Sequence[Tensor | None]) -> None:

@@ -10,10 +10,10 @@ class Clock(Protocol):
     """Marks moments of the compute stream without waiting for them."""
 
     def mark(self) -> Any:
-        """The moment at which the compute stream has done all work submitted so far."""
+        """Return the moment at which the compute stream has done all work submitted so far."""
 
     def reached(self, mark: Any) -> bool:
-        """Whether that moment is known to be over, without waiting."""
+        """Return whether that moment is known to be over, without waiting."""
 
     def elapsed_s(self, start: Any, end: Any) -> float:
         """Seconds between two marks, never negative; waits until both are reached."""

@@ -106,7 +106,7 @@ class SyncCopier:
 
 class _Finished:
     def wait(self) -> None:
-        """The copy was over before its transfer existed."""
+        """Return at once: the copy was over before its transfer existed."""
 
 
 _FINISHED = _Finished()
@@ -116,7 +116,7 @@ class StreamEvent(Protocol):
     """An event of a stream, as `torch.Event`."""
 
     def query(self) -> bool:
-        """Whether the stream has reached it."""
+        """Return whether the stream has reached it."""
 
     def synchronize(self) -> None:
         """Have the host wait for it."""

@@ -80,7 +80,7 @@ class HostArena:
 
     @classmethod
     def of_process(cls) -> HostHoldings:
-        """Of all arenas: the bytes of those that are alive, the allocations of those that are gone too."""
+        """Return the bytes of all live arenas, and the allocations of those that are gone too."""
         return HostHoldings(sum(arena.bytes_held for arena in cls._of_process), cls._num_of_process)
 
     def acquire(self, num_bytes: int) -> Tensor | None:

@@ -101,7 +101,7 @@ def mapped_on_cuda(memory: Tensor, device: torch.device) -> Tensor:
 
 
 def driver_is_gone(process: int) -> bool:
-    """Whether a destructor must leave the device alone: at exit, and in forks of the `process` that used it."""
+    """Return whether a destructor must leave the device alone: at exit, and in forks of the `process` that used it."""
     return sys.is_finalizing() or os.getpid() != process
 
 

@@ -146,7 +146,7 @@ def write_accelerate_config(
     num_micro_batches: int = 1,
     max_grad_norm: float | None = None,
 ) -> Path:
-    """For `accelerate launch --config_file`: one machine, and a process on each of its GPUs.
+    """Write the file for `accelerate launch --config_file`: one machine, and a process on each of its GPUs.
 
     Only DeepSpeed is told, in the file, over how many micro-batches gradients are accumulated and to which norm they
     are clipped.

@@ -61,7 +61,7 @@ class HuggingFaceModel(ModelOptions):
         return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
 
     def step_with(self, checkpointing: str, offload: str, micro_batch: int) -> SimulatedStep:
-        """The step with these ways to handle activations.
+        """Return the step with these ways to handle activations.
 
         Args:
             checkpointing: "none", "selective" (`apply_selective_checkpointing`) or "full" (transformers' own).
@@ -142,7 +142,7 @@ class HuggingFaceModel(ModelOptions):
         return written
 
     def command(self, written: list[Path]) -> str:
-        """The recipe's, if it can train with these settings."""
+        """Return the recipe's, if it can train with these settings."""
         config, settings, *fields = written
         script = (
             f"-m hf_memopt.recipes.train_causal_lm --config_path {fields[0]}" if fields else f"a script with {settings}"
@@ -150,7 +150,7 @@ class HuggingFaceModel(ModelOptions):
         return f"accelerate launch --config_file {config} {script}"
 
     def _is_for_the_recipe(self, checkpointing: str) -> bool:
-        """It has AdamW, clips, and checkpoints whole blocks; attention is transformers' choice."""
+        """Return whether the recipe has these options: AdamW, clipping, and checkpoints of whole blocks."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
         plain = (self.optimizer, self.optimizer_in_backward, self.attention) == ("adamw", False, "auto")
         plain = plain and (self.loss, self.padding) == ("full", False) and self.dtype != "float16"

@@ -64,7 +64,7 @@ class SettingsPlan:
 
 
 def table(plan: SettingsPlan) -> str:
-    """All candidates as a Markdown table: those that fit first, by time."""
+    """Return all candidates as a Markdown table: those that fit first, by time."""
     heads = [
         "micro-batch",
         *(lever.name for lever in plan.levers),
@@ -125,7 +125,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
 
 
 def headline(plan: SettingsPlan) -> str:
-    """The choice in one line."""
+    """Return the choice in one line."""
     best = plan.best
     return (
         f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "

@@ -67,8 +67,9 @@ class Workload(Protocol):
     def micro_batches(self) -> Sequence[int]: ...
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
-        """The step with these settings; as many micro-batches as the update has, but no more than 2: a third finds
-        memory as the second did.
+        """Return the step with these settings, with as many micro-batches as the update has, but no more than 2.
+
+        A third micro-batch finds memory as the second did.
         """
 
     def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:

@@ -200,7 +200,7 @@ def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _plain_tensors(values: Any) -> list[Tensor]:
-    """The tensors that are a view of a storage and nothing else."""
+    """Return the tensors that are a view of a storage and nothing else."""
     leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf)]
 

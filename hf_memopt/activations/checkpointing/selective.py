@@ -210,7 +210,7 @@ _CACHES: dict[str, Any] = {"use_cache": False, "past_key_value": None, "past_key
 def _without_cache(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without caches, whether they were passed by name or by position, as GPT-2 passes its blocks'."""
+    """Return the arguments without caches, passed by name or, as in GPT-2's blocks, by position."""
     given = dict(zip(names, args, strict=False)) | kwargs
     caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
     if caches:

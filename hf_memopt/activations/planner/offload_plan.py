@@ -154,7 +154,7 @@ def make_plan(
 
 
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
-    """Of equally fast plans the one that copies least, and of those the one that recomputes least."""
+    """Return the fastest plan; of equally fast ones the one that copies, then recomputes, least."""
     profile = trials.profile
     fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
@@ -170,7 +170,7 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
 
 
 def _smallest(trials: Trials, max_step_s: float) -> Candidate:
-    """Of equally small plans that are fast enough the one that copies least, and of those that recomputes least."""
+    """Return the smallest plan that is fast enough; of equally small ones the one that copies, then recomputes, least."""
     fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
     smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
     limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)

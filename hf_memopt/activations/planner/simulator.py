@@ -161,7 +161,7 @@ class _Step:
         return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
 
     def _free(self, index: int) -> None:
-        """The graph that held a storage is gone."""
+        """Drop a storage whose graph is gone."""
         if self.actions[index] == _KEEP:
             self._count_need(index)
         elif self.actions[index] == _OFFLOAD and self.states[index] == _LEAVING:
@@ -310,6 +310,6 @@ class _Step:
         self.resident_bytes -= self.sizes[index]
 
     def _comes_again(self, index: int) -> bool:
-        """Whether the graph was retained for a later backward."""
+        """Return whether the graph was retained for a later backward."""
         later = self.needs_by_backward[self.backward + 1 :]
         return self.actions[index] != _KEEP and any(needs[index] for needs in later)

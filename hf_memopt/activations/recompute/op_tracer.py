@@ -78,7 +78,7 @@ class TensorRef:
         self.is_leaf = base.requires_grad and base.grad_fn is None
 
     def alive(self) -> Tensor | None:
-        """The tensor, if something else keeps it and it has the same bytes."""
+        """Return the tensor, if something else keeps it and it has the same bytes."""
         tensor = self._tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
 
@@ -133,7 +133,7 @@ class OpTracer(TorchDispatchMode):
 
     @property
     def is_timing(self) -> bool:
-        """Whether operations are timed, for a plan."""
+        """Return whether operations are timed, for a plan."""
         return self._clock is not None
 
     def leave_node(self) -> None:
@@ -166,7 +166,7 @@ class OpTracer(TorchDispatchMode):
         return result
 
     def record_of(self, operand: TensorRef) -> TracedOp | None:
-        """How the bytes of an operand came about, if they are still those that the operation left."""
+        """Return the operation behind an operand's bytes, if they are still those that it left."""
         record = self._records.get(operand.key)
         if record is None or record.version != operand.version or record.num_writes != operand.num_writes:
             return None
@@ -186,7 +186,7 @@ class OpTracer(TorchDispatchMode):
         return TensorRef(tensor, self.weights, self.num_writes(tensor.untyped_storage()._cdata))
 
     def num_writes(self, key: int) -> int:
-        """How many writes to a storage have been seen."""
+        """Return the number of writes to a storage that have been seen."""
         return self._num_writes.get(key, 0)
 
     def is_unwritten(self, operand: TensorRef) -> bool:
@@ -268,7 +268,7 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
+    """Return whether a tensor is a parameter or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 

@@ -63,7 +63,7 @@ class WeightInput:
         self._num_bytes = weight.untyped_storage().nbytes()
 
     def was_freed(self) -> bool:
-        """Whether the memory is gone."""
+        """Return whether the memory is gone."""
         return self._weight.untyped_storage().nbytes() != self._num_bytes
 
     def read(self) -> Tensor:
@@ -111,11 +111,11 @@ class Recomputation:
         return list(found)
 
     def modules(self) -> "set[weakref.ref[nn.Module] | None]":
-        """The innermost modules that performed the operations, where that was noted; None stands for none."""
+        """Return the innermost modules that performed the operations, where that was noted; None stands for none."""
         return {step.record.module for step in self.steps()}
 
     def reads_weights_alone(self) -> bool:
-        """Whether the result is as lasting as the weights that it is made of."""
+        """Return whether the result is as lasting as the weights that it is made of."""
         return bool(self.steps()) and not self.sources()
 
     def sources(self) -> list[StoredInput]:
@@ -138,7 +138,7 @@ class Recomputation:
         return modified + [operand.was_freed for operand in operands if isinstance(operand, WeightInput)]
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
-        """The result's storage as bytes. `memory` has that of every source."""
+        """Return the result's storage as bytes. `memory` has that of every source."""
         # An intermediate result is held only until its last reader has it, so count the readers first.
         operands = [operand for step in self.steps() for operand in step._operands]
         reads = Counter(operand.computation for operand in operands if isinstance(operand, ComputedInput))
@@ -188,7 +188,7 @@ class Resolver:
         self._computations: dict[TracedOp, Recomputation] = {}
 
     def resolve(self, operand: TensorRef) -> Recomputation | None:
-        """The computation of an operand's storage, None if there is none."""
+        """Return the computation of an operand's storage, None if there is none."""
         record = self._op_tracer.record_of(operand)
         return None if record is None else self._compute(record, _MAX_DEPTH, pure=False)
 
@@ -233,7 +233,7 @@ class Resolver:
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
     def _live(self, operand: TensorRef) -> LiveStorage | None:
-        """The live storage with the bytes that the operation read."""
+        """Return the live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
         if live is None or live.version != operand.version or live.was_modified():
             return None

@@ -61,7 +61,7 @@ class Offloaded(Protocol):
 
     @property
     def has_left(self) -> bool:
-        """Whether the device has given up the memory that was saved."""
+        """Return whether the device has given up the memory that was saved."""
 
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""

@@ -222,7 +222,7 @@ class LiveStorage(VersionGuard, ABC):
             self._give_up()
 
     def _forget(self, num_bytes: int) -> None:
-        """The storage dies, with `num_bytes` on the device. Another of its key may have been registered since."""
+        """Unregister a dying storage with `num_bytes` on the device. Its key may have been registered anew."""
         entry = self.device.storages.get(self.key)
         # While `__del__` runs, a weak reference still gives the dying object.
         if entry is not None and entry() in (None, self):
@@ -382,12 +382,12 @@ class OffloadedStorage(LiveStorage):
 
     @property
     def is_away(self) -> bool:
-        """Whether the device has none of the bytes, and none are on their way."""
+        """Return whether the device has none of the bytes, and none are on their way."""
         return self.has_left and self._memory is None
 
     @property
     def has_left(self) -> bool:
-        """Whether the device has given up the memory that was saved."""
+        """Return whether the device has given up the memory that was saved."""
         return self._source is None
 
     def let_go(self) -> None:

@@ -110,7 +110,7 @@ def blank_observation(config: PreTrainedConfig, preprocess: Any) -> dict[str, to
 
 
 def _artifacts(file: Path, step: dict[str, Any]) -> list[Path]:
-    """The files of the folders that a step has beside the configuration; their names replace its settings."""
+    """Return the files of the folders that a step has beside the configuration; their names replace its settings."""
     folders = step.get("artifacts", {})
     if not isinstance(folders, dict):
         raise ValueError(f"{file}: artifacts={folders!r} must be an object; {COPY_AGAIN}")

@@ -34,7 +34,7 @@ class PhaseMemory:
 
     @property
     def has_counters(self) -> bool:
-        """Whether the figures are those of device memory; otherwise they are those of host memory."""
+        """Return whether the figures are those of device memory; otherwise they are those of host memory."""
         return self._counters is not None
 
     def mark(self, phase: str) -> None:

@@ -158,7 +158,7 @@ def _culprit(group: list[Storage], ignore: list[Held]) -> Culprit:
 
 
 def _held_by(storage: Storage, ignore: list[Held]) -> tuple[Held, str]:
-    """The entry that says who holds it, Python before autograd: a tensor of Python's may be held by a graph alone."""
+    """Return the entry with a holder, Python before autograd: a tensor of Python's may be held by a graph alone."""
     for entry in storage:
         holder = describe_holder(entry.root, ignore)
         if holder is not None:

@@ -59,7 +59,7 @@ def count_graph_nodes(tensor: Tensor) -> int:
 
 
 def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[Any]:
-    """The autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
+    """Yield the autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
     # With a stack and not by recursion: graphs of deep models are longer than Python's recursion limit.
     stack = [tensor.grad_fn for tensor in starts if tensor is not None and tensor.grad_fn is not None]
     while stack:

@@ -22,7 +22,7 @@ _OWN_FILES = {str(path) for path in Path(__file__).parent.glob("*.py")}
 
 
 def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
-    """The shortest chain of references from a name in the program to `thing`.
+    """Return the shortest chain of references from a name in the program to `thing`.
 
     For example `errors[3].__traceback__ → hidden of step() (loop.py:9), in main() (loop.py:20)`. Chains start at a
     local variable of a running function, at a module's global variable or at a class; where there is none, at the type
@@ -95,7 +95,7 @@ def _module_of(thing: object) -> str | None:
 
 
 def _longer(parent: Any, child: object, expression: str) -> str:
-    """The expression that starts one link earlier, at `parent`."""
+    """Return the expression that starts one link earlier, at `parent`."""
     if isinstance(parent, FunctionType):
         return _enclosed(parent.__code__, expression)
     return _link(parent, child) + expression

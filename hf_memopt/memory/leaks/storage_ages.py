@@ -82,7 +82,7 @@ class StorageAges:
             self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
 
     def is_leaking(self) -> bool:
-        """Whether at least three quarters of the tested samples leak bytes or a graph."""
+        """Return whether at least three quarters of the tested samples leak bytes or a graph."""
         graphs = {birth.step for birth in self._births.values() if birth.has_graph}
         return (
             _mostly(rate >= self._min_bytes_per_step for rate in self._held_rates())
@@ -96,7 +96,7 @@ class StorageAges:
         return list(self._steps)[: self._num_tested + 1]
 
     def suspects(self) -> dict[int, int]:
-        """The live storages that were born in the tested steps: address and step."""
+        """Return the live storages that were born in the tested steps: address and step."""
         self._forget_dead()
         tested = set(self.tested_steps[1:])
         return {address: birth.step for address, birth in self._births.items() if birth.step in tested}

@@ -53,7 +53,7 @@ class SharedBase(WeightPlacement):
 
 
 def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
-    """Whether `module` is the student, or inside it."""
+    """Return whether `module` is the student, or inside it."""
     return student is not None and any(module is part for part in student.modules())
 
 
@@ -76,7 +76,7 @@ def why_base_differs(student: nn.Module) -> str | None:
 
 
 def _adapter_parameters(student: nn.Module) -> set[int]:
-    """The parameters of PEFT's layers that are not used while adapters are disabled."""
+    """Return the parameters of PEFT's layers that are not used while adapters are disabled."""
     found: set[int] = set()
     for module in student.modules():
         for layer in getattr(module, "adapter_layer_names", ()):

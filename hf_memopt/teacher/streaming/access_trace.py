@@ -119,7 +119,7 @@ class Tracer:
 
 
 def own_slices(module: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The slices of the parameters and buffers that a module holds itself, not through a submodule."""
+    """Return the slices of the parameters and buffers that a module holds itself, not through a submodule."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return _slices(own, slices_of)
 

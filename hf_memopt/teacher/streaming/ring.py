@@ -77,7 +77,7 @@ class Ring:
         return list(self._slots)
 
     def is_bound(self, number: int) -> bool:
-        """Whether the module's tensors point at this block on the device."""
+        """Return whether the module's tensors point at this block on the device."""
         return number in self._slots and self._slots[number].bound
 
     def fetch(self, number: int) -> None:

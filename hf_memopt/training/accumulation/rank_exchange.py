@@ -74,12 +74,12 @@ def backward_from_outputs(accelerator: Accelerator, outputs: Sequence[Tensor], g
 
 
 def gathers_weights(accelerator: Accelerator) -> bool:
-    """Whether a forward or backward pass of one rank waits for the others, which then have to run as many."""
+    """Return whether a forward or backward pass of one rank waits for the others, which then have to run as many."""
     return accelerator.is_fsdp2 or engine_of(accelerator) is not None
 
 
 def exchanges_each_batch(accelerator: Accelerator) -> bool:
-    """Whether the accelerator is to exchange gradients in each backward: FSDP2 then accumulates them in shards."""
+    """Return whether gradients are to be exchanged in each backward: FSDP2 then accumulates them in shards."""
     return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
@@ -101,7 +101,7 @@ def whole(norm: Tensor) -> float:
 
 
 def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
-    """The sum over all ranks of each value; ranks call this together."""
+    """Return the sum over all ranks of each value; ranks call this together."""
     if accelerator.num_processes == 1:
         return values
     summed: list[float] = accelerator.reduce(
@@ -111,7 +111,7 @@ def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]
 
 
 def max_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """The largest value of any rank; ranks call this together."""
+    """Return the largest value of any rank; ranks call this together."""
     if accelerator.num_processes == 1:
         return value
     largest = torch.tensor(value, device=accelerator.device)

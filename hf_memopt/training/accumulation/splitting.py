@@ -9,7 +9,7 @@ from hf_memopt.ranges import COUNT
 
 
 def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
-    """The batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
+    """Yield the batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
 
     Tensors are cut along their first dimension, as views, and lists of anything but containers by item, wherever they
     are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
@@ -33,7 +33,7 @@ def num_samples(batch: Any) -> int:
 
 
 def take(batch: Any, rows: Any) -> Any:
-    """The samples in `rows`, a slice or a list of indices."""
+    """Return the samples in `rows`, a slice or a list of indices."""
     if isinstance(batch, Tensor):
         return batch[rows] if batch.ndim else batch
     if _has_samples(batch):

@@ -21,7 +21,7 @@ _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 
 def read_config(model: str) -> Any:
-    """The configuration of a hub id, a folder, or a config.json: transformers', or that of a denoiser of diffusers.
+    """Return the configuration of a hub id, a folder, or a config.json, of transformers or of a denoiser.
 
     Raises:
         ValueError: it cannot be found or read, or cannot be simulated: sizes that are none, more than `MAX_LAYERS`

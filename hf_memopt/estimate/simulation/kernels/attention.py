@@ -184,7 +184,7 @@ def _additive(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as the kernel takes it: additive, last dimension padded to 16, and expanded without memory."""
+    """Return the mask as the kernel takes it: additive, last dimension padded to 16, and expanded without memory."""
     mask = _additive(mask, query)
     num_keys = mask.shape[-1]
     if num_keys % 16:
