@@ -1,28 +1,24 @@
-"""Measures the structure of the code: `python tests/structure.py` prints the figures that docs/decisions.md compares.
+"""Measures the structure of the code: `python tests/structure.py` prints files, lines, words and circles of imports.
 
-Lines are counted without comments, docstrings and blank ones. Imports count wherever they stand: at the top, for type
-checkers only, or inside a function.
+Imports count wherever they stand: at the top, for type checkers only, or inside a function.
 """
 
 import ast
 import io
+import re
+import statistics
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hf_memopt": "hf_memopt", "callbacks": "hf_memopt.callbacks", "recipes": "hf_memopt.recipes"}
 
 
-class Lines(NamedTuple):
-    """How many lines of a file are code, comments and docstrings."""
-
-    code: int
-    comments: int
-    docstrings: int
+# Subjects of riddles: sentences about these words seldom name the thing.
+RIDDLES = re.compile(r"\b(what|whoever|whatever|nobody|somebody)\b", re.IGNORECASE)
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
@@ -35,17 +31,14 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def lines(file: Path) -> Lines:
-    """Count a file's lines."""
+def prose(file: Path) -> list[str]:
+    """Return a file's docstrings and comments."""
     source = file.read_text()
-    docstrings = {line for node in _documented(ast.parse(source)) for line in range(node.lineno, _end(node) + 1)}
-    code, comments = set(), 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments += 1
-        elif token.string.strip():
-            code.update(range(token.start[0], token.end[0] + 1))
-    return Lines(len(code - docstrings), comments, len(docstrings))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return comments + [text for node in nodes if (text := ast.get_docstring(node)) is not None]
 
 
 def imports(root: Path = ROOT) -> dict[str, set[str]]:
@@ -110,19 +103,6 @@ def public_classes(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def _documented(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            assert isinstance(first, ast.Expr)
-            yield first.value
-
-
-def _end(node: ast.expr) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno
-
-
 def _imported(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -140,18 +120,23 @@ def _longest(target: str, files: dict[str, Path]) -> str:
 
 def main() -> int:
     """Print the figures."""
-    files = modules()
-    for folder in PACKAGES:
-        counted = [lines(file) for file in files.values() if file.relative_to(ROOT).parts[0] == folder]
-        code, comments, docstrings = (sum(column) for column in zip(*counted, strict=True))
-        share = 100 * comments / (code + comments)
-        print(f"{folder:10} {len(counted):4} modules {code:6} lines of code {docstrings:5} of docstrings", end="")
-        print(f" {share:4.1f} % comments")
-    library = {name: file for name, file in files.items() if file.name != "__init__.py" and "recipes" not in name}
-    print("module names that occur twice:", repeated(file.stem for file in library.values()) or "none")
-    classes = [name for file in library.values() for name in public_classes(file)]
+    for name, folders in {"product": [*PACKAGES], "benchmarks": ["benchmarks"], "tests": ["tests"]}.items():
+        files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+        lengths = [len(file.read_text().splitlines()) for file in files]
+        texts = [text for file in files for text in prose(file)]
+        num_words = sum(len(text.split()) for text in texts)
+        riddles = 1000 * sum(len(RIDDLES.findall(text)) for text in texts) / num_words
+        print(
+            f"{name:10} {len(files):4} files {sum(lengths):6} lines, median {statistics.median(lengths):3.0f}", end=""
+        )
+        print(f"; {num_words:6} words of docstrings and comments, {riddles:.1f} riddles in 1,000")
+    pages = [*ROOT.glob("*.md"), *(page for folder in ("docs", *PACKAGES) for page in (ROOT / folder).rglob("*.md"))]
+    print(f"pages      {len(pages):4} files {sum(len(page.read_text().split()) for page in pages):6} words")
+    library = [file for name, file in modules().items() if ".recipes" not in name]
+    classes = [name for file in library for name in public_classes(file)]
     print("public classes that occur twice:", repeated(classes) or "none")
-    print("strongly connected groups:", groups(imports()) or "none")
+    print("strongly connected groups of modules:", groups(imports()) or "none")
+    print("strongly connected groups of folders:", groups(folder_imports()) or "none")
     return 0
 
 

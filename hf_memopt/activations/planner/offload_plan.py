@@ -170,7 +170,7 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
 
 
 def _smallest(trials: Trials, max_step_s: float) -> Candidate:
-    """Return the smallest plan that is fast enough; of equally small ones the one that copies, then recomputes, least."""
+    """Return the smallest plan that is fast enough; of equals the one that copies, then recomputes, least."""
     fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
     smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
     limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)
