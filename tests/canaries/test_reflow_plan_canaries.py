@@ -19,7 +19,7 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 WEIGHTS = "hf_memopt/estimate/simulation/device.py"
-PLAN = "recipes/reflow/plan.py"
+PLAN = "recipes/reflow/workload.py"
 
 pytestmark = pytest.mark.canary
 
