@@ -41,8 +41,7 @@ from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fi
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate
-from hf_memopt.recipes.lgt.options import Config
-from hf_memopt.recipes.lgt.options import read_config as parse
+from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 from hf_memopt.training.compile import compile_module, compile_seconds
@@ -52,26 +51,26 @@ logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as file and command line say; return the contents of `results.json`."""
-    config = parse(__doc__, arguments)
-    saving = config.checkpoint
+    options = parse(__doc__, arguments)
+    saving = options.checkpoint
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
-    accelerator = make_accelerator(config)
+    accelerator = make_accelerator(options)
     with loop.writing_to(saving.save_dir, accelerator):
-        train_data, held_out = data.load(config)
+        train_data, held_out = data.load(options)
         shape = tuple(train_data.latents.shape[1:])
         logger.info(
-            f"Data: {data.describe(config)}; {len(train_data.styles):,} latents of {shape} in "
-            f"{config.model.num_styles} styles, {len(held_out.styles):,} held out"
+            f"Data: {data.describe(options)}; {len(train_data.styles):,} latents of {shape} in "
+            f"{options.model.num_styles} styles, {len(held_out.styles):,} held out"
         )
-        make_workload = partial(LatentTransferWorkload, config)
-        config, accelerator, predicted = apply_auto_plan(config, accelerator, make_workload, make_accelerator)
+        make_workload = partial(LatentTransferWorkload, options)
+        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
         shown = data.Latents(*(each.to(accelerator.device) for each in held_out))
-        begin = config, accelerator, make_workload(), make_accelerator
-        config, accelerator, (run, cost) = halved_until_it_fits(
-            *begin, lambda accelerator, config: train(prepare(accelerator, config, train_data), shown)
+        begin = options, accelerator, make_workload(), make_accelerator
+        options, accelerator, (run, cost) = halved_until_it_fits(
+            *begin, lambda accelerator, options: train(prepare(accelerator, options, train_data), shown)
         )
         results = report.results(run, shape[1] * shape[2], cost)
-        loop.conclude(results, config.offload, predicted, accelerator)
+        loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:
             report.write(results, run, held_out)
         accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
@@ -79,22 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def make_accelerator(config: Config) -> Accelerator:
-    training = config.training
+def make_accelerator(options: Options) -> Accelerator:
+    training = options.training
     torch.backends.cudnn.benchmark = training.cudnn_benchmark
     precision = {"bfloat16": "bf16", "float16": "fp16"}[training.amp_dtype] if training.use_amp else "no"
     # The schedule is stepped once per epoch.
     settings = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
-    return loop.make_accelerator(training, config.checkpoint.save_dir, **settings)
+    return loop.make_accelerator(training, options.checkpoint.save_dir, **settings)
 
 
-def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) -> Run:
+def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents) -> Run:
     """Return model, optimizer, schedule and batches, the same for every call.
 
     Raises:
         ValueError: there are fewer latents than one batch of all processes needs.
     """
-    training = config.training
+    training = options.training
     num_latents = training.batch_size * accelerator.num_processes
     if num_latents > len(train_data.styles):
         raise ValueError(
@@ -102,22 +101,22 @@ def prepare(accelerator: Accelerator, config: Config, train_data: data.Latents) 
             f"there are {len(train_data.styles)}; use smaller batches or more data"
         )
     set_seed(training.seed)
-    model = build_model(config).to(accelerator.device)
+    model = build_model(options).to(accelerator.device)
     average = None
     if training.ema_decay is not None:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.ema_decay))
         accelerator.register_for_checkpointing(average)
     if training.use_compile:
         compile_module(model.unet, mode=training.compile_mode, recompile_limit=training.recompile_limit)
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(options, model)
     scheduler = CosineAnnealingLR(optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate)
     rows: Any = range(len(train_data.styles))
     shuffled: dict[str, Any] = {"shuffle": True, "drop_last": True, "generator": torch.Generator()}
     loader: DataLoader[Any] = DataLoader(rows, training.batch_size, **shuffled)
     model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader)
-    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=config.checkpoint.save_dir)
-    bank = data.LatentBank(train_data, config, accelerator.device)
-    return Run(accelerator, config, model, optimizer, scheduler, batches, average=average, memory=memory, bank=bank)
+    memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=options.checkpoint.save_dir)
+    bank = data.LatentBank(train_data, options, accelerator.device)
+    return Run(accelerator, options, model, optimizer, scheduler, batches, average=average, memory=memory, bank=bank)
 
 
 def update(run: Run, window: list[Tensor]) -> dict[str, float]:
@@ -134,10 +133,10 @@ def update(run: Run, window: list[Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in means.items()} | {"grad_norm": result.grad_norm}
 
 
-def earliest_time(config: Config, epoch: int) -> float:
+def earliest_time(options: Options, epoch: int) -> float:
     """Return the earliest time that integration starts at, rising over the first epochs."""
-    warmup = config.training.epsilon_warmup_epochs
-    return config.training.epsilon * (1.0 if epoch >= warmup else epoch / warmup)
+    warmup = options.training.epsilon_warmup_epochs
+    return options.training.epsilon * (1.0 if epoch >= warmup else epoch / warmup)
 
 
 def window_sizes(run: Run) -> list[int]:
@@ -147,10 +146,10 @@ def window_sizes(run: Run) -> list[int]:
 
 def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
     """Run the training loop: updates, evaluations, checkpoints. Return the run, and the cost of an update."""
-    config, accelerator = run.options, run.accelerator
-    announce(run.model, config.offload, accelerator)
-    accelerator.init_trackers("lgt", config=as_settings(config, by_section=True))
-    saving = config.checkpoint
+    options, accelerator = run.options, run.accelerator
+    announce(run.model, options.offload, accelerator)
+    accelerator.init_trackers("lgt", options=as_settings(options, by_section=True))
+    saving = options.checkpoint
     checkpoints = loop.open_checkpoints(run, saving.save_dir, saving.keep_last, saving.resume_from_checkpoint)
     progress = run.progress
     run.model.train()
@@ -158,19 +157,19 @@ def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
     # A resumed run goes on at the batch after the last one that it was trained on.
     num_taken = progress.epoch * len(run.batches) + sum(sizes[: progress.num_windows])
     batches = endless_batches(accelerator, run.batches, num_taken)
-    total = len(sizes) * config.training.num_epochs
+    total = len(sizes) * options.training.num_epochs
     bar = tqdm(total=total, initial=progress.num_updates, unit="update", desc="Training")
-    checkpointing = "" if config.training.use_gradient_checkpointing else "--use_gradient_checkpointing"
-    halving = "--gradient_cache --auto_micro_batch" if not config.training.gradient_cache else "--auto_micro_batch"
-    explaining = explained(run.model, saving.save_dir, config.offload, checkpointing, halving)
+    checkpointing = "" if options.training.use_gradient_checkpointing else "--use_gradient_checkpointing"
+    halving = "--gradient_cache --auto_micro_batch" if not options.training.gradient_cache else "--auto_micro_batch"
+    explaining = explained(run.model, saving.save_dir, options.offload, checkpointing, halving)
     with bar, checkpoints.stopping_on_signal(), explaining:
-        while progress.epoch < config.training.num_epochs:
+        while progress.epoch < options.training.num_epochs:
             counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
             loop.advance(run, bar)
             epoch_ended = progress.num_windows == len(sizes)
             if epoch_ended:
                 end_epoch(run, held_out)
-            due = epoch_ended and loop.is_due(progress.epoch, config.training.save_interval)
+            due = epoch_ended and loop.is_due(progress.epoch, options.training.save_interval)
             if loop.save_and_stop(run, checkpoints, due=due, flag="checkpoint.resume_from_checkpoint"):
                 break
     return run, timer.cost()
@@ -207,12 +206,12 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
     loop.record(run, "epoch", progress.epoch, figures)
 
 
-def comparable(config: Config) -> Begin:
+def comparable(options: Options) -> Begin:
     """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
-    train_data, _ = data.load(config)
+    train_data, _ = data.load(options)
 
-    def begin(config: Config) -> tuple[Run, Iterator[Tensor]]:
-        run = prepare(make_accelerator(config), config, train_data)
+    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
+        run = prepare(make_accelerator(options), options, train_data)
         run.model.train()
         batches = endless_batches(run.accelerator, run.batches)
         windows = (list(islice(batches, size)) for size in cycle(window_sizes(run)))

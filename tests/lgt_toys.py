@@ -6,7 +6,7 @@ import torch
 
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.model import LatentTransfer
-from hf_memopt.recipes.lgt.options import Config, make_config
+from hf_memopt.recipes.lgt.options import Options, make_options
 from hf_memopt.recipes.lgt.step import build_model
 
 TINY = {
@@ -23,12 +23,12 @@ TINY = {
 }
 
 
-def tiny(**values: Any) -> Config:
+def tiny(**values: Any) -> Options:
     """A configuration that a CPU trains at once; fields are given as `section__field`."""
-    return make_config(TINY | {name.replace("__", "."): value for name, value in values.items()})
+    return make_options(TINY | {name.replace("__", "."): value for name, value in values.items()})
 
 
-def trained_model(config: Config, dtype: torch.dtype = torch.float32) -> LatentTransfer:
+def trained_model(config: Options, dtype: torch.dtype = torch.float32) -> LatentTransfer:
     """A model in which no layer is zero any more: at first nearly all gradients are, and any two are equal."""
     torch.manual_seed(0)
     model = build_model(config)
@@ -38,7 +38,7 @@ def trained_model(config: Config, dtype: torch.dtype = torch.float32) -> LatentT
     return model.to(dtype)
 
 
-def random_batch(config: Config, dtype: torch.dtype = torch.float32) -> Batch:
+def random_batch(config: Options, dtype: torch.dtype = torch.float32) -> Batch:
     """The same in every call; every third sample has no style."""
     torch.manual_seed(1)
     batch = make_batch(config, "cpu")

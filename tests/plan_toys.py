@@ -9,7 +9,7 @@ from lgt_toys import TINY
 from safetensors.torch import save_file
 
 from hf_memopt.recipes.lgt import workload as lgt_plan
-from hf_memopt.recipes.lgt.options import read_config
+from hf_memopt.recipes.lgt.options import parse
 
 configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
@@ -64,7 +64,7 @@ def neural_operator(folder: Path, *flags: str, **options: Any) -> Any:
 
 
 def lgt_config(*flags: str) -> Any:
-    return read_config("", [*(f"--{name}={value}" for name, value in TINY.items()), *flags])
+    return parse("", [*(f"--{name}={value}" for name, value in TINY.items()), *flags])
 
 
 def smolvla(folder: Path, vlm: Path, options: dict[str, Any] | None = None, **fields: Any) -> Any:

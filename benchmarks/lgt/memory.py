@@ -31,7 +31,7 @@ from hf_memopt import ActivationOffloader, SyncCopier, plan
 from hf_memopt.estimate.gpus import CARDS, Card, allowances, card_named, find_card
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.recipes.lgt.data import make_batch
-from hf_memopt.recipes.lgt.options import Config, make_config
+from hf_memopt.recipes.lgt.options import Options, make_options
 from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 from hf_memopt.training import train_step
@@ -97,13 +97,13 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     return found
 
 
-def settle(settings: dict[str, Any]) -> tuple[Config, dict[str, Any] | None]:
+def settle(settings: dict[str, Any]) -> tuple[Options, dict[str, Any] | None]:
     """Configuration and options of the offloader; those of a plan in mode "planned"."""
     mode = "plain" if settings["mode"] == AGAIN else settings["mode"]
     fields, offloading = MODES[mode]
     sizes = {"training.batch_size": settings["batch_size"], "training.ode_integration_steps": settings["num_steps"]}
     sizes["training.accumulation_steps"] = settings["num_accumulated"]
-    config = make_config({**SIZES[settings["size"]], **sizes, **fields})
+    config = make_options({**SIZES[settings["size"]], **sizes, **fields})
     if mode == "planned":
         workload = LatentTransferWorkload(config, precision="bf16")
         best = plan(workload, gpu=emulated_card(run_isolated(present_gpu), settings["card_gb"]), progress=False).best

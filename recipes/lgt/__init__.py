@@ -1,6 +1,6 @@
 """Parts of `train_lgt`, style transfer in a latent space through a 10-step ODE, in the order to read them.
 
-- `config`: its configuration, from a file and flags.
+- `options`: its configuration, from a file and flags.
 - `data`: latents, and the batches that are drawn from them.
 - `model`: the U-Net and the integration of its velocities.
 - `losses`: style and content.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memopt.recipes.lgt.options import Config, DataConfig
+from hf_memopt.recipes.lgt.options import DataOptions, Options
 from hf_memopt.training import split_batch
 
 # start, time: where integration starts, and when; latents: the content; targets: style ids; target_latents: samples of
@@ -29,41 +29,41 @@ class Latents(NamedTuple):
     styles: Tensor
 
 
-def load(config: Config) -> tuple[Latents, Latents]:
+def load(options: Options) -> tuple[Latents, Latents]:
     """Return training and held-out latents, on the CPU.
 
     Raises:
         ValueError: no such data, or other shapes and styles than the configuration's.
     """
-    data = config.data
+    data = options.data
     if data.data_root is not None and data.dataset is not None:
         raise ValueError(f"data.data_root={data.data_root!r} and data.dataset={data.dataset!r}: give one of them")
     if data.data_root is not None:
-        found = _from_folder(Path(data.data_root), data.style_subdirs, config.model.num_styles)
+        found = _from_folder(Path(data.data_root), data.style_subdirs, options.model.num_styles)
     elif data.dataset is not None:
         found = _from_dataset(data)
     else:
-        found = _generated(config)
-    _check(found, config)
+        found = _generated(options)
+    _check(found, options)
     return _split(found, data)
 
 
-def describe(config: Config) -> str:
+def describe(options: Options) -> str:
     """Say where the latents come from."""
-    data = config.data
+    data = options.data
     if data.data_root is not None:
         return f"files in {data.data_root}"
     return f"generated textures, seed {data.data_seed}" if data.dataset is None else f"dataset {data.dataset}"
 
 
-def _generated(config: Config) -> Latents:
-    if config.model.num_styles != NUM_STYLES:
+def _generated(options: Options) -> Latents:
+    if options.model.num_styles != NUM_STYLES:
         raise ValueError(
-            f"model.num_styles={config.model.num_styles}: generated latents have two styles; give data.data_root or "
+            f"model.num_styles={options.model.num_styles}: generated latents have two styles; give data.data_root or "
             "data.dataset for more"
         )
-    generator, num = torch.Generator().manual_seed(config.data.data_seed), config.data.num_generated
-    contents = make_contents(NUM_STYLES * num, config.data.latent_size, config.model.latent_channels, generator)
+    generator, num = torch.Generator().manual_seed(options.data.data_seed), options.data.num_generated
+    contents = make_contents(NUM_STYLES * num, options.data.latent_size, options.model.latent_channels, generator)
     styles = torch.arange(NUM_STYLES).repeat_interleave(num)
     return Latents(in_style(contents, styles, generator), styles)
 
@@ -89,7 +89,7 @@ def _read_file(file: Path) -> Iterator[Tensor]:
         yield tensor if tensor.ndim == 4 else tensor[None]
 
 
-def _from_dataset(data: DataConfig) -> Latents:
+def _from_dataset(data: DataOptions) -> Latents:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     name = str(data.dataset)
@@ -99,23 +99,23 @@ def _from_dataset(data: DataConfig) -> Latents:
     return Latents(columns[data.latent_column].float(), columns[data.style_column].long())
 
 
-def _check(found: Latents, config: Config) -> None:
-    channels = config.model.latent_channels
+def _check(found: Latents, options: Options) -> None:
+    channels = options.model.latent_channels
     shape = tuple(found.latents.shape[1:])
     if len(shape) != 3 or shape[0] != channels or shape[1] % 4 or shape[2] % 4:
         raise ValueError(
             f"model.latent_channels={channels}: latents are {shape}; they must be (channels, height, width), with "
             "sides that are multiples of 4"
         )
-    counts = torch.bincount(found.styles, minlength=config.model.num_styles).tolist()
-    if len(counts) != config.model.num_styles or min(counts) < 2:
+    counts = torch.bincount(found.styles, minlength=options.model.num_styles).tolist()
+    if len(counts) != options.model.num_styles or min(counts) < 2:
         raise ValueError(
-            f"model.num_styles={config.model.num_styles}: the data have {counts} latents of styles 0, 1, ...; each "
+            f"model.num_styles={options.model.num_styles}: the data have {counts} latents of styles 0, 1, ...; each "
             "style needs two at least, and there may be no others"
         )
 
 
-def _split(found: Latents, data: DataConfig) -> tuple[Latents, Latents]:
+def _split(found: Latents, data: DataOptions) -> tuple[Latents, Latents]:
     """Hold out the same share of each style, one latent at least."""
     generator = torch.Generator().manual_seed(data.data_seed)
     shuffled = torch.randperm(len(found.styles), generator=generator)
@@ -150,16 +150,16 @@ def in_style(contents: Tensor, styles: Tensor, generator: torch.Generator) -> Te
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-def make_batch(config: Config, device: torch.device | str) -> Batch:
+def make_batch(options: Options, device: torch.device | str) -> Batch:
     """Return a batch of random latents, of the size that the configuration names."""
-    size, num = config.data.latent_size, config.training.batch_size
+    size, num = options.data.latent_size, options.training.batch_size
     latents, target_latents = (
-        torch.randn(num, config.model.latent_channels, size, size, device=device) for _ in range(2)
+        torch.randn(num, options.model.latent_channels, size, size, device=device) for _ in range(2)
     )
-    targets = torch.arange(num, device=device) % config.model.num_styles
+    targets = torch.arange(num, device=device) % options.model.num_styles
     dropped = torch.zeros(num, dtype=torch.bool, device=device)
     weights = torch.ones(num, device=device)
-    times = (config.training.epsilon, config.training.latest_time)
+    times = (options.training.epsilon, options.training.latest_time)
     return assemble(latents, target_latents, targets, weights, dropped, times)
 
 
@@ -197,18 +197,18 @@ class LatentBank:
 
     Args:
         data: of all styles.
-        config: decides about target styles, weights and label drop.
+        options: decides about target styles, weights and label drop.
         device: 16 KiB for each latent of 4 x 32 x 32.
     """
 
-    def __init__(self, data: Latents, config: Config, device: torch.device) -> None:
+    def __init__(self, data: Latents, options: Options, device: torch.device) -> None:
         by_style = data.styles.argsort(stable=True)
-        counts = torch.bincount(data.styles, minlength=config.model.num_styles)
+        counts = torch.bincount(data.styles, minlength=options.model.num_styles)
         self._latents, self._styles = data.latents[by_style].to(device), data.styles[by_style].to(device)
         self._counts, self._first = counts.to(device), (counts.cumsum(0) - counts).to(device)
-        weights = config.loss.style_weights or [1.0] * config.model.num_styles
+        weights = options.loss.style_weights or [1.0] * options.model.num_styles
         self._weights = torch.tensor(weights, device=device)
-        self._config = config
+        self._options = options
 
     def of_styles(self, styles: Tensor) -> Tensor:
         """Return a latent of each style, drawn at random."""
@@ -223,14 +223,14 @@ class LatentBank:
 
     def micro_batches(self, window: list[Tensor], step: int, epsilon: float) -> list[Batch]:
         """Return one batch for each tensor of row numbers in `window`; with a gradient cache, parts of one batch."""
-        training = self._config.training
+        training = self._options.training
         if training.gradient_cache:
             return list(split_batch(self._draw(torch.cat(window), f"{step}", epsilon), training.batch_size))
         return [self._draw(rows, f"{step} {number}", epsilon) for number, rows in enumerate(window)]
 
     def _draw(self, rows: Tensor, name: str, epsilon: float) -> Batch:
         """Return a batch with these contents. Its name decides its target, and if it has one, on all ranks alike."""
-        training = self._config.training
+        training = self._options.training
         shared = random.Random(f"{training.seed} {name}")
         target, is_dropped = shared.randrange(len(self._counts)), shared.random() < training.label_drop_prob
         if training.target_styles == "permuted":

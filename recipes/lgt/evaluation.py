@@ -10,20 +10,20 @@ from hf_memopt.recipes.landscapes import autoencoder
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
-from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.training.repeatable import RandomState
 
 NUM_EVALUATED = 64
 
 
 @torch.no_grad()
-def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, config: Config) -> Tensor:
+def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, options: Options) -> Tensor:
     """Return latents in their target styles, `(batch, channels, height, width)`, by a model in evaluation mode.
 
     Integrates from `inference.start_time` on, where that share of the content is left in noise. With `cfg_scale` s, the
     velocity is that without a style plus s times the difference to that with it, at the cost of a second pass.
     """
-    inference = config.inference
+    inference = options.inference
     time = torch.full((len(latents),), inference.start_time, device=latents.device)
     given, none = (torch.full_like(targets, value, dtype=torch.bool) for value in (False, True))
 
@@ -35,10 +35,10 @@ def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, config: C
         return without + inference.cfg_scale * (towards - without)
 
     start = between(torch.randn_like(latents), latents, time)
-    return euler(velocity, start, time, inference.num_steps, legacy_dt=config.training.legacy_dt)
+    return euler(velocity, start, time, inference.num_steps, legacy_dt=options.training.legacy_dt)
 
 
-def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config) -> dict[str, float]:
+def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, float]:
     """Return means over target styles, with the same random numbers in every call, which the training's are not.
 
     Returns:
@@ -49,40 +49,40 @@ def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, config:
     state, was_training = RandomState(held_out.latents.device), model.training
     torch.manual_seed(0)
     model.eval()
-    found = [_of_style(style, model, bank, held_out, config) for style in range(config.model.num_styles)]
+    found = [_of_style(style, model, bank, held_out, options) for style in range(options.model.num_styles)]
     model.train(was_training)
     state.restore()
     return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 
 def _of_style(
-    style: int, model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config
+    style: int, model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options
 ) -> dict[str, float]:
     contents = held_out.latents[held_out.styles != style][:NUM_EVALUATED]
     same = held_out.latents[held_out.styles == style][:NUM_EVALUATED]
-    translated = translate(model, contents, torch.full((len(contents),), style, device=contents.device), config)
+    translated = translate(model, contents, torch.full((len(contents),), style, device=contents.device), options)
     compared = {"swd": translated, "swd_untranslated": contents, "swd_floor": same}
-    figures = {name: _distance(latents, style, bank, config) for name, latents in compared.items()}
+    figures = {name: _distance(latents, style, bank, options) for name, latents in compared.items()}
     figures["ssm"] = self_similarity_difference(translated, contents).item()
     figures["ssm_others"] = self_similarity_difference(contents.roll(1, dims=0), contents).item()
     return figures
 
 
-def _distance(latents: Tensor, style: int, bank: LatentBank, config: Config) -> float:
+def _distance(latents: Tensor, style: int, bank: LatentBank, options: Options) -> float:
     """Return the distance to as many training latents of the style, along many directions."""
     others = bank.of_styles(torch.full((len(latents),), style, device=latents.device))
-    sizes = {"patch_size": config.loss.patch_size, "num_projections": 256, "max_samples": 16_384}
+    sizes = {"patch_size": options.loss.patch_size, "num_projections": 256, "max_samples": 16_384}
     return sliced_wasserstein(latents, others, **sizes).item()
 
 
 # ------------------------------------------------------------------------------------------------------ pictures
 
 
-def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config, file: Path) -> None:
+def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options, file: Path) -> None:
     """Draw held-out contents of all styles in turn, translated to the next style, beside latents that have it."""
-    names = config.data.style_subdirs or [f"style {style}" for style in range(config.model.num_styles)]
-    columns = images_of(panels(model, bank, held_out, config), config)
-    rows = _in_turn(held_out.styles)[: config.inference.num_panels]
+    names = options.data.style_subdirs or [f"style {style}" for style in range(options.model.num_styles)]
+    columns = images_of(panels(model, bank, held_out, options), options)
+    rows = _in_turn(held_out.styles)[: options.inference.num_panels]
     with drawn(file, len(rows), len(columns), figsize=(1.7 * len(columns), 1.85 * len(rows)), squeeze=False) as grid:
         for column, (title, images) in zip(grid.T, columns.items(), strict=True):
             for axes, image, style in zip(column, images, held_out.styles[rows].tolist(), strict=True):
@@ -93,27 +93,27 @@ def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, conf
                 axes.set(xticks=[], yticks=[])
 
 
-def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, config: Config) -> dict[str, Tensor]:
+def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, Tensor]:
     """Return the latents of each column of the figure, `(num_panels, channels, height, width)`, on the CPU."""
     device = next(model.parameters()).device
     state = RandomState(device)
     torch.manual_seed(0)
     model.eval()
-    rows = _in_turn(held_out.styles)[: config.inference.num_panels]
+    rows = _in_turn(held_out.styles)[: options.inference.num_panels]
     contents = held_out.latents[rows].to(device)
-    targets = (held_out.styles[rows].to(device) + 1) % config.model.num_styles
+    targets = (held_out.styles[rows].to(device) + 1) % options.model.num_styles
     columns = {
         "content": contents,
-        "translated": translate(model, contents, targets, config),
+        "translated": translate(model, contents, targets, options),
         "reference": bank.of_styles(targets),
     }
     state.restore()
     return {title: latents.float().cpu() for title, latents in columns.items()}
 
 
-def images_of(columns: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+def images_of(columns: dict[str, Tensor], options: Options) -> dict[str, Tensor]:
     """Return latents as images, `(num, height, width, 3)` from 0 to 1, decoded where there is a decoder."""
-    folder = config.inference.vae_path
+    folder = options.inference.vae_path
     return {
         title: as_colours(latents) if folder is None else decode(latents, folder) for title, latents in columns.items()
     }

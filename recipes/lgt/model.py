@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.recipes.lgt.options import ModelConfig
+from hf_memopt.recipes.lgt.options import ModelOptions
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,7 +37,7 @@ class LatentTransfer(nn.Module):
     """Moves latents to a target style: the U-Net's velocities, integrated.
 
     Args:
-        config: of the U-Net.
+        options: of the U-Net.
         legacy_dt: see `euler`.
         average_style: the substitute for no style: a learned embedding, or zeros.
 
@@ -46,9 +46,9 @@ class LatentTransfer(nn.Module):
             gradients; one more forward pass; memory of one step instead of all.
     """
 
-    def __init__(self, config: ModelConfig, *, legacy_dt: bool = False, average_style: bool = True) -> None:
+    def __init__(self, options: ModelOptions, *, legacy_dt: bool = False, average_style: bool = True) -> None:
         super().__init__()
-        self.unet = StyleUNet(config, average_style=average_style)
+        self.unet = StyleUNet(options, average_style=average_style)
         self.checkpointing = False
         self._legacy_dt = legacy_dt
 
@@ -93,23 +93,23 @@ class StyleUNet(nn.Module):
     weights from styles are zero at first, so that a new network is the identity map.
     """
 
-    def __init__(self, config: ModelConfig, *, average_style: bool = True) -> None:
+    def __init__(self, options: ModelOptions, *, average_style: bool = True) -> None:
         super().__init__()
-        width, embedding = config.base_channels, config.style_dim
-        self.condition = Condition(config, average_style=average_style)
-        self.first = nn.Conv2d(config.latent_channels, width, 3, padding=1)
+        width, embedding = options.base_channels, options.style_dim
+        self.condition = Condition(options, average_style=average_style)
+        self.first = nn.Conv2d(options.latent_channels, width, 3, padding=1)
         self.down = nn.ModuleList(
-            nn.Sequential(*(ResBlock(channels) for _ in range(config.num_encoder_blocks)))
+            nn.Sequential(*(ResBlock(channels) for _ in range(options.num_encoder_blocks)))
             for channels in (width, 2 * width)
         )
         self.shrink = nn.ModuleList(nn.Conv2d(width * n, 2 * width * n, 3, stride=2, padding=1) for n in (1, 2))
         self.middle = nn.Sequential(ResBlock(4 * width), ResBlock(4 * width))
         self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * width * n, width * n, 4, stride=2, padding=1) for n in (2, 1))
         self.up = nn.ModuleList(
-            nn.ModuleList(StyleBlock(channels, embedding) for _ in range(config.num_decoder_blocks))
+            nn.ModuleList(StyleBlock(channels, embedding) for _ in range(options.num_decoder_blocks))
             for channels in (2 * width, width)
         )
-        to_velocity = zero_initialised(nn.Conv2d(width, config.latent_channels, 3, padding=1))
+        to_velocity = zero_initialised(nn.Conv2d(width, options.latent_channels, 3, padding=1))
         self.last = nn.Sequential(_norm(width), nn.SiLU(), to_velocity)
 
     def forward(self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
@@ -133,25 +133,25 @@ class StyleUNet(nn.Module):
 class Condition(nn.Module):
     """Time and style as one vector per sample, `(batch, style_dim)`."""
 
-    def __init__(self, config: ModelConfig, *, average_style: bool) -> None:
+    def __init__(self, options: ModelOptions, *, average_style: bool) -> None:
         super().__init__()
-        self._num_frequencies = config.time_dim // 2
-        self._noise = config.style_noise
+        self._num_frequencies = options.time_dim // 2
+        self._noise = options.style_noise
         self.time = nn.Sequential(
-            nn.Linear(2 * self._num_frequencies, 4 * config.time_dim),
+            nn.Linear(2 * self._num_frequencies, 4 * options.time_dim),
             nn.SiLU(),
-            nn.Linear(4 * config.time_dim, config.time_dim),
+            nn.Linear(4 * options.time_dim, options.time_dim),
         )
-        self.styles = nn.Embedding(config.num_styles, config.style_dim)
-        no_style = torch.zeros(config.style_dim)
+        self.styles = nn.Embedding(options.num_styles, options.style_dim)
+        no_style = torch.zeros(options.style_dim)
         if average_style:
             self.no_style = nn.Parameter(no_style)
         else:
             self.register_buffer("no_style", no_style, persistent=False)
         self.fuse = nn.Sequential(
-            nn.Linear(config.time_dim + config.style_dim, 2 * config.style_dim),
+            nn.Linear(options.time_dim + options.style_dim, 2 * options.style_dim),
             nn.SiLU(),
-            nn.Linear(2 * config.style_dim, config.style_dim),
+            nn.Linear(2 * options.style_dim, options.style_dim),
         )
 
     def forward(self, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:

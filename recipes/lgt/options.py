@@ -26,7 +26,7 @@ EightOrMore = Annotated[int, Range(at_least=8, whole=True)]
 
 
 @dataclass
-class ModelConfig:
+class ModelOptions:
     latent_channels: Count = flag(4, "channels of the latents")
     base_channels: FourOrMore = flag(128, "width at full resolution; twice and four times as wide below")
     style_dim: Count = flag(256, "width of style embeddings")
@@ -38,7 +38,7 @@ class ModelConfig:
 
 
 @dataclass
-class LossConfig:
+class LossOptions:
     w_style: NotNegative = flag(40.0, "weight of the sliced Wasserstein distance to the target style's patches")
     w_content: NotNegative = flag(0.8, "weight of the difference in self-similarity to the content")
     patch_size: Count = flag(3, "side of a patch, odd")
@@ -51,7 +51,7 @@ class LossConfig:
 
 
 @dataclass
-class TrainingConfig:
+class TrainingOptions:
     batch_size: Count = flag(32, "latents per forward pass and process")
     accumulation_steps: Count = flag(2, "forward passes per update")
     gradient_cache: bool = flag(False, "the exact gradient of all forward passes as one batch, for one pass more")
@@ -88,7 +88,7 @@ class TrainingConfig:
 
 
 @dataclass
-class DataConfig:
+class DataOptions:
     data_root: str | None = flag(None, "folder with a folder of .pt or .safetensors latents for each style")
     style_subdirs: list[str] | None = flag(None, "those folders, in the order of style ids; style0, style1, ...")
     dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load, used instead")
@@ -102,14 +102,14 @@ class DataConfig:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointOptions:
     save_dir: str = flag("outputs/lgt", "folder for model, checkpoints, results.json, memory.jsonl and panels")
     keep_last: Count = flag(2, "checkpoints to keep")
     resume_from_checkpoint: str | None = flag(None, "checkpoint folder, or 'latest' for the newest in save_dir")
 
 
 @dataclass
-class InferenceConfig:
+class InferenceOptions:
     num_steps: Count = flag(10, "Euler steps")
     start_time: Share = flag(0.5, "where integration starts: 0 from noise, near 1 from the content")
     cfg_scale: Annotated[float, Range()] = flag(1.0, "classifier-free guidance towards the target style; 1 has none")
@@ -118,20 +118,20 @@ class InferenceConfig:
 
 
 @dataclass
-class OffloadConfig(OffloadOptions):
+class ModeOptions(OffloadOptions):
     offload: Literal["off", "auto", "all", "inputs"] = flag("off", "which saved activations go to host memory")
 
 
-class Config(NamedTuple):
+class Options(NamedTuple):
     """All sections."""
 
-    model: ModelConfig = ModelConfig()
-    loss: LossConfig = LossConfig()
-    training: TrainingConfig = TrainingConfig()
-    data: DataConfig = DataConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    inference: InferenceConfig = InferenceConfig()
-    offload: OffloadConfig = OffloadConfig()
+    model: ModelOptions = ModelOptions()
+    loss: LossOptions = LossOptions()
+    training: TrainingOptions = TrainingOptions()
+    data: DataOptions = DataOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    inference: InferenceOptions = InferenceOptions()
+    offload: ModeOptions = ModeOptions()
 
     @property
     def output_dir(self) -> str:
@@ -143,7 +143,7 @@ class Config(NamedTuple):
         return {name: asdict(section) for name, section in self._asdict().items()}
 
 
-def read_config(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Config:
+def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
     """Return the defaults, the file that `--config_path` names over them, and the command line's flags over these.
 
     Args:
@@ -154,11 +154,11 @@ def read_config(description: str, arguments: Sequence[str] | None = None, compar
     Raises:
         ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
     """
-    config = read_options(Config, description, arguments, by_section=True)
-    loss, num_styles = config.loss, config.model.num_styles
+    options = read_options(Options, description, arguments, by_section=True)
+    loss, num_styles = options.loss, options.model.num_styles
     if loss.patch_size % 2 == 0:
         raise ValueError(f"loss.patch_size={loss.patch_size} must be odd, so that every position has a patch around it")
-    training = config.training
+    training = options.training
     if training.epsilon > training.latest_time:
         raise ValueError(
             f"training.epsilon={training.epsilon} must not be above training.latest_time={training.latest_time}: "
@@ -166,19 +166,19 @@ def read_config(description: str, arguments: Sequence[str] | None = None, compar
         )
     if loss.style_weights is not None and len(loss.style_weights) != num_styles:
         raise ValueError(f"loss.style_weights={loss.style_weights} must have model.num_styles={num_styles} values")
-    if config.offload.auto_micro_batch and not config.training.gradient_cache:
+    if options.offload.auto_micro_batch and not options.training.gradient_cache:
         raise ValueError(
             "offload.auto_micro_batch=True divides batches, which have another loss then; add --training.gradient_cache"
         )
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
-    check_offloading(config.offload, compared, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
-    return config
+    check_offloading(options.offload, compared, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
+    return options
 
 
-def make_config(values: Mapping[str, Any]) -> Config:
+def make_options(values: Mapping[str, Any]) -> Options:
     """Return a configuration of the given fields, named `section.field`, and defaults for the others.
 
     Raises:
-        ValueError: as `read_config`.
+        ValueError: as `parse`.
     """
-    return read_config("", [word for name, value in values.items() for word in as_words(name, value)])
+    return parse("", [word for name, value in values.items() for word in as_words(name, value)])

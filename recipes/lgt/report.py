@@ -12,7 +12,7 @@ from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.data import Latents, describe
-from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.recipes.lgt.step import Run
 from hf_memopt.text_table import align
 from hf_memopt.units import format_gib
@@ -37,25 +37,25 @@ class Check:
 
 def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
     """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
-    config, history = run.options, run.progress.history
+    options, history = run.options, run.progress.history
     on_cpu = run.accelerator.device.type == "cpu"
     more = {
-        "config": config.as_dict(),
-        "data": describe(config),
+        "config": options.as_dict(),
+        "data": describe(options),
         "final": history[-1],
         "memory_bytes": run.memory_bytes,
-        "checklist": checklist(config, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
+        "checklist": checklist(options, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
     }
-    return run_results(config, run.accelerator, history, libraries=(), training_cost=cost, **more)
+    return run_results(options, run.accelerator, history, libraries=(), training_cost=cost, **more)
 
 
 def checklist(
-    config: Config, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
+    options: Options, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
 ) -> list[Check]:
     """Return the claims that the run was to show, and whether it did.
 
     Args:
-        config: of the run.
+        options: of the run.
         history: one entry per epoch.
         memory_bytes: the most that was held up to the end of each epoch since the run was started or resumed.
         num_positions: of a latent, each with a patch around it.
@@ -64,12 +64,12 @@ def checklist(
     return [
         Check("training ran without running out of memory", "passed", f"{len(history)} epochs"),
         _memory_is_stable(memory_bytes, "host" if on_cpu else "device"),
-        _held_out_loss_falls(config, history),
+        _held_out_loss_falls(options, history),
         _held_out_share("held-out style (SWD) is the target's", history[-1], "swd", "swd_untranslated", STYLE_LEFT),
         _held_out_share("held-out content (SSM) is kept", history[-1], "ssm", "ssm_others", CONTENT_LOST),
-        _epoch_time(config, history),
-        _coverage(config, num_positions),
-        _compilation(config, history),
+        _epoch_time(options, history),
+        _coverage(options, num_positions),
+        _compilation(options, history),
     ]
 
 
@@ -88,9 +88,9 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
     return _judged(name, growth <= STABLE_MEMORY[where], measured)
 
 
-def _held_out_loss_falls(config: Config, history: History) -> Check:
+def _held_out_loss_falls(options: Options, history: History) -> Check:
     """Judge by evaluations: how far a batch in training is from its target's style says which target was drawn."""
-    name, weights = "held-out loss falls", config.loss
+    name, weights = "held-out loss falls", options.loss
     found = [weights.w_style * each["swd"] + weights.w_content * each["ssm"] for each in history if "swd" in each]
     if len(found) < 2:
         return _judged(name, None, f"{found[0]:.4g}; needs two evaluations")
@@ -104,29 +104,29 @@ def _held_out_share(name: str, last: dict[str, float], figure: str, of: str, mos
     return _judged(name, share <= most, measured)
 
 
-def _epoch_time(config: Config, history: History) -> Check:
+def _epoch_time(options: Options, history: History) -> Check:
     """Leave out the first epoch, which holds allocations, plans and compilation."""
     later = [entry["seconds"] for entry in history[1:]] or [history[0]["seconds"]]
     seconds = sorted(later)[len(later) // 2]
     num_batches = round(history[0]["num_batches"])
     holds = seconds <= LONG_EPOCH_S if 50 <= num_batches <= 100 else None
-    measured = f"{seconds:.1f} s for {num_batches} batches of {config.training.batch_size}"
+    measured = f"{seconds:.1f} s for {num_batches} batches of {options.training.batch_size}"
     return _judged(f"an epoch of 50 to 100 batches takes at most {LONG_EPOCH_S:.0f} s", holds, measured)
 
 
-def _coverage(config: Config, num_positions: int) -> Check:
+def _coverage(options: Options, num_positions: int) -> Check:
     """Compare the patches that one SWD sees with those that its batch has."""
-    training = config.training
+    training = options.training
     num_samples = training.batch_size * (training.accumulation_steps if training.gradient_cache else 1)
     num_patches = num_samples * num_positions
-    share = min(1.0, config.loss.max_samples / num_patches)
+    share = min(1.0, options.loss.max_samples / num_patches)
     measured = f"{share:.1%} of the {num_patches:,} patches of {num_samples} latents"
     return _judged(f"SWD compares at least {ENOUGH_COVERAGE:.0%} of the patches", share >= ENOUGH_COVERAGE, measured)
 
 
-def _compilation(config: Config, history: History) -> Check:
+def _compilation(options: Options, history: History) -> Check:
     name = "the network is compiled"
-    if not config.training.use_compile:
+    if not options.training.use_compile:
         return _judged(name, None, "training.use_compile is false")
     seconds = history[-1]["compile_seconds"]
     return _judged(name, seconds > 0, f"{seconds:.1f} s of compilation, within the first epochs")
@@ -139,16 +139,16 @@ def checklist_text(checks: list[Check]) -> str:
 
 def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:
     """Write model, configuration, `results.json` and, where matplotlib is installed, figures; log the tables."""
-    config, model = run.options, run.best_model()
+    options, model = run.options, run.best_model()
     assert run.bank is not None
-    output = Path(config.checkpoint.save_dir)
+    output = Path(options.checkpoint.save_dir)
     output.mkdir(parents=True, exist_ok=True)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     (output / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read
-    (output / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(options.as_dict(), indent=2) + "\n")
     write_results(results, output)
     costs = table([results["training_cost"]], results["device"])
     logger.info(f"\n{checklist_text(results['checklist'])}\n\n{costs}")
     if can_draw("panels.png"):
         evaluation.draw_curves(results["history"], output / "curves.png")
-        evaluation.draw_panels(model, run.bank, held_out, config, output / "panels.png")
+        evaluation.draw_panels(model, run.bank, held_out, options, output / "panels.png")

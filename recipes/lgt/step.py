@@ -14,23 +14,23 @@ from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.lgt.data import Batch, LatentBank
 from hf_memopt.recipes.lgt.losses import full_precision, self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer
-from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.training import GradientCache, StepResult, train_step
 
 Outputs = tuple[Tensor, ...]
 
 
-def build_model(config: Config) -> LatentTransfer:
+def build_model(options: Options) -> LatentTransfer:
     """Return the model with random weights, on torch's default device."""
-    training = config.training
-    model = LatentTransfer(config.model, legacy_dt=training.legacy_dt, average_style=training.use_avg_style_for_uncond)
+    training = options.training
+    model = LatentTransfer(options.model, legacy_dt=training.legacy_dt, average_style=training.use_avg_style_for_uncond)
     model.checkpointing = training.use_gradient_checkpointing
     return model
 
 
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW on all weights."""
-    training = config.training
+    training = options.training
     return torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
 
 
@@ -42,8 +42,8 @@ class Objective:
     computes that velocity in a forward pass of its own.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._num_steps = config.loss, config.training.ode_integration_steps
+    def __init__(self, options: Options) -> None:
+        self._options, self._num_steps = options.loss, options.training.ode_integration_steps
         self._seen: list[dict[str, Tensor]] = []
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -57,16 +57,16 @@ class Objective:
 
     def loss(self, moved: Tensor, energy: Tensor, latents: Tensor, target_latents: Tensor, weights: Tensor) -> Tensor:
         """Return the loss of all samples of `outputs` together, `()`."""
-        config = self._config
-        sizes = {name: getattr(config, name) for name in ("patch_size", "num_projections", "max_samples")}
+        options = self._options
+        sizes = {name: getattr(options, name) for name in ("patch_size", "num_projections", "max_samples")}
         swd = sliced_wasserstein(moved, target_latents, **sizes)
-        ssm = self_similarity_difference(moved, latents, config.max_spatial_samples)
+        ssm = self_similarity_difference(moved, latents, options.max_spatial_samples)
         with full_precision(moved):
-            total = config.w_style * weights.mean() * swd + config.w_content * ssm
+            total = options.w_style * weights.mean() * swd + options.w_content * ssm
             terms = {"style_swd": swd, "content_ssm": ssm}
-            if config.use_velocity_reg:
+            if options.use_velocity_reg:
                 terms["velocity"] = energy.mean()
-                total = total + config.vel_reg_weight * terms["velocity"]
+                total = total + options.vel_reg_weight * terms["velocity"]
         # Copies: torch's mse_loss leaves the memory of all squares behind its mean, which a view would keep.
         self._seen.append({name: term.detach().clone() for name, term in {"loss": total, **terms}.items()})
         return total
@@ -77,7 +77,7 @@ class Objective:
         return {name: torch.stack([terms[name] for terms in seen]).mean() for name in seen[0]} if seen else {}
 
 
-def training_step(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+def training_step(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
     """Run forward, backward, clipping and update without accelerate.
 
     Returns:
@@ -86,11 +86,11 @@ def training_step(config: Config, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         ValueError: float16, which needs the loss scaler of the recipe's own loop.
     """
-    training = config.training
+    training = options.training
     if training.use_amp and training.amp_dtype == "float16":
         raise ValueError("training.amp_dtype='float16' needs a loss scaler; use bfloat16, which takes as much memory")
     with torch.autocast(batch["start"].device.type, torch.bfloat16, enabled=training.use_amp):
-        loss = Objective(config)(model, batch)
+        loss = Objective(options)(model, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
     optimizer.step()

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
 from hf_memopt.recipes.lgt.data import Batch, make_batch
-from hf_memopt.recipes.lgt.options import Config, read_config
+from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.tuning.workload import Settings, divisors
 
@@ -26,8 +26,8 @@ def workload(
         precision: "no", "bf16", or "auto" to try both; None, as the file says.
         effective_batch: latents per update; None, as the file gives it.
     """
-    config = read_config("", ["--config_path", str(config_path)])
-    return LatentTransferWorkload(config, precision, effective_batch)
+    options = parse("", ["--config_path", str(config_path)])
+    return LatentTransferWorkload(options, precision, effective_batch)
 
 
 class LatentTransferWorkload(RecipeWorkload):
@@ -44,11 +44,11 @@ class LatentTransferWorkload(RecipeWorkload):
         }
     }
 
-    def __init__(self, config: Config, precision: str | None = None, effective_batch: int | None = None) -> None:
-        training = config.training
+    def __init__(self, options: Options, precision: str | None = None, effective_batch: int | None = None) -> None:
+        training = options.training
         precision = ("bf16" if training.use_amp else "no") if precision is None else precision
         name = f"LGT with {training.ode_integration_steps} Euler steps"
-        super().__init__(name, config, precision, effective_batch)
+        super().__init__(name, options, precision, effective_batch)
 
     @property
     def micro_batches(self) -> list[int]:
@@ -70,16 +70,16 @@ class LatentTransferWorkload(RecipeWorkload):
             )
         return [training.batch_size]
 
-    def with_settings(self, settings: Settings, micro_batch: int) -> Config:
+    def with_settings(self, settings: Settings, micro_batch: int) -> Options:
         """Return them with the precision, which this recipe's configuration holds."""
         options = super().with_settings(settings, micro_batch)
         return with_changes(options, {"training.use_amp": settings[PRECISION] != "no"})
 
-    def num_simulated(self, options: Config, accumulation: int) -> int:
+    def num_simulated(self, options: Options, accumulation: int) -> int:
         """Return all of them with a gradient cache, since the loss is of their outputs together."""
         return accumulation if options.training.gradient_cache else min(2, accumulation)
 
-    def setup(self, options: Config, precision: str) -> tuple[Run, list[Batch]]:
+    def setup(self, options: Options, precision: str) -> tuple[Run, list[Batch]]:
         accelerator = Accelerator(mixed_precision=precision, step_scheduler_with_optimizer=False)
         with accelerator.device:
             model = build_model(options)

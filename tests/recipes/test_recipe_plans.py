@@ -14,7 +14,7 @@ from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
-from hf_memopt.recipes.lgt import options as lgt_config_module
+from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan
 
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
@@ -30,7 +30,7 @@ WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
     "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", ["--config_path", str(path)])),
     "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", ["--config_path", str(path)])),
-    "lgt": (lgt, lambda path: lgt_config_module.read_config("", ["--config_path", str(path)])),
+    "lgt": (lgt, lambda path: lgt_options.parse("", ["--config_path", str(path)])),
     "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", ["--config_path", str(path)])),
 }
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_halved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="auto_micro_batch=True is not for loop='trainer'; use --loop accelerate"):
         causal_lm_options.parse("", [*CAUSAL_LM, *flags, "--loop=trainer"])
     with pytest.raises(ValueError, match=r"have another loss then; add --training\.gradient_cache"):
-        lgt_config.read_config("", [*LGT, "--auto_micro_batch"])
+        lgt_config.parse("", [*LGT, "--auto_micro_batch"])
     options = causal_lm_options.parse("", [*CAUSAL_LM, *flags])
     several: Any = SimpleNamespace(num_processes=2)
     with pytest.raises(ValueError, match="auto_micro_batch=True is for one process, and there are 2; use --plan auto"):

@@ -6,13 +6,13 @@ from lgt_toys import random_batch, tiny, trained_model
 from torch import Tensor
 
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
-from hf_memopt.recipes.lgt.options import ModelConfig
+from hf_memopt.recipes.lgt.options import ModelOptions
 from hf_memopt.recipes.lgt.step import Objective, build_model
 
 
 def test_the_default_model_has_about_20_million_parameters() -> None:
     with torch.device("meta"):
-        model = LatentTransfer(ModelConfig())
+        model = LatentTransfer(ModelOptions())
     assert sum(parameter.numel() for parameter in model.parameters()) == 20_337_924
 
 

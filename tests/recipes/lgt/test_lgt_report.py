@@ -5,7 +5,7 @@ from lgt_toys import tiny
 
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt.evaluation import evaluate
-from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.recipes.lgt.report import checklist
 from hf_memopt.recipes.lgt.step import build_model
 
@@ -17,7 +17,7 @@ def history(**figures: list[float]) -> list[dict[str, float]]:
     return [{**always, **dict(zip(figures, each, strict=True))} for each in zip(*figures.values(), strict=True)]
 
 
-def verdicts(config: Config, entries: list[dict[str, float]], memory: list[int]) -> list[str]:
+def verdicts(config: Options, entries: list[dict[str, float]], memory: list[int]) -> list[str]:
     return [check.verdict for check in checklist(config, entries, memory, 1024, on_cpu=False)][1:]
 
 

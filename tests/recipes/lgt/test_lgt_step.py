@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.recipes.lgt import model as lgt_model
 from hf_memopt.recipes.lgt.data import Batch, make_batch
-from hf_memopt.recipes.lgt.options import Config
+from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.recipes.lgt.step import Objective, build_model, build_optimizer, training_step
 from hf_memopt.training import GradientCache, split_batch, train_step
 
@@ -45,7 +45,7 @@ def test_any_split_of_an_additive_loss_gives_the_same_gradient(lengths: list[int
     assert (got[0] - want).abs().max() <= 1e-12
 
 
-def cached(model: nn.Module, config: Config, parts: list[Batch]) -> Tensor:
+def cached(model: nn.Module, config: Options, parts: list[Batch]) -> Tensor:
     objective = Objective(config)
     cache = GradientCache(Accelerator(cpu=True), partial(objective.outputs, model), objective.loss, models=[model])
     torch.manual_seed(2)
@@ -93,7 +93,7 @@ def test_gradient_cache_replays_the_noise_on_styles(checkpointing: bool, dtype: 
     assert relative(cached(model, config, parts), want) <= tolerance
 
 
-def three_steps(config: Config, **offloading: Any) -> list[Tensor]:
+def three_steps(config: Options, **offloading: Any) -> list[Tensor]:
     """Weights after three steps of a model whose layers are not zero, in a copy."""
     model = trained_model(config).train()
     optimizer, batch = build_optimizer(config, model), random_batch(config)
@@ -127,7 +127,7 @@ def test_without_the_random_numbers_checkpointing_would_differ(monkeypatch: pyte
     assert not equal(three_steps(tiny(**options, training__use_gradient_checkpointing=True)), want)
 
 
-def peak_bytes(config: Config) -> int:
+def peak_bytes(config: Options) -> int:
     model, batch = trained_model(config), random_batch(config)
     optimizer = build_optimizer(config, model)
     training_step(config, model, optimizer, batch)  # makes the optimizer's state
