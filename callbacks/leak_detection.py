@@ -14,8 +14,8 @@ class LeakDetectionCallback(TrainerCallback):
     begins or resumes. Memory left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
 
     Args:
-        options: of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and how soon leaks are found:
-            `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
+        options: options of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and how soon leaks are
+            found: `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
 
     Raises:
         ValueError: if an option is out of range.

@@ -136,9 +136,9 @@ class MemoryLoggingCallback(TrainerCallback):
         """Return the cost of training as Markdown for a model card; None before anything was logged.
 
         Args:
-            args: of the trainer.
-            state: of the trainer.
-            offloading: of activations, in words.
+            args: arguments of the trainer.
+            state: state of the trainer.
+            offloading: the treatment of activations, in words.
         """
         per_pass, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         ranks = f" on each of {args.world_size} devices" if args.world_size > 1 else ""

@@ -27,7 +27,7 @@ class ActivationOffloadCallback(TrainerCallback):
 
     Args:
         offloader: an `ActivationOffloader` or one of its modes. None, one made of `options`.
-        options: of `ActivationOffloader`, unless one is given.
+        options: options of `ActivationOffloader`, unless one is given.
 
     Raises:
         ValueError: when training begins, if activations are offloaded already, naming the option to switch off.

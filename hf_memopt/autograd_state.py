@@ -237,7 +237,7 @@ class VersionGuard:
 
     Attributes:
         alias: shares the tensor's version counter.
-        version: of the bytes that it guards.
+        version: version of the bytes that it guards.
     """
 
     __slots__ = ("alias", "shape", "version")

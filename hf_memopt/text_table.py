@@ -34,7 +34,7 @@ def align(rows: Iterable[Sequence[str]], sides: str = "<", separator: str = "  "
     """Return rows as lines whose columns are equally wide.
 
     Args:
-        rows: of equally many cells.
+        rows: rows of equally many cells.
         sides: "<" or ">" for each column, left or right; the last one holds for all that follow.
         separator: between columns.
     """

@@ -98,8 +98,8 @@ class Run(loop.Run):
 
     Attributes:
         gan: the parts of an update.
-        average: of the VAE's weights, where there is one.
-        source: of the images.
+        average: average of the VAE's weights, where there is one.
+        source: source of the images.
         place: in the data, after the last whole step.
     """
 

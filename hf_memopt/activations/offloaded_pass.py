@@ -59,7 +59,7 @@ class OffloadedPass:
         device: copies from and to it.
         prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one
             that has left the device, so that many small ones may be under way together.
-        counters: of the offloader.
+        counters: counters of the offloader.
         plan: actions by storage, windows in bytes, and the order of reloading. None: offload everything and learn the
             order from backward.
         recording: the recorded pass that the plan was made from.
@@ -157,8 +157,8 @@ class OffloadedPass:
 
         Args:
             tensor: plain and strided.
-            key: of its storage.
-            num_bytes: of its storage.
+            key: key of its storage.
+            num_bytes: size of its storage.
             of_function: whether a custom `autograd.Function` saves it.
             is_skipped: whether a module saves it whose saved tensors stay on the device.
         """

@@ -346,7 +346,7 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
 
     Args:
         forward: a function or a module's bound `forward`; a bound method's module tells which weights must not move.
-        options: of `ActivationOffloader`.
+        options: options of `ActivationOffloader`.
     """
     offloader = ActivationOffloader(**options)
     owner = getattr(forward, "__self__", None)

@@ -51,7 +51,7 @@ class PassPlanner:
     Args:
         device: copies from and to it.
         limits: the budgets and the slowdown that the user allows.
-        counters: of the offloader.
+        counters: counters of the offloader.
         model: names the modules that save tensors.
         on_end: called at the end of each backward.
         room: the memory that the device has left, None where it is not known.

@@ -78,7 +78,7 @@ class PassRecorder:
     """Notes everything that one context saved, and the backward passes through it.
 
     Args:
-        clock: of the compute stream.
+        clock: clock of the compute stream.
         model: gives the storages' owners their names.
         held: the device memory that saved activations hold.
         room: measures the memory that everything else needs; None does not.

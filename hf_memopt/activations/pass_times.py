@@ -90,7 +90,7 @@ class PassTimes:
         """Return the recording with the time of a pass that was not recorded, and the time of noting operations.
 
         Args:
-            recording: of the pass before.
+            recording: recording of the pass before.
             num_operations: how many operations each module performed in it.
         """
         plain_s, recorded_s = self._computed_s, recording.profile.step_s

@@ -60,7 +60,7 @@ def with_cost_of_noting(
     of these storages takes its part of that.
 
     Args:
-        recording: of a pass.
+        recording: recording of a pass.
         num_operations: by module.
         s_per_operation: seconds for which noting one delays the pass.
     """
@@ -88,7 +88,7 @@ def offloading_fewer(recording: RecordedPass, actions: Sequence[Action], share: 
     """Return the recording of a pass in which only the largest of the storages that a plan offloads can go.
 
     Args:
-        recording: of the pass.
+        recording: recording of the pass.
         actions: the plan's.
         share: how many of them can.
     """
@@ -111,7 +111,7 @@ def grown(recording: RecordedPass, sizes: list[int]) -> RecordedPass:
     """Return the recording of a pass as large as the largest seen, its times in proportion.
 
     Args:
-        recording: of the passes so far.
+        recording: recording of the passes so far.
         sizes: bytes of the storages that another pass saved, as many as were recorded.
     """
     largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))

@@ -100,7 +100,7 @@ class SavedTensorHooks:
         threshold_bytes: smaller storages are kept.
         fixed: keys of storages that never move: the model's weights and buffers.
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
-        counters: of the offloader.
+        counters: counters of the offloader.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
         skipped: calls of modules whose saved tensors stay on the device.

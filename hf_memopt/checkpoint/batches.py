@@ -23,7 +23,7 @@ def endless_batches(accelerator: Accelerator, loader: Any, num_taken: int = 0) -
     Args:
         accelerator: that prepared `loader`; to shuffle, it needs `DataLoaderConfiguration(use_seedable_sampler=True)`.
         loader: prepared, of known length, made with `generator=torch.Generator()`.
-        num_taken: of this process's batches, over all epochs.
+        num_taken: number of this process's batches taken, over all epochs.
 
     Raises:
         ValueError: the loader is empty, has no generator of its own, or shuffles in an order that cannot be had again.

@@ -41,7 +41,7 @@ class Checkpoints:
 
     Args:
         accelerator: everything has to be prepared and registered before the first call.
-        folder: of this run alone; made when it is needed.
+        folder: folder of this run alone; made when it is needed.
         keep_last: how many checkpoints to keep. Older ones go when a new one is complete.
         safe_serialization: write weights as safetensors; False where a model's state dict holds more than tensors.
 

@@ -85,7 +85,7 @@ def add_to(
     """Add flags for training a transformers model: the arguments of `HuggingFaceModel`.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
         recipes_precisions: values of `--precision` that recipes have besides.
         checkpointing_and_offload: add them too; a plan searches them.
     """

@@ -17,7 +17,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> "Workload
     Args:
         name: such as "train_lgt" or "lgt".
         config: the file that the recipe is started with.
-        options: of the recipe's `workload`; those that are None are left to it.
+        options: options of the recipe's `workload`; those that are None are left to it.
 
     Raises:
         ValueError: there is no such recipe, or the file cannot be read.

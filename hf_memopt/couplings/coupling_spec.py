@@ -24,7 +24,7 @@ class CouplingSpec:
     Attributes:
         key: the inputs that the couplings depend on.
         indices: names of the samples, in the order in which they are batched. Pass them shuffled to train on batches.
-        shape: of one sample's noise and target.
+        shape: shape of one sample's noise and target.
         num_draws: how many couplings each sample has.
         batch_size: samples per batch, at least 1.
     """

@@ -23,9 +23,9 @@ class CouplingKey:
     Attributes:
         weights: SHA-256 of the teacher's weights.
         solver: how its ODE is solved, e.g. `"euler"`.
-        num_steps: of the solver.
+        num_steps: number of steps of the solver.
         dtype: that the teacher runs in.
-        seed: of the noise.
+        seed: seed of the noise.
         dataset: fingerprint of the data.
         preprocessing: fingerprint of the processing of a sample before the teacher sees it.
     """

@@ -57,7 +57,7 @@ class CouplingSource:
             solve: from an observation and noise `(batch, *shape)` to targets of that shape.
             load: from names of samples to the observation that conditions the teacher: tensors, batch first.
             spec: which couplings there are.
-            rank: of this process.
+            rank: rank of this process.
             world_size: number of processes.
         """
         return cls(spec, lambda number: compute(solve, load, spec, number), rank, world_size)
@@ -78,7 +78,7 @@ class CouplingSource:
             path: the folder.
             load: as for `online`; may be None if the observations were stored.
             expected: refuse couplings of another key.
-            rank: of this process.
+            rank: rank of this process.
             world_size: number of processes.
 
         Raises:

@@ -43,7 +43,7 @@ class CouplingFolder:
     their names when they are whole and on disk, so that a kill or a full disk costs at most the shard in flight.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
     """
 
     def __init__(self, path: Path) -> None:

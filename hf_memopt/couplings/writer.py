@@ -40,7 +40,7 @@ def precompute(
         path: folder to create, or to complete.
         shard_size: couplings per file, rounded up to whole batches. An interruption loses at most one file's.
         store_observations: keep each coupling's observation with it. Required where `load` augments at random.
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of processes.
         extra: JSON-able facts to record and to compare like the key.
 

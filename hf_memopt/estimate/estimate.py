@@ -38,7 +38,7 @@ class _Run:
     """The results of a simulation.
 
     Attributes:
-        history: of memory.
+        history: history of memory.
         guesses: assumptions, and how often they were made.
         unreached: names of the trainable parameters without a gradient.
         phases_ms: time of the newest step, by phase.

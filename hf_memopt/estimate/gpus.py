@@ -18,9 +18,9 @@ class Card:
 
     Attributes:
         name: as in `CARDS`, or a size.
-        memory_bytes: of the device, as CUDA reports it: less than the data sheet says.
-        float32_flops: of multiplications in float32, per second.
-        half_flops: of dense multiplications in bfloat16 or float16, accumulated in float32.
+        memory_bytes: memory of the device, as CUDA reports it: less than the data sheet says.
+        float32_flops: multiplications in float32 per second.
+        half_flops: dense multiplications in bfloat16 or float16 per second, accumulated in float32.
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
         compute_capability: major and minor, by which torch chooses kernels.

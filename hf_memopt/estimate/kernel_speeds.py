@@ -13,12 +13,12 @@ class KernelSpeeds(NamedTuple):
     """Shares of a data sheet's figures. They may exceed 1, since cards may clock higher than it says.
 
     Attributes:
-        half: of products of matrices on tensor cores, in 16 bits.
+        half: share of the data sheet reached by products of matrices on tensor cores, in 16 bits.
         tf32: the same in TF32.
-        float32: of products of matrices in float32.
-        convolution: of convolutions, in any precision.
-        attention: of fused attention's products.
-        memory: of the bandwidth of memory.
+        float32: share of the data sheet reached by products of matrices in float32.
+        convolution: share of the data sheet reached by convolutions, in any precision.
+        attention: share of the data sheet reached by fused attention's products.
+        memory: share of the bandwidth of memory reached.
     """
 
     half: float

@@ -30,7 +30,7 @@ class MemoryTimeline(NamedTuple):
     Attributes:
         positions: indices into the trace.
         bytes_by_kind: for each kind that occurs, as many numbers.
-        spans: of all phases, one after the other.
+        spans: spans of all phases, one after the other.
     """
 
     positions: list[int]

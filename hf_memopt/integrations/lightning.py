@@ -28,7 +28,7 @@ class ActivationOffloading(Callback):
 
     Args:
         offloader: an `ActivationOffloader` or one of its modes. None, one made of `options`.
-        options: of `ActivationOffloader`, unless one is given.
+        options: options of `ActivationOffloader`, unless one is given.
 
     Raises:
         ValueError: `offloader` is neither; when `fit` begins, if another offloader is at work, since two do not stack.

@@ -72,7 +72,7 @@ class Remedy:
     """A way to need less memory.
 
     Attributes:
-        name: of the remedy.
+        name: name of the remedy.
         saved_bytes: the most that it would have saved.
         how: how to switch it on, and what it costs or depends on.
     """

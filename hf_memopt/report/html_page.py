@@ -12,7 +12,7 @@ def render_page(template: str, title: str, facts: Mapping[str, str], headlines: 
 
     Args:
         template: file name in `templates/`, which extends `page.html`.
-        title: of the page.
+        title: title of the page.
         facts: the beginning of the page, by name.
         headlines: the most important results, in words.
         values: variables of the template itself. Text among them is escaped.

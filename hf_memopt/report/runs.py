@@ -63,7 +63,7 @@ class Run:
     """The contents of a run's folder; missing ones are empty.
 
     Attributes:
-        name: of the folder.
+        name: name of the folder.
         facts: about the run, for the page's head.
         modes: memory and time of each compared mode, the reference first; fields of the recipes' `RunCost`.
         holders: bytes on the device by design, phase of a step, and their use.

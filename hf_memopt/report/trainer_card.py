@@ -22,8 +22,8 @@ def training_section(
         history: entries of a Trainer's log with the figures of `hf_memopt.memory.logger.memory_metrics`.
         device: its name, and how many train together.
         update: its batches, in words.
-        seconds_per_batch: of forward, backward and the update; evaluation and saving are left out.
-        offloading: of activations, in words.
+        seconds_per_batch: seconds per batch of forward, backward and the update; evaluation and saving are left out.
+        offloading: the treatment of activations, in words.
     """
     logged = [entry for entry in history if any(name.startswith(_MEMORY) for name in entry)]
     if not logged:

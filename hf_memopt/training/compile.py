@@ -16,10 +16,11 @@ def compile_module(
 
     Args:
         module: the module to compile; a part that is called often compiles faster than a loop around it.
-        mode: of `torch.compile`. "reduce-overhead" records CUDA graphs, which several calls before one backward defeat.
+        mode: mode of `torch.compile`. "reduce-overhead" records CUDA graphs, which several calls before one backward
+            defeat.
         recompile_limit: variants of one function that are compiled before torch runs it as it is. It is a setting of
             the whole process, `torch._dynamo.config.recompile_limit`, and no argument of `torch.compile`.
-        backend: of `torch.compile`.
+        backend: backend of `torch.compile`.
 
     Raises:
         ValueError: `recompile_limit` is less than 1, or torch knows no such mode.

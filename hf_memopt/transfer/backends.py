@@ -26,7 +26,7 @@ class DeviceBackend:
         map_host: gives host memory, `(num_bytes,)` uint8, as the device reads it in place; raises a ValueError where it
             cannot.
         hide_operations: makes a context whose operations no dispatch mode sees that watches the training step.
-        tensor_class: of tensors that are nothing but a piece of memory and a view of it.
+        tensor_class: class of tensors that are nothing but a piece of memory and a view of it.
         is_unlimited: whether its memory is the host's, or nothing can run out of it.
         free_host_bytes: how much host memory copies may take.
     """

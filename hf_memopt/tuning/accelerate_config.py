@@ -101,7 +101,7 @@ def accelerator_for(
     """Return the `Accelerator` that a script has when it is launched with the file of `write_accelerate_config`.
 
     Args:
-        precision: of autocast: "no", "bf16" or "fp16".
+        precision: precision of autocast: "no", "bf16" or "fp16".
         num_micro_batches: gradients are accumulated over so many.
         engine: one of `ENGINES`.
         micro_batch: samples per forward pass, which DeepSpeed wants to be told.

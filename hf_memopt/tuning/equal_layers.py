@@ -61,7 +61,7 @@ def told_by_few(
 
     Args:
         step_of: makes the step of a configuration and of facts about its layers.
-        config: of the whole model.
+        config: configuration of the whole model.
         layers: the equal ones; None, all are simulated.
     """
     if layers is None:

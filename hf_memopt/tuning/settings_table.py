@@ -22,7 +22,7 @@ class Row:
         update_ms: predicted time of one update, of `effective_batch` samples.
         needed_bytes: the least device memory with which the allocator gets through, allowances included.
         fits: whether that and the host's memory suffice.
-        estimate: of the step.
+        estimate: estimate of the step.
     """
 
     settings: Settings
@@ -42,7 +42,7 @@ class SettingsPlan:
         workload: its name.
         levers: that were tried.
         card: that it must fit.
-        host_bytes: of the host's memory that may be used; None, any.
+        host_bytes: part of the host's memory that may be used; None, any.
         rows: all candidates that were simulated, those that fit first, then by time.
 
     `str` gives the choice in one line, and the table of all candidates.

@@ -38,7 +38,7 @@ class RecipeWorkload(ABC):
 
     Args:
         name: for headings.
-        options: of the recipe, in sections.
+        options: options of the recipe, in sections.
         precision: "no", "bf16", or "auto" to try both.
         effective_batch: samples per update; None, as the options give it.
 
@@ -165,7 +165,7 @@ def apply_auto_plan(
     Without `--plan` they stay as they were. The main process plans, all follow. Logs the choice and why.
 
     Args:
-        options: of the recipe.
+        options: options of the recipe.
         accelerator: made from them.
         make_workload: from a precision.
         make_accelerator: from options.

@@ -42,9 +42,9 @@ def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps
     """Compare modes, print the table, and write `comparison.json` into the recipe's output folder.
 
     Args:
-        name: of the recipe's module, such as "train_lgt".
+        name: name of the recipe's module, such as "train_lgt".
         arguments: the recipe's own flags.
-        modes: of the offloader; "off", which the others are compared with, comes first.
+        modes: modes of the offloader; "off", which the others are compared with, comes first.
         num_steps: updates to time in each mode, the first half of which only warms up.
 
     Returns:

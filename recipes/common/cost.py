@@ -39,7 +39,7 @@ class RunCost:
     """Memory and time of a few updates in one mode. Figures that are not known are None.
 
     Attributes:
-        mode: of the offloader, or "off".
+        mode: mode of the offloader, or "off".
         step_ms: median time of an update, all of its forward passes included; None where there was no update.
         peak_mib: largest memory of the accelerator.
         process_mib: on a CPU under Linux, largest resident memory of the process.
@@ -50,8 +50,8 @@ class RunCost:
         predicted_saved_mib: by the planner of mode "auto".
         predicted_step_ms: likewise, for one forward and backward pass.
         measured_step_ms: the offloader's own measurement of its prediction.
-        losses: of the updates by which modes are compared.
-        weights_sha256: of the weights after these.
+        losses: losses of the updates by which modes are compared.
+        weights_sha256: digest of the weights after these.
         failure: why there are no figures.
     """
 
@@ -141,7 +141,7 @@ def table(costs: Sequence[RunCost], device: str) -> str:
     Columns without any figure are left out.
 
     Args:
-        costs: of a comparison, or of a training alone.
+        costs: costs of a comparison, or of a training alone.
         device: on which it ran, as in `results.json`.
     """
     rows = mode_table([asdict(cost) for cost in costs])

@@ -33,7 +33,7 @@ def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator
     Args:
         training: the section with `seed` and `report_to`.
         folder: where trackers write.
-        settings: of the Accelerator.
+        settings: settings of the Accelerator.
     """
     return Accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
@@ -92,10 +92,10 @@ class Run:
         accelerator: which did that.
         options: all sections; of these, `offload` decides about the offloader.
         model: the trained model, or several.
-        optimizer: of its parameters, or one of each model.
-        scheduler: of the optimizer, or one of each.
-        batches: of an epoch; None where a step is only simulated.
-        offloader: of tensors that forward passes save; None in mode "off".
+        optimizer: optimizer of its parameters, or one of each model.
+        scheduler: scheduler of the optimizer, or one of each.
+        batches: batches of an epoch; None where a step is only simulated.
+        offloader: offloader of tensors that forward passes save; None in mode "off".
         progress: so far.
         memory: a MemoryLogger; a MemoryTracker where a step is only simulated.
     """

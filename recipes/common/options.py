@@ -84,9 +84,9 @@ def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> 
     """Refuse a folder that holds a run which is not to be resumed, or that cannot be written to.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         resumed: the checkpoint to go on from, or None.
-        name: of the option that names the folder, with its section where flags have one.
+        name: name of the option that names the folder, with its section where flags have one.
     """
     output = Path(folder)
     check_output_folder(name, output)
@@ -104,7 +104,7 @@ def trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
     """Return the checkpoint of Trainer's to resume from; None for a new run.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         resumed: a checkpoint's folder, "latest" for the newest of the run, or None.
 
     Raises:

@@ -30,7 +30,7 @@ def explained(
     Args:
         model: gives tensors their owners.
         folder: the report is written there as well.
-        offload: of the recipe; levers that are on already are not named.
+        offload: section of the recipe about offloading; levers that are on already are not named.
         checkpointing: the flags that switch it on; empty where it is on.
         halving: the flags that halve the micro-batch.
     """
@@ -56,7 +56,7 @@ def halved_until_it_fits[R](
     An update stays the same. The run goes on from its newest checkpoint, if it has one.
 
     Args:
-        options: of the recipe.
+        options: options of the recipe.
         accelerator: made from them.
         workload: knows which micro-batches make the same update.
         make_accelerator: from options.

@@ -30,8 +30,8 @@ def run_results(
     """Return the common contents of `results.json`, the hardware included.
 
     Args:
-        options: of the recipe.
-        accelerator: of the run.
+        options: options of the recipe.
+        accelerator: accelerator of the run.
         history: the recorded figures.
         libraries: whose versions matter, besides torch's and accelerate's.
         more: entries of the recipe's own, `training_cost` among them.

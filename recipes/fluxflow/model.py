@@ -101,7 +101,7 @@ class PerceptualLoss(nn.Module):
 
     Args:
         weights: "imagenet" from torch hub's cache, or "random": the same computation and memory, and no perception.
-        seed: of random weights, which leave torch's own random numbers alone.
+        seed: seed of random weights, which leave torch's own random numbers alone.
     """
 
     def __init__(self, weights: str, seed: int = 0) -> None:

@@ -55,7 +55,7 @@ class Gan:
         max_grad_norm: gradients are clipped to it.
         stop_on_non_finite: raise RuntimeError before an update whose gradient is not finite. Waits for the device.
         autocast: around each forward pass.
-        offloader: of tensors that forward passes save.
+        offloader: offloader of tensors that forward passes save.
         synchronize: called with the parameters before each update; averages their gradients over processes.
         phase: around each update, with its name.
     """

@@ -24,7 +24,7 @@ class Autoencoder(nn.Module):
 
     Args:
         stride: pixels per latent along a side.
-        channels: of the latents.
+        channels: channels of the latents.
         width: channels in between.
     """
 

@@ -196,7 +196,7 @@ class LatentBank:
     """All training latents on one device, from which batches are drawn there.
 
     Args:
-        data: of all styles.
+        data: latents of all styles.
         options: decides about target styles, weights and label drop.
         device: 16 KiB for each latent of 4 x 32 x 32.
     """

@@ -131,7 +131,7 @@ def decode(latents: Tensor, folder: str) -> Tensor:
 
     Args:
         latents: `(num, channels, height, width)`.
-        folder: of diffusers' AutoencoderKL, or of the autoencoder that `landscapes.prepare` writes.
+        folder: folder of diffusers' AutoencoderKL, or of the autoencoder that `landscapes.prepare` writes.
     """
     if (Path(folder) / autoencoder.FILE).is_file():
         decoded = autoencoder.Autoencoder.load(Path(folder)).decode(latents)

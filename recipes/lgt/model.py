@@ -37,7 +37,7 @@ class LatentTransfer(nn.Module):
     """Moves latents to a target style: the U-Net's velocities, integrated.
 
     Args:
-        options: of the U-Net.
+        options: options of the U-Net.
         legacy_dt: see `euler`.
         average_style: the substitute for no style: a learned embedding, or zeros.
 

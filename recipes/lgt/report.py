@@ -55,10 +55,10 @@ def checklist(
     """Return the claims that the run was to show, and whether it did.
 
     Args:
-        options: of the run.
+        options: options of the run.
         history: one entry per epoch.
         memory_bytes: the most that was held up to the end of each epoch since the run was started or resumed.
-        num_positions: of a latent, each with a patch around it.
+        num_positions: number of positions of a latent, each with a patch around it.
         on_cpu: memory is the host's.
     """
     return [

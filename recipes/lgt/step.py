@@ -103,11 +103,11 @@ class Progress(loop.Progress):
     """How far training has come; goes into checkpoints.
 
     Attributes:
-        num_updates: of the weights.
+        num_updates: number of updates of the weights.
         history: one entry for each complete epoch.
         epoch: how many are complete.
         num_windows: updates in the epoch that is not.
-        sums: of the losses in these.
+        sums: sums of the losses in these.
         seconds: that these took.
     """
 
@@ -122,9 +122,9 @@ class Run(loop.Run):
     """The objects that accelerate prepared, and the other parts of an update.
 
     Attributes:
-        batches: of row numbers.
+        batches: batches of row numbers.
         bank: whose rows these are; None where a step is only simulated.
-        average: of the weights, where there is one.
+        average: average of the weights, where there is one.
         objective: the loss.
         memory_bytes: the most that was held up to the end of each epoch, since the run was started or resumed.
     """

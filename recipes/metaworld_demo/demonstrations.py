@@ -26,9 +26,9 @@ def record(output: Path, tasks: Sequence[str], episodes_per_task: int, seed: int
 
     Args:
         output: folder to create; it must not exist.
-        tasks: of Meta-World.
+        tasks: tasks of Meta-World.
         episodes_per_task: how many of each.
-        seed: of the first episode's scene, the next has the next, and of the noise.
+        seed: seed of the first episode's scene, the next has the next, and of the noise.
 
     Raises:
         ValueError: `output` exists.

@@ -18,7 +18,7 @@ def success_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, fi
         dataset: demonstrations that hold the task.
         task: as Meta-World names it.
         episodes: how many.
-        first_seed: of the first episode's scene, the next has the next.
+        first_seed: seed of the first episode's scene, the next has the next.
     """
     environment = DrawnMetaworldEnv(task)
     action = mean_action(dataset, environment.task_description)

@@ -43,8 +43,8 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
     Args:
         output: the demo's folder, with everything trained and evaluated.
         tasks: those that were evaluated.
-        episodes: of each task, for the mean action.
-        first_seed: of the evaluation, so that the mean action meets the same scenes.
+        episodes: episodes of each task, for the mean action.
+        first_seed: first seed of the evaluation, so that the mean action meets the same scenes.
 
     Returns:
         `policies`, by name, and `mean_action`, success by task.

@@ -42,7 +42,7 @@ class Darcy:
         split: "train" or "test"; the two are drawn from different random numbers.
         resolution: nodes along each side, those on the boundary included.
         num_samples: pairs of coefficient and solution.
-        seed: of the random fields.
+        seed: seed of the random fields.
         solve_resolution: solve on a finer grid, of this many nodes or the next more that contains every node wanted,
             and keep those. Solutions of different resolutions then carry about the same error. 0: no finer grid.
         alpha: smoothness of the random field, whose covariance is (-Laplacian + tau^2)^-alpha.

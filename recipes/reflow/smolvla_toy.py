@@ -211,7 +211,7 @@ def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
     Args:
         output: folder to create; it must not exist.
         num_episodes: how many reaches.
-        seed: of the demonstrations.
+        seed: seed of the demonstrations.
 
     Returns:
         `output`, the dataset's root; its repo id is `REPO_ID`.

@@ -58,7 +58,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
 
     Args:
         options: the flags.
-        changes: of the fields that the workload takes from them.
+        changes: changes of the fields that the workload takes from them.
 
     Raises:
         ValueError: the optimizer is not simulated.

@@ -34,7 +34,7 @@ class InfeasibleBudgetError(ValueError):
         budget_bytes: the budget.
         smallest_bytes: the smallest budget for which there is a plan.
         is_device_limit: whether the budget is the memory that the device has left.
-        rank: of the process whose budget it is; None where one trains alone.
+        rank: rank of the process whose budget it is; None where one trains alone.
     """
 
     def __init__(

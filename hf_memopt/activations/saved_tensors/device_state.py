@@ -72,7 +72,7 @@ class DeviceState:
     Args:
         device: where the passes compute.
         copier: moves the bytes.
-        host_budget_bytes: of the arena.
+        host_budget_bytes: host budget of the arena.
 
     Attributes:
         clock: the compute stream's.

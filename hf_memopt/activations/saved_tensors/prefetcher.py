@@ -15,7 +15,7 @@ class ReloadOrder:
     """In which order storages are to be brought back.
 
     Args:
-        indices: of the storages.
+        indices: indices of the storages.
         sizes: bytes by index; a storage missing there has not been offloaded.
 
     Attributes:

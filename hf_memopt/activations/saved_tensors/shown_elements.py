@@ -64,7 +64,7 @@ class ShownElements:
     """The elements of one storage that its saved views have shown so far.
 
     Args:
-        num_bytes: of the storage.
+        num_bytes: size of the storage.
         first: the part that the first of them has shown; None, everything.
     """
 

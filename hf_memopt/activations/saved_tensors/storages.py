@@ -300,7 +300,7 @@ class OffloadedStorage(LiveStorage):
     Args:
         block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
             still pending.
-        prefetcher: of the pass; starts the copies of the storages that follow before the wait for this one.
+        prefetcher: prefetcher of the pass; starts the copies of the storages that follow before the wait for this one.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 

@@ -31,7 +31,7 @@ class StepPhases:
     and the optimizer, or after it (clipping, averaging), is "outside".
 
     Attributes:
-        name: of the running phase.
+        name: name of the running phase.
         module: full name of the innermost running module; "" outside of modules.
         stream: number of the stream that operations are queued in; 0, the first one.
     """

@@ -46,12 +46,12 @@ class CachingAllocator:
     """Reserves segments for blocks.
 
     Args:
-        capacity_bytes: of the device; None, unlimited.
+        capacity_bytes: capacity of the device; None, unlimited.
 
     Attributes:
         allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
         reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
-        lowest_address: of the newest segment. Addresses fall from 0.
+        lowest_address: lowest address of the newest segment. Addresses fall from 0.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -176,7 +176,7 @@ class MemoryTrace:
         storages: which storage each change belongs to, by number.
         changes: bytes, in order; positive when a storage is born, negative when it dies.
         phases: the phase of each change.
-        positions: of each change in the ledger's log, which counts host memory too.
+        positions: positions of each change in the ledger's log, which counts host memory too.
         first_step: index of the change at which the first step begins.
         in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.
         streams: for which stream storages are, by number, where that is not the first one.

@@ -210,7 +210,7 @@ def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> di
 
     Args:
         live: as `alive_at` returns it.
-        allocated_bytes: of all blocks; the difference from the storages is their unused ends.
+        allocated_bytes: size of all blocks; the difference from the storages is their unused ends.
     """
     totals: Counter[str] = Counter()
     for kind, record in live:

@@ -61,7 +61,7 @@ class KernelMemory:
     """Says which memory operations take beside their results.
 
     Args:
-        compute_capability: of the card.
+        compute_capability: compute capability of the card.
     """
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:

@@ -31,7 +31,7 @@ class Layers:
     """Where a model's repeated layers are.
 
     Attributes:
-        name: of the list of modules that they are in, such as "model.layers".
+        name: name of the list of modules that they are in, such as "model.layers".
         count: how many there are in all.
         period: every how many of them the same kind returns; these count as one below, a group.
         reach: how many groups on the storages of a group may still be used, or end: 1, in the next one.
@@ -164,7 +164,7 @@ def add_groups(
     """Return the history of the same model with more layers.
 
     Args:
-        history: of a model with at least `layers.num_few` groups of layers.
+        history: history of a model with at least `layers.num_few` groups of layers.
         layers: where these are.
         num_groups: how many are added.
         each_adds: growth of other storages with each group; None, they stay as they are.

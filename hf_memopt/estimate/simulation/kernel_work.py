@@ -22,7 +22,7 @@ class KernelWork(NamedTuple):
 
     Attributes:
         kind: `MATRIX`, `CONVOLUTION`, `ATTENTION`, or `MEMORY` for all that is no arithmetic worth counting.
-        precision: of its products: `HALF`, `TF32` or `FLOAT32`.
+        precision: precision of its products: `HALF`, `TF32` or `FLOAT32`.
         flops: floating point operations.
         num_bytes: read and written.
     """

@@ -122,7 +122,7 @@ class VirtualCopier:
     """Copies that take time and move nothing: fake tensors have no contents. One queue in each direction.
 
     Args:
-        clock: of the compute stream.
+        clock: clock of the compute stream.
         device: where `empty_device` allocates.
         on_block: called with each block that `empty_device` allocates.
     """

@@ -88,7 +88,7 @@ class ArgumentFile:
     """The contents of a file of arguments.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         given: its fields, by the names that the installed transformers prefers.
         is_sft: whether it is for TRL's SFTTrainer: it has fields that TrainingArguments lacks.
     """

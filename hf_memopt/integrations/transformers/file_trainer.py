@@ -21,7 +21,7 @@ def make_trainer(
 
     Args:
         file: says how it trains.
-        config: of the model.
+        config: configuration of the model.
         task: one whose samples are tokens.
         changes: fields that have other values than in the file.
         seq_len: tokens of each sample.

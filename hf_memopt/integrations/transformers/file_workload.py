@@ -40,7 +40,7 @@ class FileWorkload:
         file: the fields.
         changes: fields that have other values than in the file.
         seq_len: tokens of each sample; None, the file's `max_length`.
-        task: of a plain Trainer's model; SFTTrainer's is causal.
+        task: task of a plain Trainer's model; SFTTrainer's is causal.
         effective_batch: samples per update; None, as the fields give it.
 
     Raises:

@@ -33,7 +33,7 @@ class SimulatedTrainer:
 
     Attributes:
         modules: the trained model as `MODEL`, and others that the trainer has, such as a reference model.
-        batches: of an update.
+        batches: batches of an update.
     """
 
     def __init__(self, trainer: Trainer, window: TrainerWindow, device: torch.device) -> None:

@@ -22,7 +22,7 @@ class Culprit:
     Attributes:
         kind: "tensor", "tensor with its graph", "gradient", "saved for backward", "parameter", or "unreached" for
             memory that an accelerator's allocator counts and neither Python nor autograd reaches.
-        shape: of one of them; None where they differ. Empty for scalars and for "unreached".
+        shape: shape of one of them; None where they differ. Empty for scalars and for "unreached".
         dtype: as in `torch.float32`; None for "unreached".
         count: number of storages left in the tested steps.
         bytes: their size.

@@ -15,7 +15,7 @@ class _Layout:
     """Where a block's weights lie in its slot, and from where in the host memory they come.
 
     Attributes:
-        num_bytes: of the block.
+        num_bytes: size of the block.
         offsets: its tensors and their offsets in the slot.
         in_place: the views that the same tensors are bound to while the block is not on the device.
         runs: (start in host memory, start in the slot, bytes) of each copy; neighbours travel in one.

@@ -23,8 +23,8 @@ class DenoiserConfig:
     """A configuration of diffusers.
 
     Attributes:
-        class_name: of the model.
-        values: of the file, by name.
+        class_name: class name of the model.
+        values: values of the file, by name.
     """
 
     class_name: str
@@ -52,7 +52,7 @@ class DenoiserConfig:
 
         Args:
             source: where it comes from, for the message.
-            dtype: of the weights.
+            dtype: dtype of the weights.
 
         Raises:
             ValueError: no model can be built from the configuration.

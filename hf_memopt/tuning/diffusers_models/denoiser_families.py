@@ -27,7 +27,7 @@ class DenoiserFamily:
     Attributes:
         conditions: called with the configuration, the number of samples and the size of the latents: inputs of the
             model beside these and the time.
-        num_text_tokens: of these conditions.
+        num_text_tokens: number of text tokens of these conditions.
         lora_targets: layers that the scripts adapt.
         flow: it learns velocities from noise to data, with a time in float32; else noise, with a whole number.
         predict: called with the model, noisy latents, time and conditions; gives a prediction of the size of the

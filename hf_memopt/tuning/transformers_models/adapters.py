@@ -14,7 +14,7 @@ class LoraTargets(NamedTuple):
     """The layers that have adapters.
 
     Attributes:
-        names: of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
+        names: names of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
         excluded: name of a module in which none has; None, there is no such module.
         peft_type: PEFT's name of a task whose head is trained too; None, nothing else is.
     """
@@ -55,7 +55,7 @@ def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: b
 
     Args:
         model: changed in place.
-        rank: of the adapters.
+        rank: rank of the adapters.
         targets: the layers that have them.
         use_dora: with a magnitude for each of a layer's outputs (DoRA).
 

@@ -15,7 +15,7 @@ class Sample(NamedTuple):
         seq_len: tokens, those of images too; or frames of sound.
         num_images: beside text.
         image_size: height and width; None, as the configuration says.
-        dtype: of latents and embeddings that were computed before.
+        dtype: dtype of latents and embeddings that were computed before.
     """
 
     seq_len: int

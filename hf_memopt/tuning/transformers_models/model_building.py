@@ -21,7 +21,7 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     """Return a model in training mode.
 
     Args:
-        options: of the training.
+        options: options of the training.
         config: the options', or one with fewer layers.
         checkpointing: one of `CHECKPOINTING`: "selective" (`apply_selective_checkpointing`), "full" (transformers').
 

@@ -52,7 +52,7 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
     """Refuse sizes from which no model can be made, and more layers than can be simulated.
 
     Args:
-        config: of a model or a part of one.
+        config: configuration of a model or a part of one.
         source: where it comes from, for the message.
 
     Raises:

@@ -52,16 +52,16 @@ class ModelOptions:
         effective_batch: samples per update, of all GPUs together.
         task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
         images_per_sample: beside the text of a vision-language model.
-        image_size: of these, such as "448" or "896x672" (height and width), as its processor leaves them; None, the
-            configuration's, where it has one.
+        image_size: size of these, such as "448" or "896x672" (height and width), as its processor leaves them; None,
+            the configuration's, where it has one.
         freeze_vision_tower: the part that sees images is not trained, and has no adapters.
         padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
+        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
             bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
             is in float32 then, as PEFT prepares such models; "int8-torchao", in 8 bits by torchao
             (`Int8WeightOnlyConfig`), everything else as `dtype` says.
-        precision: of Accelerate's autocast: "no", "bf16" or "fp16".
+        precision: precision of Accelerate's autocast: "no", "bf16" or "fp16".
         attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
         loss: "full", from all logits; "chunked", TRL's, which makes them tile by tile and keeps none.
         optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
@@ -73,7 +73,7 @@ class ModelOptions:
             all of a transformers model, and of a denoiser those that diffusers' scripts adapt.
         use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
         max_grad_norm: gradients are clipped to this norm; None, they are not.
-        offload_threshold_mb: of `ActivationOffloader`.
+        offload_threshold_mb: threshold of `ActivationOffloader`.
         num_gpus: processes that train it together, each on a GPU of its own.
         engine: how they share it: "ddp"; "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward;
             DeepSpeed's "zero2" or "zero3".

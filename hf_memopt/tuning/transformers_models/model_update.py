@@ -18,7 +18,7 @@ class ModelUpdate:
     """One update with Accelerate, on the device that its `Accelerator` finds.
 
     Args:
-        options: of the training.
+        options: options of the training.
         config: the options', or one with fewer layers.
         checkpointing: how activations are checkpointed.
         offload: one of `OFFLOAD`.

@@ -29,7 +29,7 @@ def update_in_backward(parameters: list[nn.Parameter], name: str) -> None:
 
     Args:
         parameters: to train.
-        name: of the optimizer; each weight has one of its own.
+        name: name of the optimizer; each weight has one of its own.
     """
     for parameter in parameters:
         optimizer = OPTIMIZERS[name]([parameter])

@@ -93,9 +93,9 @@ class Task:
         """Return a model with untrained weights.
 
         Args:
-            config: of the model.
+            config: configuration of the model.
             source: where it comes from, for the message.
-            options: of transformers' `from_config`.
+            options: options of transformers' `from_config`.
 
         Raises:
             ValueError: no model can be built from the configuration.
@@ -126,7 +126,7 @@ def task_of(config: Any, wanted: str, source: str) -> str:
     """Return the task that is simulated.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         wanted: a task; "auto", that of the class which the configuration names.
         source: where it comes from, for the message.
 

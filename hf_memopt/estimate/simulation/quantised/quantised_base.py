@@ -34,7 +34,7 @@ def quantise(model: nn.Module, how: str, compute_dtype: torch.dtype) -> None:
     Args:
         model: changed in place.
         how: one of `LAYERS`.
-        compute_dtype: of the products, where the library leaves that open.
+        compute_dtype: dtype of the products, where the library leaves that open.
     """
     # They bring torchao, a second that other estimates do not need.
     from transformers.quantizers.base import get_keys_to_not_convert

@@ -9,7 +9,7 @@ class QuantisedLinear(nn.Linear):
 
     Args:
         linear: whose shape and bias it has.
-        compute_dtype: of its product, where the library leaves that open.
+        compute_dtype: dtype of its product, where the library leaves that open.
     """
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
 
     Args:
         num_ranks: how many processes there would be, each with a device of its own.
-        device: of this process.
+        device: device of this process.
         labels: are told of memory that the engines hold for the sake of the other ranks.
 
     Raises:

@@ -45,8 +45,8 @@ class ModelEvaluation:
         normalized_straightness: the same, divided by the mean squared length of the path.
         spread: standard deviation over noise of the actions for one observation. Near 0, the model has collapsed.
         latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
-        weights_bytes: of weights and buffers.
-        sampling_bytes: of the tensors that are alive at most besides, while one chunk is sampled.
+        weights_bytes: size of weights and buffers.
+        sampling_bytes: size of the tensors that are alive at most besides, while one chunk is sampled.
     """
 
     error: dict[int, float]
@@ -89,7 +89,7 @@ def evaluate_reflow(
         teacher: the policy it was distilled from; its own number of Euler steps defines the reference actions.
         batches: preprocessed, on the policies' device, with actions.
         num_steps: numbers of Euler steps to try.
-        seed: of the noise, which is the same for every model and number of steps.
+        seed: seed of the noise, which is the same for every model and number of steps.
 
     Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one batch for
     each number of steps. Training mode, configurations and the global random generator are left as they were.
@@ -121,7 +121,7 @@ def held_out_batches(
 
     Args:
         policy: checkpoint whose configuration and saved preprocessor apply.
-        repo_id: of the dataset.
+        repo_id: id of the dataset.
         root: its local folder; None, lerobot's cache or the hub.
         episodes: which episodes; None, all.
         batch_size: observations per batch.

@@ -41,12 +41,12 @@ def evaluate_in_environment(
 
     Args:
         policy: checkpoint folder, training output folder or hub id.
-        env_id: of a registered environment, or `package:Name-v0`, which imports `package` first. Its observations are
-            named as lerobot's environments name theirs: `pixels` (uint8 images, channels last, one or by camera) and
-            `agent_pos`. It has a limit of steps, and attributes `task` and `task_description`.
+        env_id: id of a registered environment, or `package:Name-v0`, which imports `package` first. Its observations
+            are named as lerobot's environments name theirs: `pixels` (uint8 images, channels last, one or by camera)
+            and `agent_pos`. It has a limit of steps, and attributes `task` and `task_description`.
         num_steps: numbers of Euler steps to try.
         num_episodes: for each of them.
-        seed: of the first episode, the next has the next, and of the noise. Global generators are left alone.
+        seed: seed of the first episode, the next has the next, and of the noise. Global generators are left alone.
         device: where the policy runs.
 
     Raises:

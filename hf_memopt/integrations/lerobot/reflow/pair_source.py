@@ -74,7 +74,7 @@ class PairSource:
             pairs: as drawn.
             teacher: loaded.
             student: the policy that trains on them.
-            observation: of the batch that the student sees.
+            observation: observation of the batch that the student sees.
             prefix: the student's, if the teacher shares it.
         """
         return pairs._replace(target=teacher.sample(observation, pairs.noise, prefix))

@@ -40,8 +40,9 @@ def precompute_for_policy(
     Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other.
 
     Args:
-        training_flags: of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and the others that the run is going
-            to have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which couplings.
+        training_flags: flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and the others that the run is
+            going to have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which
+            couplings.
         output: folder to create, or to complete.
         batch_size: frames that the teacher solves together. 1 gives the pairs of training online with the same seed,
             bit for bit; larger is faster and rounds differently.

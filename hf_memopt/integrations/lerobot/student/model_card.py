@@ -45,7 +45,7 @@ class Observations:
     """The observations that a policy is measured on.
 
     Attributes:
-        repo_id: of a LeRobotDataset.
+        repo_id: id of a LeRobotDataset.
         root: its local folder, or None for lerobot's cache or the hub.
         episodes: numbers of the episodes; None, all.
         held_out: whether training did not see them, as far as is known.

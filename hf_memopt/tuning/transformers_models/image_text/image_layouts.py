@@ -23,7 +23,7 @@ class ImageLayout:
     Attributes:
         num_tokens: placeholders in the text, each of which becomes a vector of the image.
         tensors: called with the number of samples and of images in each; inputs of the model beside the text.
-        description: of size and cut.
+        description: size and cut, in words.
     """
 
     num_tokens: int
@@ -35,7 +35,7 @@ def image_layout(config: Any, size: Size | None) -> ImageLayout:
     """Return the layout that a family's processor makes of an image.
 
     Args:
-        config: of a vision-language model.
+        config: configuration of a vision-language model.
         size: that the processor brings it to; None, the one that the configuration names.
 
     Raises:
