@@ -3,11 +3,12 @@
     python -m benchmarks.published
 
 Every configuration is estimated once, without a GPU, all of them in about a quarter of an hour of one core; the results
-file and the table of docs/published_measurements.md are written. With --only, rows whose name holds a text are
-estimated, and nothing is written.
+file, a table of all rows beside it (CSV) and the summary in docs/published_measurements.md are written. With --only,
+rows whose name holds a text are estimated, and nothing is written.
 """
 
 import argparse
+import csv
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
 RESULTS = RESULTS_FOLDER / "published.json"
+TABLE = RESULTS.with_suffix(".csv")
 PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
 MIB = 2**20
@@ -80,9 +82,8 @@ def deviations(results: dict[str, Any], figure: str, *, is_known: bool, source: 
 
 
 def report(results: dict[str, Any]) -> str:
-    """Return the summary and the tables, as Markdown."""
-    of_memory = {row.source: None for row in measurements() if row.has_memory}
-    return "\n".join([*_summary(results), *(line for source in of_memory for line in _table(results, source))])
+    """Return the summary, over all rows and by source, as Markdown."""
+    return "\n".join([*_summary(results), "", *_by_source(results)])
 
 
 def _summary(results: dict[str, Any]) -> Iterator[str]:
@@ -97,29 +98,45 @@ def _summary(results: dict[str, Any]) -> Iterator[str]:
                 yield f"| {name} | {title} | {len(found)} | {median:.2%} | {worst:+.2%} |"
 
 
-def _table(results: dict[str, Any], source: str) -> Iterator[str]:
-    file = sources()[source]
-    estimates = {row["id"]: row["estimate"] for row in results["rows"] if row["source"] == source}
-    yield ""
-    yield f"**{file['source']}** ({file['licence']}); {file['kind']}:"
-    yield ""
-    yield "| model | step | allocated MiB | estimate | reserved MiB | estimate | remark |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in (row for row in measurements() if row.source == source and row.has_memory):
-        cells = [row.model, _step(row)]
-        for figure in FIGURES:
-            cells += _cells(getattr(row, figure), (estimates.get(row.id) or {}).get(figure))
-        remarks = [row.not_simulated and f"not simulated: {row.not_simulated}", row.unknown]
-        if row.other_mib:
-            remarks.insert(0, f"{row.other_mib:,.0f} MiB measured")
-        yield f"| {' | '.join(cells)} | {'; '.join(filter(None, remarks))} |"
+def _by_source(results: dict[str, Any]) -> Iterator[str]:
+    yield "| source | licence | rows | median deviation | worst |"
+    yield "|---|---|---|---|---|"
+    for source, file in sources().items():
+        found = [
+            each
+            for is_known in (True, False)
+            for each in deviations(results, "allocated_mib", is_known=is_known, source=source)
+        ]
+        if found:
+            figures = f"{len(found)} | {statistics.median(map(abs, found)):.2%} | {max(found, key=abs):+.2%}"
+            yield f"| {file['source']}; {file['kind']} | {file['licence']} | {figures} |"
 
 
-def _cells(measured: float | None, guess: float | None) -> list[str]:
-    shown = "" if measured is None else f"{measured:,.1f}"
-    if guess is None:
-        return [shown, ""]
-    return [shown, f"{guess:,.1f}" + ("" if measured is None else f" ({guess / measured - 1:+.2%})")]
+def rows_as_text(results: dict[str, Any]) -> list[list[str]]:
+    """Return every row with memory as cells: measured and estimated MiB, and the gaps of its configuration."""
+    estimates = {(row["source"], row["id"]): row["estimate"] or {} for row in results["rows"]}
+    table = [
+        [
+            "source",
+            "model",
+            "step",
+            *(f"{name} MiB{of}" for name in FIGURES.values() for of in ("", ", estimate")),
+            "remark",
+        ]
+    ]
+    for row in measurements():
+        if row.has_memory:
+            estimated = estimates.get((row.source, row.id), {})
+            cells = [_mib(each) for name in FIGURES for each in (getattr(row, name), estimated.get(name))]
+            remarks = [row.not_simulated and f"not simulated: {row.not_simulated}", row.unknown]
+            if row.other_mib:
+                remarks.insert(0, f"{row.other_mib:,.0f} MiB measured")
+            table.append([row.source, row.model, _step(row), *cells, "; ".join(filter(None, remarks))])
+    return table
+
+
+def _mib(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def _step(row: Measurement) -> str:
@@ -169,6 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.only:
         write_results(results, RESULTS)
         write_page(results, PAGE)
+        with TABLE.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows_as_text(results))
     return 0
 
 

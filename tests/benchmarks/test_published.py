@@ -1,5 +1,6 @@
 """Estimates against what others have measured on real GPUs."""
 
+import csv
 import json
 import statistics
 from dataclasses import replace
@@ -70,6 +71,8 @@ def test_every_row_names_its_source_and_has_an_estimate_or_a_reason(published: A
 def test_the_page_shows_the_committed_results(published: Any, results: dict[str, Any]) -> None:
     text = published.PAGE.read_text(encoding="utf-8")
     assert f"{published.BEGIN}\n\n{published.report(results)}\n\n{published.END}" in text
+    with published.TABLE.open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == published.rows_as_text(results)
 
 
 @pytest.fixture(scope="module")
