@@ -27,7 +27,6 @@ LAYERS = (
     ("integrations.lerobot", "callbacks"),
     (
         "integrations.transformers",
-        "integrations.axolotl",
         "integrations.lightning",
         "integrations.sentence_transformers",
     ),
@@ -88,7 +87,6 @@ LIBRARIES = {
         "tokenizers",
         "yaml",
     },
-    "integrations.axolotl": {"axolotl", "pydantic", "transformers"},
     "integrations.lightning": {"torch", "lightning"},
     "integrations.sentence_transformers": {"torch", "sentence_transformers"},
     "callbacks": {"torch", "transformers", "accelerate"},
