@@ -148,7 +148,7 @@ def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
     """Run the training loop: updates, evaluations, checkpoints. Return the run, and the cost of an update."""
     options, accelerator = run.options, run.accelerator
     announce(run.model, options.offload, accelerator)
-    accelerator.init_trackers("lgt", options=as_settings(options, by_section=True))
+    accelerator.init_trackers("lgt", config=as_settings(options, by_section=True))
     saving = options.checkpoint
     checkpoints = loop.open_checkpoints(run, saving.save_dir, saving.keep_last, saving.resume_from_checkpoint)
     progress = run.progress
