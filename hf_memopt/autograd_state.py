@@ -6,7 +6,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.nn.functional import rrelu
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
@@ -277,6 +278,28 @@ class VersionGuard:
         """Raise the error of autograd's own check, which saved-tensor hooks switch off."""
         if self.alias._version != self.version:
             raise modified_in_place(self.alias, self.shape, self.version)
+
+
+def unwrapped(tensor: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor is made of: itself, or those that a subclass wraps."""
+    if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, Tensor):  # from torch 2.15 on, a sharded one also names its mesh
+            yield from unwrapped(part)
+
+
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor; of any other one, itself."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -62,13 +62,15 @@ def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
     return compared
 
 
-def deviations(results: dict[str, Any], figure: str, *, is_known: bool, source: str | None = None) -> list[float]:
+def deviations(
+    results: dict[str, Any], figure: str, *, is_known: bool | None = None, source: str | None = None
+) -> list[float]:
     """Return how far estimates are above what was measured, as shares of that.
 
     Args:
         results: as `RESULTS` holds them.
         figure: of `FIGURES`.
-        is_known: those whose configuration is fully known, or the others.
+        is_known: those whose configuration is fully known, or the others; None, both.
         source: only of this one.
     """
     rows = {row.name: row for row in measurements()}
@@ -76,7 +78,7 @@ def deviations(results: dict[str, Any], figure: str, *, is_known: bool, source: 
     for compared in results["rows"]:
         row = rows[f"{compared['source']} {compared['id']}"]
         measured = getattr(row, figure)
-        if compared["estimate"] and measured and (not row.unknown) == is_known and source in (None, row.source):
+        if compared["estimate"] and measured and is_known in (None, not row.unknown) and source in (None, row.source):
             found.append(compared["estimate"][figure] / measured - 1)
     return found
 
@@ -102,11 +104,7 @@ def _by_source(results: dict[str, Any]) -> Iterator[str]:
     yield "| source | licence | rows | median deviation | worst |"
     yield "|---|---|---|---|---|"
     for source, file in sources().items():
-        found = [
-            each
-            for is_known in (True, False)
-            for each in deviations(results, "allocated_mib", is_known=is_known, source=source)
-        ]
+        found = deviations(results, "allocated_mib", source=source)
         if found:
             figures = f"{len(found)} | {statistics.median(map(abs, found)):.2%} | {max(found, key=abs):+.2%}"
             yield f"| {file['source']}; {file['kind']} | {file['licence']} | {figures} |"

@@ -7,13 +7,11 @@ that is used twice, dropped, or lost to an exception therefore frees its memory 
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
@@ -29,6 +27,7 @@ from hf_memopt.autograd_state import (
     is_regathered,
     is_weight,
     modified_in_place,
+    unwrapped,
 )
 from hf_memopt.transfer.backends import PLAIN_TYPES
 from hf_memopt.uncompiled import uncompiled
@@ -223,20 +222,9 @@ def storages_of(model: nn.Module | None) -> frozenset[int]:
     """
     if model is None:
         return frozenset()
-    tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in _inner_tensors(tensor.data)]
+    tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in unwrapped(tensor.data)]
     storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
     return frozenset(storage._cdata for storage in storages if storage.nbytes())
-
-
-def _inner_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor is made of: itself, or those that a subclass wraps."""
-    if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    for part in parts:
-        if isinstance(part, Tensor):  # from torch 2.15 on, a sharded one also names its mesh
-            yield from _inner_tensors(part)
 
 
 def _unmodified(kept: Kept) -> Tensor:

@@ -30,7 +30,7 @@ class KernelSpeeds(NamedTuple):
 
 
 class TimeRange(NamedTuple):
-    """How long steps took that others have measured, as multiples of the prediction: nine of ten lie in between.
+    """The range of nine in ten steps that others have measured, as multiples of the prediction.
 
     Attributes:
         low: one in twenty took less.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.autograd_state import RESHAPING
+from hf_memopt.autograd_state import RESHAPING, unwrapped
 from hf_memopt.memory.leaks.live_storages import Held, graph_nodes, live_storages, saved_values
 
 PARAMETER = "parameter"
@@ -100,11 +100,8 @@ def _note(uses: dict[int, Use], thing: Any, kind: str, owner: str) -> None:
 
 def plain_tensors(thing: Any) -> Iterator[Tensor]:
     """Yield the tensors that hold an object's data: its parts if it only wraps tensors, as sharded ones do."""
-    if _is_wrapper(thing):
-        for name in thing.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(thing, name))
-    elif issubclass(type(thing), Tensor) and torch._C._has_storage(thing):
-        yield thing
+    if issubclass(type(thing), Tensor):
+        yield from filter(torch._C._has_storage, unwrapped(thing))
 
 
 def _is_wrapper(thing: Any) -> bool:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memopt.autograd_state import strided_parts, unwrapped
 
 
 class SavedBytes:
@@ -48,22 +48,6 @@ class SavedBytes:
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    for part in _parts_of(tensor):
-        if part is tensor:
-            yield tensor.untyped_storage()
-        else:
-            yield from _storages_of(part)
-
-
-def _parts_of(tensor: Any) -> list[Tensor]:
-    """Return the tensors that a tensor is made of: itself, if it has memory of its own."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for part in parts if isinstance(part, Tensor)]  # a sharded one may also name its mesh
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    for part in unwrapped(tensor):
+        for strided in strided_parts(part):
+            yield strided.untyped_storage()

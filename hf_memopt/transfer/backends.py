@@ -18,7 +18,7 @@ from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """How a type of device copies, keeps time and reads host memory, and the class of its tensors.
+    """The copier, clock and host memory of a type of device, and the class of its tensors.
 
     Attributes:
         make_copier: called with the device, whether host memory is to be pinned, and the purpose of the copies.

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
+from hf_memopt.autograd_state import strided_parts
+
 # Behind the operation under test as much is saved as moves everything before it out of the window of copies under way:
 # while its source is still on the device, a wrong copy would not be noticed.
 _BALLAST_OPERATIONS = 3
@@ -156,13 +158,7 @@ def _same(first: Any, second: Any) -> bool:
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """Strided tensors that it consists of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [_dense(tensor)]
+    return [_dense(part) for part in strided_parts(tensor)]
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

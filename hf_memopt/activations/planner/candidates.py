@@ -15,7 +15,7 @@ _KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
 
 
 class CopyWindow(NamedTuple):
-    """How far copies may run ahead or behind, in terms of the storages that a plan offloads."""
+    """The distance that copies may run ahead or behind, in terms of the storages that a plan offloads."""
 
     in_flight_fraction: float  # of the offloaded bytes
     prefetch_storages: int  # times the largest offloaded storage

@@ -1,4 +1,4 @@
-"""A checkpoint's files are data, whoever made them: files elsewhere, and code, are refused."""
+"""Reads a checkpoint's files as data: refuses files elsewhere, and code."""
 
 import json
 import os
