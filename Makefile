@@ -109,8 +109,8 @@ LATEST_PYTEST := $(LATEST)/bin/python -m pytest -W default -k "not smolvla and n
   --ignore-glob="*smolvla*" --ignore-glob="*pi0*" --ignore-glob="*coupling_canaries*" --ignore-glob="*reflow_plan*" \
   --ignore-glob="*recipes/reflow*" --ignore-glob="*metaworld*"
 # What needs neither lerobot nor more than these tools.
-CORE := activations callbacks canaries checkpoint commands couplings disk distributed docs estimate integrations memory \
-  operations peers recipes teacher training transfer tuning
+CORE := activations callbacks canaries checkpoint commands disk distributed docs estimate integrations jobs memory \
+  operations peers recipes training transfer weights
 
 latest: | $(UV)
 	"$(UV)" venv --clear --python $(PYTHON_VERSION) $(LATEST)

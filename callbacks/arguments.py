@@ -10,7 +10,7 @@ from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
-from hf_memopt.teacher import TEACHER_MODES
+from hf_memopt.weights import TEACHER_MODES
 
 # The environment variable that holds them, such as "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"

@@ -6,11 +6,12 @@ The names that most programs need are here; the rest is imported from the packag
 - `transfer`: copies between device and host memory. `reflow`: the arithmetic of rectified flow.
 - `memory`: the uses of memory, and leaks.
 - `activations`: keep, offload or recompute saved tensors.
-- `teacher`, `couplings`: frozen models whose weights visit the device, and their answers, computed or from disk.
+- `weights`: frozen models whose weights visit the device.
 - `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
-- `estimate`, `tuning`: the peak memory of a step, and settings that fit, before a run starts.
+- `estimate`, `jobs`: the peak memory of a step, and settings that fit, before a run starts.
 - `report`, `commands`: pages about runs and machines, and the command `hf-memopt`.
-- `integrations`, `callbacks`, `recipes`: lerobot's policy, callbacks for Trainer, and one script per workload.
+- `lerobot`, `callbacks`, `integrations`, `recipes`: policies for lerobot, Trainer and other trainers, one script per
+  workload.
 
 Each name is imported when it is first used: `import hf_memopt` is quick and works where only torch is installed.
 """
@@ -34,17 +35,16 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.callbacks import StopOnNonFiniteCallback as StopOnNonFiniteCallback
     from hf_memopt.callbacks import attach as attach
     from hf_memopt.checkpoint import Checkpoints as Checkpoints
-    from hf_memopt.couplings import CouplingSource as CouplingSource
     from hf_memopt.estimate import estimate_peak_memory as estimate_peak_memory
+    from hf_memopt.jobs import plan as plan
     from hf_memopt.memory import MemoryTracker as MemoryTracker
     from hf_memopt.memory import detect_leaks as detect_leaks
     from hf_memopt.memory import explain_oom as explain_oom
-    from hf_memopt.teacher import OffloadedTeacher as OffloadedTeacher
     from hf_memopt.training import GradientCache as GradientCache
     from hf_memopt.training import MicroBatcher as MicroBatcher
     from hf_memopt.training import train_step as train_step
     from hf_memopt.transfer import SyncCopier as SyncCopier
-    from hf_memopt.tuning import plan as plan
+    from hf_memopt.weights import OffloadedTeacher as OffloadedTeacher
 
 __version__ = "0.1.0"
 
@@ -55,13 +55,12 @@ _NAMES = {
     "callbacks": "ActivationOffloadCallback ClearCacheOnSaveCallback LeakDetectionCallback MemoptArguments "
     "MemoryLoggingCallback StopOnNonFiniteCallback attach",
     "checkpoint": "Checkpoints",
-    "couplings": "CouplingSource",
     "estimate": "estimate_peak_memory",
+    "jobs": "plan",
     "memory": "MemoryTracker detect_leaks explain_oom",
-    "teacher": "OffloadedTeacher",
     "training": "GradientCache MicroBatcher train_step",
     "transfer": "SyncCopier",
-    "tuning": "plan",
+    "weights": "OffloadedTeacher",
 }
 _HOMES = {name: f"{__name__}.{package}" for package, names in _NAMES.items() for name in names.split()}
 

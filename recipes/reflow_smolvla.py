@@ -37,10 +37,10 @@ from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.integrations.lerobot.flow.known_flows import STOCK_TYPES
-from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
-from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.integrations.lerobot.training_flags import read_training_flags
+from hf_memopt.lerobot.flow.known_flows import STOCK_TYPES
+from hf_memopt.lerobot.flow.reflow_options import is_student
+from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.lerobot.training_flags import read_training_flags
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory.oom import HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED

@@ -121,7 +121,7 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations of policies that sample less often for the spread and the latency."""
-    from hf_memopt.integrations.lerobot.evaluate import measure
+    from hf_memopt.lerobot.evaluate import measure
 
     monkeypatch.setattr(measure, "_NUM_SPREAD_SAMPLES", 2)
     monkeypatch.setattr(measure, "_NUM_LATENCY_RUNS", 1)
@@ -156,7 +156,7 @@ def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folder of an untrained student of `toy_teacher`. Read only."""
-    from hf_memopt.integrations.lerobot.student.prepare import prepare_student
+    from hf_memopt.lerobot.student.prepare import prepare_student
 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
 

@@ -21,13 +21,13 @@ from lerobot.scripts.lerobot_train import main as lerobot_train
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags
 
 # lerobot's command lines look up the comment above each field of every configuration class, in its source, each time.
 docstring.get_attribute_docstring = functools.cache(docstring.get_attribute_docstring)
 
-PLUGIN = "--discover_packages_path=hf_memopt.integrations.lerobot"
+PLUGIN = "--discover_packages_path=hf_memopt.lerobot"
 # A constant learning rate, so that runs of different lengths make comparable updates; SGD, because Adam's first steps
 # are the signs of gradients, which rounding can flip.
 PLAIN_SGD = (

@@ -13,8 +13,8 @@ from lerobot.policies.pi0.configuration_pi0 import PI0Config
 from torch import Tensor
 from transformers import SiglipVisionConfig
 
-from hf_memopt.integrations.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
-from hf_memopt.integrations.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
+from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
+from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS
 
 BATCH, CHUNK, WIDTH, STATE_DIM = 4, PATH_STEPS, 16, 14

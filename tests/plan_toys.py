@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from hf_memopt.recipes.lgt import workload as lgt_plan
 from hf_memopt.recipes.lgt.options import parse
 
-configuration_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.configuration_smolvla_reflow")
+configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")

@@ -9,9 +9,9 @@ from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.flow.known_flows import observe
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.lerobot.flow.known_flows import observe
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS, POLICY_SETTINGS
 
 BATCH, CHUNK, WIDTH, STATE_DIM = 4, PATH_STEPS, 16, 14

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_memopt
-from hf_memopt import activations, checkpoint, estimate, memory, teacher, training, tuning
+from hf_memopt import activations, checkpoint, estimate, jobs, memory, training, weights
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory.leaks.detect import LeakMonitor
@@ -144,7 +144,7 @@ def test_every_option_of_a_command_has_a_case(command: str) -> None:
 @pytest.fixture(scope="module")
 def imported() -> None:
     """What lerobot's libraries say while they are imported has been said."""
-    importlib.import_module("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+    importlib.import_module("hf_memopt.lerobot.modeling_smolvla_reflow")
 
 
 @pytest.mark.usefixtures("imported")
@@ -276,7 +276,7 @@ def loss_in_chunks(chunk_size: int) -> None:
     training.chunked_loss(lambda x: x, torch.ones(2, requires_grad=True), chunk_size=chunk_size)
 
 
-PACKAGES = (hf_memopt, activations, checkpoint, estimate, memory, teacher, training, tuning)
+PACKAGES = (hf_memopt, activations, checkpoint, estimate, jobs, memory, training, weights)
 # Where each public name is. Looked up when it is used: `attach` imports Trainer.
 PUBLIC = {name: package for package in PACKAGES for name in package.__all__}
 SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}

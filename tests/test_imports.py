@@ -19,12 +19,12 @@ LAYERS = (
     ("autograd_state", "uncompiled"),
     ("memory",),
     ("activations",),
-    ("teacher",),
-    ("couplings", "report"),
+    ("weights",),
+    ("report",),
     ("training", "checkpoint"),
     ("estimate",),
-    ("tuning",),
-    ("integrations.lerobot", "callbacks"),
+    ("jobs",),
+    ("lerobot", "callbacks"),
     (
         "integrations.transformers",
         "integrations.lightning",
@@ -47,13 +47,12 @@ LIBRARIES = {
     "reflow": {"torch"},
     "memory": {"torch", "psutil"},
     "activations": {"torch"},
-    "teacher": {"torch"},
-    "couplings": {"torch", "datasets", "pyarrow", "safetensors", "tqdm"},
+    "weights": {"torch"},
     "report": {"torch", "psutil", "jinja2", "matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "estimate": {"torch", "accelerate", "deepspeed", "transformers", "peft", "tqdm"},
-    "tuning": {
+    "jobs": {
         "torch",
         "accelerate",
         "deepspeed",
@@ -66,8 +65,10 @@ LIBRARIES = {
         "yaml",
     },
     "integrations": set(),
-    "integrations.lerobot": {
+    "lerobot": {
         "torch",
+        "datasets",
+        "pyarrow",
         "transformers",
         "lerobot",
         "gymnasium",
@@ -113,22 +114,22 @@ def test_the_repository_imports_one_way() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [
-        ("hf_memopt/transfer/planted.py", "import hf_memopt.teacher.offload", "'transfer' may not import 'teacher'"),
+        ("hf_memopt/transfer/planted.py", "import hf_memopt.weights.offload", "'transfer' may not import 'weights'"),
         ("hf_memopt/transfer/planted.py", "from ..memory import MemoryTracker", "'transfer' may not import 'memory'"),
-        ("hf_memopt/teacher/planted.py", "from hf_memopt import recipes", "'teacher' may not import 'recipes'"),
-        ("hf_memopt/teacher/planted.py", "def f():\n    import hf_memopt.callbacks", "may not import 'callbacks'"),
-        ("hf_memopt/teacher/planted.py", "from hf_memopt import MemoryTracker", "may not import 'MemoryTracker'"),
-        ("hf_memopt/teacher/planted.py", "def f():\n    import transformers.utils", "the library transformers"),
+        ("hf_memopt/weights/planted.py", "from hf_memopt import recipes", "'weights' may not import 'recipes'"),
+        ("hf_memopt/weights/planted.py", "def f():\n    import hf_memopt.callbacks", "may not import 'callbacks'"),
+        ("hf_memopt/weights/planted.py", "from hf_memopt import MemoryTracker", "may not import 'MemoryTracker'"),
+        ("hf_memopt/weights/planted.py", "def f():\n    import transformers.utils", "the library transformers"),
         ("hf_memopt/integrations/__init__.py", "import lerobot", "'integrations' may not import the library lerobot"),
         ("hf_memopt/integrations/other/planted.py", "import torch", "unknown part 'integrations.other'"),
         ("hf_memopt/novel.py", "import torch", "unknown part 'novel'"),
         ("hf_memopt/cli.py", "import torch", "imports torch before it is used"),
         ("hf_memopt/cli.py", "import shtab", "imports shtab before it is used"),
-        ("hf_memopt/cli.py", "from hf_memopt.teacher import OffloadedTeacher", "before it is used"),
+        ("hf_memopt/cli.py", "from hf_memopt.weights import OffloadedTeacher", "before it is used"),
         ("hf_memopt/cli.py", "def f():\n    from hf_memopt.recipes import toy", "'cli' may not import 'recipes'"),
         ("hf_memopt/__init__.py", "if True:\n    import torch", "imports torch before it is used"),
         ("callbacks/planted.py", "from hf_memopt.recipes import toy", "'callbacks' may not import 'recipes'"),
-        ("callbacks/planted.py", "import hf_memopt.integrations.lerobot", "may not import 'integrations.lerobot'"),
+        ("callbacks/planted.py", "import hf_memopt.lerobot", "may not import 'lerobot'"),
         ("callbacks/planted.py", "import lerobot.utils", "'callbacks' may not import the library lerobot"),
         ("recipes/planted.py", "import callbacks.logging", "import hf_memopt.callbacks instead"),
     ],
@@ -143,10 +144,10 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, co
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("hf_memopt/teacher/planted.py", "import json\nfrom . import packed_weights\nfrom ..transfer import Copier"),
-        ("hf_memopt/integrations/lerobot/planted.py", "from lerobot import configs\nfrom hf_memopt import reflow"),
-        ("hf_memopt/__init__.py", "if TYPE_CHECKING:\n    from hf_memopt.teacher import OffloadedTeacher"),
-        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.integrations.lerobot import students"),
+        ("hf_memopt/weights/planted.py", "import json\nfrom . import packed_weights\nfrom ..transfer import Copier"),
+        ("hf_memopt/lerobot/planted.py", "from lerobot import configs\nfrom hf_memopt import reflow"),
+        ("hf_memopt/__init__.py", "if TYPE_CHECKING:\n    from hf_memopt.weights import OffloadedTeacher"),
+        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.lerobot import students"),
         ("callbacks/planted.py", "import transformers\nfrom hf_memopt import MemoryTracker"),
         ("recipes/planted.py", "import numpy, hf_memopt\nfrom hf_memopt.callbacks import logging"),
     ],
@@ -209,7 +210,7 @@ def _complaint_about_part(importer: str, part: str, imported: Import) -> str | N
 
 
 def _part(module: str) -> str:
-    """`hf_memopt.teacher.offload` is of part `teacher`; integrations are parts of their own."""
+    """`hf_memopt.weights.offload` is of part `weights`; integrations are parts of their own."""
     _, *names = module.split(".")
     return ".".join(names[: 2 if names[:1] == ["integrations"] else 1])
 

@@ -118,7 +118,7 @@ def test_core_works_where_only_torch_is_installed(run_bare: RunBare) -> None:
         """
         import hf_memopt
         assert "torch" not in sys.modules
-        import hf_memopt.activations, hf_memopt.memory, hf_memopt.reflow, hf_memopt.teacher, hf_memopt.transfer
+        import hf_memopt.activations, hf_memopt.memory, hf_memopt.reflow, hf_memopt.weights, hf_memopt.transfer
         import torch
 
         teacher = hf_memopt.OffloadedTeacher(torch.nn.Linear(2, 2), device="cpu", mode="swap")
@@ -134,7 +134,7 @@ def test_core_works_where_only_torch_is_installed(run_bare: RunBare) -> None:
 
 def test_hidden_libraries_are_hidden(run_bare: RunBare) -> None:
     with pytest.raises(AssertionError, match="ModuleNotFoundError: No module named 'lerobot'"):
-        run_bare("import hf_memopt.integrations.lerobot")
+        run_bare("import hf_memopt.lerobot")
 
 
 def test_help_of_every_command_needs_no_torch(run_bare: RunBare) -> None:

@@ -9,7 +9,7 @@ from late_imports import LateModule
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.gpus import find_card
 
-huggingface = LateModule("hf_memopt.tuning.huggingface")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 
 VOCABULARY, TOKENS, BATCH = 512, 64, 2

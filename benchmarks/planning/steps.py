@@ -15,7 +15,7 @@ from transformers import (
 
 from hf_memopt.commands.recipe_workloads import recipe_workload
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.tuning.huggingface import HuggingFaceModel
+from hf_memopt.jobs.huggingface import HuggingFaceModel
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {

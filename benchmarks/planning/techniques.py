@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.common import environment, print_table, results_path, write_results
 from hf_memopt import estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import ACTIVATION
-from hf_memopt.tuning.huggingface import HuggingFaceModel
+from hf_memopt.jobs.huggingface import HuggingFaceModel
 
 SHAPE = {
     "model_type": "qwen3",

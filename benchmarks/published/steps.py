@@ -14,7 +14,7 @@ from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
-from hf_memopt.tuning.equal_layers import equal_layers, told_by_few
+from hf_memopt.jobs.equal_layers import equal_layers, told_by_few
 
 _AUTO_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from benchmarks.teacher.slow_link import SlowLinkCopier
 from benchmarks.teacher.smolvla import observe
 from benchmarks.timing import PhasePeaks
-from hf_memopt.integrations.lerobot.flow.flow_policy import Observation
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.reflow.reflow_teacher import ReflowTeacher
-from hf_memopt.teacher import OffloadedTeacher, TeacherReport
+from hf_memopt.lerobot.flow.flow_policy import Observation
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.transfer import SyncCopier
+from hf_memopt.weights import OffloadedTeacher, TeacherReport
 
 Batch = dict[str, Tensor]
 TargetFunction = Callable[[Observation, Tensor], Tensor]  # (observation, noise) -> the teacher's actions

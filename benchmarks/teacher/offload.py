@@ -28,7 +28,7 @@ from benchmarks.teacher.modes import MODES, ON_SLOWER_LINKS, OTHER_LIBRARIES, Ba
 from benchmarks.teacher.report import TARGETS, print_report, verdicts
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from benchmarks.timing import NoDeviceActivityError, PhasePeaks, copied_bytes, first_step_s, timed
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAD_NORM = 10.0  # lerobot's default for SmolVLA

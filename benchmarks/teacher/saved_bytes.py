@@ -18,9 +18,9 @@ from torch import Tensor
 
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
-from hf_memopt.integrations.lerobot.flow.flow_policy import Observation
-from hf_memopt.integrations.lerobot.flow.smolvla_flow import SmolVLAExpert, SmolVLAPrefix
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.flow.flow_policy import Observation
+from hf_memopt.lerobot.flow.smolvla_flow import SmolVLAExpert, SmolVLAPrefix
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.memory import SavedBytes
 from hf_memopt.reflow import interpolate, reflow_loss
 

@@ -9,9 +9,9 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.flow.flow_policy import Observation
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.lerobot.flow.flow_policy import Observation
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import POLICY_SETTINGS, REAL, TOY, VLMShape, write_vlm
 
 ROBOT_DIM = 6  # entries of the state and of an action

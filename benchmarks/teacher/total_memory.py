@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.common import environment, print_table, results_path, write_results
 from benchmarks.teacher.smolvla import ROBOT_DIM, SIZES, Size
 from hf_memopt import estimate_peak_memory
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.recipes.common.auto_plan import PRECISION
 from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
 from hf_memopt.recipes.reflow.workload import SmolVLAReflow

@@ -35,7 +35,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     machine = examine(parsed.device)
     policy_text = None
     if parsed.policy:
-        from hf_memopt.integrations.lerobot.student.diagnosis import diagnose
+        from hf_memopt.lerobot.student.diagnosis import diagnose
 
         with redirect_stdout(sys.stderr):  # lerobot prints while it loads
             policy_text = diagnose(parsed.policy, parsed.device)

@@ -8,10 +8,10 @@ from hf_memopt.command_line import number, or_none
 from hf_memopt.ranges import COUNT, POSITIVE
 
 if TYPE_CHECKING:
-    from hf_memopt.tuning.huggingface import HuggingFaceModel
+    from hf_memopt.jobs.huggingface import HuggingFaceModel
 
 # Options of `HuggingFaceModel` that take one of a few values; the first is the default. They are written down again
-# here, since `tuning.huggingface` is slow to import and not needed for `--help`.
+# here, since `jobs.huggingface` is slow to import and not needed for `--help`.
 MODEL_CHOICES = {
     "task": (
         (
@@ -152,7 +152,7 @@ def add_to(
 
 def model_of(parsed: argparse.Namespace, effective_batch: int) -> "HuggingFaceModel":
     """Return the model that a command line describes."""
-    from hf_memopt.tuning.huggingface import HuggingFaceModel
+    from hf_memopt.jobs.huggingface import HuggingFaceModel
 
     options: dict[str, Any] = {name: getattr(parsed, name) or values[0] for name, (values, _) in MODEL_CHOICES.items()}
     options |= {name: getattr(parsed, name) for name in _MODEL_DEFAULTS.keys() - MODEL_CHOICES.keys()}

@@ -15,7 +15,7 @@ from hf_memopt.ranges import COUNT
 
 if TYPE_CHECKING:
     from hf_memopt.estimate.simulated_step import SimulatedStep
-    from hf_memopt.tuning import Lever, SettingsPlan, Workload
+    from hf_memopt.jobs import Lever, SettingsPlan, Workload
 
 _GPU = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 
@@ -119,7 +119,7 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
 
 
 def _not_counted(num_gpus: int) -> str:
-    from hf_memopt.tuning.accelerate_config import NOT_COUNTED
+    from hf_memopt.jobs.accelerate_config import NOT_COUNTED
 
     return f"\n\nOf one GPU. {NOT_COUNTED}" if num_gpus > 1 else ""
 
@@ -222,8 +222,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _run_plan(parsed: argparse.Namespace) -> int:
     check_output_file("json", parsed.json)
     check_output_folder("output", parsed.output)
-    from hf_memopt.tuning import plan
-    from hf_memopt.tuning.settings_table import as_json, explain
+    from hf_memopt.jobs import plan
+    from hf_memopt.jobs.settings_table import as_json, explain
 
     workload = _workload(parsed)
     found = plan(workload, gpu=parsed.gpu, host=parsed.host, link=parsed.link, num_workers=parsed.workers)

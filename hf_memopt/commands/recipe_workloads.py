@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_memopt.tuning import Workload
+    from hf_memopt.jobs import Workload
 
 _RECIPES = "hf_memopt.recipes"
 

@@ -8,7 +8,7 @@ from hf_memopt.command_line import check_output_folder, number, numbers
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
 
 if TYPE_CHECKING:
-    from hf_memopt.integrations.lerobot.student.model_card import Observations
+    from hf_memopt.lerobot.student.model_card import Observations
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,7 +29,7 @@ def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.Argument
 
 def _prepare_student(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.integrations.lerobot.student.prepare import prepare_student
+    from hf_memopt.lerobot.student.prepare import prepare_student
 
     output = prepare_student(parsed.teacher, parsed.output)
     print(
@@ -71,7 +71,7 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _precompute(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.integrations.lerobot.reflow.precompute_pairs import precompute_for_policy
+    from hf_memopt.lerobot.reflow.precompute_pairs import precompute_for_policy
 
     missing = precompute_for_policy(
         parsed.training_flags,
@@ -115,9 +115,9 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.integrations.lerobot.evaluate.evaluation_table import table, write_evaluation
-    from hf_memopt.integrations.lerobot.evaluate.rollouts import evaluate_in_environment
-    from hf_memopt.integrations.lerobot.student.model_card import measure
+    from hf_memopt.lerobot.evaluate.evaluation_table import table, write_evaluation
+    from hf_memopt.lerobot.evaluate.rollouts import evaluate_in_environment
+    from hf_memopt.lerobot.student.model_card import measure
     from hf_memopt.report.doctor.devices import find_devices
 
     find_devices(parsed.device)
@@ -160,8 +160,8 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _export(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.integrations.lerobot.student.model_card import measure, write_card
-    from hf_memopt.integrations.lerobot.student.prepare import check_new, export_student, push_to_hub
+    from hf_memopt.lerobot.student.model_card import measure, write_card
+    from hf_memopt.lerobot.student.prepare import check_new, export_student, push_to_hub
 
     check_new(parsed.output)  # before minutes are spent on measuring
     measured = measure(parsed.policy, _observations(parsed)) if parsed.evaluate else None
@@ -181,7 +181,7 @@ def _add_observations(parser: argparse.ArgumentParser) -> None:
 
 
 def _observations(parsed: argparse.Namespace) -> "Observations | None":
-    from hf_memopt.integrations.lerobot.student.model_card import Observations
+    from hf_memopt.lerobot.student.model_card import Observations
 
     if not parsed.dataset_repo_id:
         return None

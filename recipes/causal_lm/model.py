@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_memopt.jobs.transformers_models.model_config import building, check_sizes
+from hf_memopt.jobs.transformers_models.tasks import checkpoint_layers
 from hf_memopt.recipes.causal_lm.options import ModelOptions
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.tuning.transformers_models.model_config import building, check_sizes
-from hf_memopt.tuning.transformers_models.tasks import checkpoint_layers
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:

@@ -17,12 +17,12 @@ from accelerate.utils import broadcast_object_list
 
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.jobs import Row, plan
+from hf_memopt.jobs.accelerate_config import write_accelerate_config
+from hf_memopt.jobs.settings_table import explain, headline
+from hf_memopt.jobs.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.recipes.common.flags import write_options
-from hf_memopt.tuning import Row, plan
-from hf_memopt.tuning.accelerate_config import write_accelerate_config
-from hf_memopt.tuning.settings_table import explain, headline
-from hf_memopt.tuning.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)

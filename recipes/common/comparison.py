@@ -23,12 +23,12 @@ from accelerate.utils import tqdm
 from torch import Tensor, nn
 
 from hf_memopt.command_line import check_output_folder
+from hf_memopt.jobs.workload import PASSES_OF_AUTO
 from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run
 from hf_memopt.recipes.common.results import environment
 from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
-from hf_memopt.tuning.workload import PASSES_OF_AUTO
 
 # Begins a run from its seed: the run, and the losses of its updates, one after the other, endlessly. A recipe's
 # `comparable` returns such a function once it has loaded the data.
@@ -125,7 +125,9 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
 
 def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
     """Return the losses of a few updates with deterministic kernels, and the SHA-256 of the weights after them."""
-    from hf_memopt.couplings.key import weights_sha256  # brings the library datasets, which training may not need
+    from hf_memopt.lerobot.couplings.key import (
+        weights_sha256,  # brings the library datasets, which training may not need
+    )
 
     with _deterministic_kernels():
         run, updates = begin(options)

@@ -16,13 +16,13 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.checkpoint.folder_lock import lock_of
+from hf_memopt.jobs import Row
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.cost import StepTimer, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
-from hf_memopt.tuning import Row
 
 logger = logging.getLogger(__name__)
 

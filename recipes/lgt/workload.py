@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
+from hf_memopt.jobs.workload import Settings, divisors
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
-from hf_memopt.tuning.workload import Settings, divisors
 
 _MOST_PASSES = 8
 

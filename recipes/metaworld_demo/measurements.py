@@ -53,8 +53,8 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
     import torch
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    from hf_memopt.integrations.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
-    from hf_memopt.integrations.lerobot.policy_files import load_policy, resolve_checkpoint
+    from hf_memopt.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
+    from hf_memopt.lerobot.policy_files import load_policy, resolve_checkpoint
     from hf_memopt.recipes.metaworld_demo.mean_action import success_of_mean_action
 
     torch.set_num_threads(1)

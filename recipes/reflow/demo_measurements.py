@@ -12,15 +12,15 @@ from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor, nn
 
-from hf_memopt.integrations.lerobot.evaluate.measure import (
+from hf_memopt.lerobot.evaluate.measure import (
     ReflowEvaluation,
     evaluate_reflow,
     held_out_batches,
     sample_trajectory,
 )
-from hf_memopt.integrations.lerobot.flow.known_flows import flow_of, observe
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
+from hf_memopt.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
 from hf_memopt.memory import SavedBytes
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 

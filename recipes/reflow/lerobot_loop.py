@@ -22,7 +22,7 @@ from lerobot.scripts import lerobot_train
 from lerobot.utils.constants import TRAINING_STATE_DIR
 from torch import Tensor
 
-from hf_memopt.integrations.lerobot.reflow.reflow_policy import ReflowPolicy
+from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.memory.device_counters import Host
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.ranges import COUNT

@@ -11,12 +11,12 @@ from lerobot.configs.train import TrainPipelineConfig
 
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.simulation.child_process import IsolatedError
+from hf_memopt.jobs import SettingsPlan, plan
+from hf_memopt.jobs.settings_table import explain, headline
 from hf_memopt.recipes.common.auto_plan import card_of
 from hf_memopt.recipes.reflow.workload import SmolVLAReflow, why_not_simulated
-from hf_memopt.teacher.strategies.mode_choice import usable_bytes
-from hf_memopt.tuning import SettingsPlan, plan
-from hf_memopt.tuning.settings_table import explain, headline
 from hf_memopt.units import format_gib
+from hf_memopt.weights.strategies.mode_choice import usable_bytes
 
 logger = logging.getLogger(__name__)
 

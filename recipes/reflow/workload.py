@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 from transformers import AutoModelForImageTextToText
 
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
-from hf_memopt.integrations.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.integrations.lerobot.flow import flow_policy
-from hf_memopt.integrations.lerobot.flow.reflow_options import is_student
-from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.integrations.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.jobs.workload import Settings
+from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.lerobot.flow import flow_policy
+from hf_memopt.lerobot.flow.reflow_options import is_student
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
 from hf_memopt.transfer import clock_for
-from hf_memopt.tuning.workload import Settings
 
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-INTEGRATION = "hf_memopt/integrations/lerobot"
+INTEGRATION = "hf_memopt/lerobot"
 PREFIX = f"{INTEGRATION}/flow/smolvla_flow.py"
 MODELING = f"{INTEGRATION}/modeling_smolvla_reflow.py"
 PI0 = f"{INTEGRATION}/flow/pi0_flow.py"

@@ -13,7 +13,7 @@ from reliance import INTEGRATION, relied_on_by
 datasets = LateModule("datasets")
 arrow_writer = LateModule("datasets.arrow_writer")
 datasets_table = LateModule("datasets.table")
-policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.policy_files")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 lerobot_datasets = LateModule("lerobot.datasets")
 datasets_factory = LateModule("lerobot.datasets.factory")
@@ -26,8 +26,8 @@ pyarrow = LateModule("pyarrow")
 
 pytestmark = pytest.mark.canary
 
-KEY = "hf_memopt/couplings/key.py"
-STORE = "hf_memopt/couplings/store.py"
+KEY = "hf_memopt/lerobot/couplings/key.py"
+STORE = "hf_memopt/lerobot/couplings/store.py"
 
 
 def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> None:

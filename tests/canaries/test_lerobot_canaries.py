@@ -30,11 +30,11 @@ from safetensors.torch import load_file
 accelerate = LateModule("accelerate")
 utils = LateModule("accelerate.utils")
 draccus_utils = LateModule("draccus.utils")
-checkpoint_files = LateModule("hf_memopt.integrations.lerobot.checkpoint_files")
-modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+checkpoint_files = LateModule("hf_memopt.lerobot.checkpoint_files")
+modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 lerobot_loop = LateModule("hf_memopt.recipes.reflow.lerobot_loop")
 train_utils = LateModule("lerobot.common.train_utils")
-processors = LateModule("hf_memopt.integrations.lerobot.processors")
+processors = LateModule("hf_memopt.lerobot.processors")
 configs = LateModule("lerobot.configs")
 parser = LateModule("lerobot.configs.parser")
 dataset_metadata = LateModule("lerobot.datasets.dataset_metadata")
@@ -261,7 +261,7 @@ def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_
     lerobot_runs.run(lerobot_runs.lerobot_train, f"--config_path={config}", "--resume=true")
     name = "model.action_out_proj.weight"
     with relied_on_by(
-        "tests/integrations/lerobot/test_lerobot_training.py (exact_resume, which can go once this is exact)"
+        "tests/lerobot_policies/test_lerobot_training.py (exact_resume, which can go once this is exact)"
     ):
         assert not torch.equal(lerobot_runs.weights(tmp_path / "run")[name], uninterrupted[name])
 

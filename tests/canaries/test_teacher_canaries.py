@@ -31,7 +31,7 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("grad", [False, True])
 def test_dispatch_modes_see_parameters_themselves(grad: bool) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with torch.set_grad_enabled(grad), Seen() as seen, relied_on_by("hf_memopt/teacher/streaming/access_trace.py"):
+    with torch.set_grad_enabled(grad), Seen() as seen, relied_on_by("hf_memopt/weights/streaming/access_trace.py"):
         layer(x)
     assert {id(layer.weight), id(layer.bias)} <= set(seen.arguments)
 
@@ -61,7 +61,7 @@ def test_embeddings_are_one_operator_with_the_table_first() -> None:
 def test_peft_names_the_layers_of_adapters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     student = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], modules_to_save=["1"], r=2))
-    with relied_on_by("hf_memopt/teacher/strategies/shared_base.py"):
+    with relied_on_by("hf_memopt/weights/strategies/shared_base.py"):
         assert other.ModulesToSaveWrapper.adapter_layer_names == ("modules_to_save",)
         layers = [module for module in student.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
         assert layers
@@ -74,7 +74,7 @@ def test_torchao_lists_the_tensors_inside_a_weight(recwarn: pytest.WarningsRecor
     model = nn.Sequential(nn.Linear(32, 32))
     quantize_(model, Int8WeightOnlyConfig())
     weight = model[0].weight
-    with relied_on_by("hf_memopt/teacher/quantised.py"):
+    with relied_on_by("hf_memopt/weights/quantised.py"):
         fields, context = weight.__tensor_flatten__()
         inner = {field: getattr(weight, field) for field in fields}
         again = type(weight).__tensor_unflatten__(inner, context, weight.size(), weight.stride())

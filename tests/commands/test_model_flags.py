@@ -6,7 +6,7 @@ from hf_memopt.commands import model_flags
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    from hf_memopt.tuning.transformers_models import model_building, model_options, model_update
+    from hf_memopt.jobs.transformers_models import model_building, model_options, model_update
 
     known = {
         **model_options.CHOICES,

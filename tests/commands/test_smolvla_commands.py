@@ -53,7 +53,7 @@ def test_precompute_passes_the_training_runs_flags_and_says_what_is_left(
         calls.append((flags, output, options))
         return missing
 
-    monkeypatch.setattr("hf_memopt.integrations.lerobot.reflow.precompute_pairs.precompute_for_policy", write)
+    monkeypatch.setattr("hf_memopt.lerobot.reflow.precompute_pairs.precompute_for_policy", write)
     training, output = ["--policy.path=x", "--output=run"], tmp_path / "couplings"
     command = ["precompute", "--output", str(output)]
     assert main([*command, "--", *training]) == 0
@@ -139,7 +139,7 @@ def test_export_measures_on_the_runs_held_out_episodes(
 def test_export_refuses_an_existing_folder_before_it_measures(
     toy_student: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_memopt.integrations.lerobot.student.model_card.measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("hf_memopt.lerobot.student.model_card.measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("precious")
     flags = ["--policy", str(toy_student), "--output", str(tmp_path)]
     assert "exists; name a new folder or remove this one" in refused(capsys, "export", *flags)

@@ -13,7 +13,7 @@ from alone import leave
 from coupling_toys import Teacher, load, make_plan, write
 from torch import Tensor, nn
 
-from hf_memopt.couplings.source import CouplingSource
+from hf_memopt.lerobot.couplings.source import CouplingSource
 
 
 def train(accelerator: Accelerator, source: CouplingSource) -> Tensor:

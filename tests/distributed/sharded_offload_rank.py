@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import ActivationOffloader, OffloadedTeacher, SyncCopier
-from hf_memopt.teacher.offload import TeacherMode
+from hf_memopt.weights.offload import TeacherMode
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 NUM_STEPS = 4  # two are recorded, the others follow the plan

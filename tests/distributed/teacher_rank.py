@@ -16,9 +16,9 @@ import torch
 from alone import leave
 from torch import distributed, nn
 
-from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.host_memory import return_freed_memory
+from hf_memopt.weights import OffloadedTeacher
 
 FILE = "/memfd:hf_memopt"
 

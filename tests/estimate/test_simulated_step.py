@@ -11,7 +11,7 @@ from hf_memopt.estimate.estimate import _estimate, _repeated, simulate, simulate
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
-huggingface = LateModule("hf_memopt.tuning.huggingface")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 
 GPU = "rtx4090"

@@ -15,7 +15,7 @@ from late_imports import LateModule
 from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
 
 coupling_toys = LateModule("coupling_toys")
-source_module = LateModule("hf_memopt.couplings.source")
+source_module = LateModule("hf_memopt.lerobot.couplings.source")
 
 
 SEED = 4

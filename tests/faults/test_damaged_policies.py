@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hf_memopt.cli import main
 
-modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
-prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
+prepare = LateModule("hf_memopt.lerobot.student.prepare")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 policies = LateModule("lerobot.policies")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")

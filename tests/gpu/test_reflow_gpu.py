@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.report import read_run
-from hf_memopt.teacher import TeacherReport
+from hf_memopt.weights import TeacherReport
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,7 +20,7 @@ def heavy_imports() -> None:
     global lerobot_train, PLUGIN, recipe, run, SmolVLAReflowPolicy, train_flags, weights
     from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
-    from hf_memopt.integrations.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+    from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
     from hf_memopt.recipes.reflow_smolvla import main as recipe
 
 

@@ -11,9 +11,9 @@ from late_imports import LateModule
 
 from hf_memopt.cli import main
 
-modeling_smolvla_reflow = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
-policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
-prepare = LateModule("hf_memopt.integrations.lerobot.student.prepare")
+modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
+policy_files = LateModule("hf_memopt.lerobot.policy_files")
+prepare = LateModule("hf_memopt.lerobot.student.prepare")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
 lerobot_runs = LateModule("lerobot_runs")
 

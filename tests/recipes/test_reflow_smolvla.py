@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_memopt.report import read_run
 
 runs = LateModule("lerobot_runs")
-modeling = LateModule("hf_memopt.integrations.lerobot.modeling_smolvla_reflow")
+modeling = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")
 loop = LateModule("hf_memopt.recipes.reflow.lerobot_loop")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")

@@ -23,7 +23,7 @@ from hf_memopt import recipes
 train_sft = LateModule("hf_memopt.recipes.train_sft")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
-model_options = LateModule("hf_memopt.tuning.transformers_models.model_options")
+model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.activations.offloader import ActivationOffloader
-from hf_memopt.teacher import OffloadedTeacher
 from hf_memopt.transfer.copier import HostBuffersInFlight
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.host_memory import _CudaArray
+from hf_memopt.weights import OffloadedTeacher
 
 SIZE = 64
 

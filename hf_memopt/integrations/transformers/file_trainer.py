@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile
-from hf_memopt.tuning.transformers_models.tasks import TASKS
+from hf_memopt.jobs.transformers_models.tasks import TASKS
 
 _PADDING, _END = "<pad>", "</s>"
 

@@ -20,12 +20,12 @@ from hf_memopt.integrations.transformers.argument_names import current_names
 from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
-from hf_memopt.tuning.accelerate_config import write_accelerate_config
-from hf_memopt.tuning.equal_layers import equal_layers, told_by_few, under_offloading
-from hf_memopt.tuning.huggingface import ACTIVATIONS
-from hf_memopt.tuning.transformers_models.model_config import read_config
-from hf_memopt.tuning.transformers_models.tasks import TASKS, task_of
-from hf_memopt.tuning.workload import Lever, divisors
+from hf_memopt.jobs.accelerate_config import write_accelerate_config
+from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
+from hf_memopt.jobs.huggingface import ACTIVATIONS
+from hf_memopt.jobs.transformers_models.model_config import read_config
+from hf_memopt.jobs.transformers_models.tasks import TASKS, task_of
+from hf_memopt.jobs.workload import Lever, divisors
 
 _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.

@@ -15,8 +15,8 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, largest_window
+from hf_memopt.jobs.workload import num_steps
 from hf_memopt.ranges import COUNT
-from hf_memopt.tuning.workload import num_steps
 
 logger = logging.getLogger(__name__)
 

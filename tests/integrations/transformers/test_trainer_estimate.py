@@ -19,7 +19,7 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 estimates = LateModule("hf_memopt.integrations.transformers.trainer_estimate")
 batches = LateModule("hf_memopt.integrations.transformers.trainer_batches")
 simulated = LateModule("hf_memopt.integrations.transformers.simulated_trainer")
-huggingface = LateModule("hf_memopt.tuning.huggingface")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
 callbacks = LateModule("hf_memopt.callbacks")
 
 plain, sft, dpo = trl_trainers.plain, trl_trainers.sft, trl_trainers.dpo

@@ -16,10 +16,10 @@ from plan_toys import smolvla, write_student
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
-from hf_memopt.tuning import NothingFitsError
+from hf_memopt.jobs import NothingFitsError
 
-policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
-training_flags = LateModule("hf_memopt.integrations.lerobot.training_flags")
+policy_files = LateModule("hf_memopt.lerobot.policy_files")
+training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
 teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")

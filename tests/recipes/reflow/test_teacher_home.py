@@ -13,10 +13,10 @@ from plan_toys import write_student
 
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.child_process import IsolatedError
-from hf_memopt.tuning import NothingFitsError
+from hf_memopt.jobs import NothingFitsError
 from hf_memopt.units import GIB, MIB
 
-policy_files = LateModule("hf_memopt.integrations.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.policy_files")
 HOME = "hf_memopt.recipes.reflow.teacher_home"
 teacher_home = LateModule(HOME)
 

@@ -12,7 +12,7 @@ from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS, adapt_as_peft_does, quantise
 
-huggingface = LateModule("hf_memopt.tuning.huggingface")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 peft = LateModule("peft")
 

@@ -1,0 +1,193 @@
+"""The simulated settings for a card, in words and as a table."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_memopt.estimate.estimate_report import MemoryEstimate, time_text
+from hf_memopt.estimate.gpus import Card, allowances
+from hf_memopt.jobs.workload import Lever, Settings
+from hf_memopt.text_table import align
+from hf_memopt.units import GIB, MIB, format_gib
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate, simulated.
+
+    Attributes:
+        settings: value of each lever.
+        micro_batch: samples per forward pass, on each GPU.
+        accumulation: forward passes per update.
+        update_ms: predicted time of one update, of `effective_batch` samples.
+        needed_bytes: the least device memory with which the allocator gets through, allowances included.
+        fits: whether that and the host's memory suffice.
+        estimate: estimate of the step.
+    """
+
+    settings: Settings
+    micro_batch: int
+    accumulation: int
+    update_ms: float
+    needed_bytes: int
+    fits: bool
+    estimate: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class SettingsPlan:
+    """The simulated settings for a card, and the best of them.
+
+    Attributes:
+        workload: its name.
+        levers: that were tried.
+        card: that it must fit.
+        host_bytes: part of the host's memory that may be used; None, any.
+        rows: all candidates that were simulated, those that fit first, then by time.
+
+    `str` gives the choice in one line, and the table of all candidates.
+    """
+
+    workload: str
+    levers: tuple[Lever, ...]
+    card: Card
+    host_bytes: int | None
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row:
+        """The fastest that fits."""
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        return f"{headline(self)}\n\n{table(self)}"
+
+
+def table(plan: SettingsPlan) -> str:
+    """Return all candidates as a Markdown table: those that fit first, by time."""
+    heads = [
+        "micro-batch",
+        *(lever.name for lever in plan.levers),
+        "peak GiB",
+        "needs GiB",
+        "host GiB",
+        "peak in",
+        "time",
+        "fits",
+    ]
+    rows = [_cells(row, plan) for row in plan.rows]
+    rule = ["-" * len(head) for head in heads]
+    # An empty cell at the end gives the bar that closes a row.
+    return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
+
+
+def _cells(row: Row, plan: SettingsPlan) -> list[str]:
+    return [
+        f"{row.micro_batch} x {row.accumulation}",
+        *(str(row.settings[lever.name]) for lever in plan.levers),
+        f"{row.estimate.peak_bytes / GIB:.2f}",
+        f"{row.needed_bytes / GIB:.2f}",
+        f"{row.estimate.host_bytes / GIB:.2f}",
+        row.estimate.phase,
+        f"{row.update_ms / plan.best.update_ms:.2f}",
+        "yes" if row.fits else "no",
+    ]
+
+
+def as_json(plan: SettingsPlan) -> dict[str, Any]:
+    """Everything that the table shows, in bytes and milliseconds."""
+    return {
+        "workload": plan.workload,
+        "card": asdict(plan.card),
+        "host_bytes": plan.host_bytes,
+        "allowances": allowances(plan.card),
+        "rows": [_row_as_json(row) for row in plan.rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    estimate = row.estimate
+    return {
+        "settings": dict(row.settings),
+        "micro_batch": row.micro_batch,
+        "accumulation": row.accumulation,
+        "fits": row.fits,
+        "update_ms": row.update_ms,
+        "update_range_ms": estimate.step_range_ms,
+        "needed_bytes": row.needed_bytes,
+        "peak_bytes": estimate.peak_bytes,
+        "host_bytes": estimate.host_bytes,
+        "phase": estimate.phase,
+        "breakdown": estimate.breakdown,
+        "confidence": estimate.confidence,
+        "assumptions": list(estimate.assumptions),
+    }
+
+
+def headline(plan: SettingsPlan) -> str:
+    """Return the choice in one line."""
+    best = plan.best
+    return (
+        f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "
+        f"{format_gib(best.estimate.peak_bytes)} allocated in {best.estimate.phase}, "
+        f"needs {format_gib(best.needed_bytes)}; confidence {best.estimate.confidence}"
+    )
+
+
+def explain(plan: SettingsPlan) -> list[str]:
+    """Explain why each lever is used or not, by the simulated settings."""
+    lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
+    kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
+    time = f"An update takes {time_text(plan.best.estimate, plan.card)}."
+    return [*lines, time, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
+
+
+def _explain_micro_batch(plan: SettingsPlan) -> str:
+    best = plan.best
+    larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
+    if not larger and best.accumulation > 1:
+        return f"micro-batch {best.micro_batch}: as given."
+    if not larger:
+        return f"micro-batch {best.micro_batch}: the whole batch fits at once."
+    following = min(larger, key=lambda row: row.micro_batch)
+    if following.fits:
+        ratio = following.update_ms / best.update_ms
+        return (
+            f"micro-batch {best.micro_batch}, not {following.micro_batch}: an update takes {ratio:.2f} times as long."
+        )
+    return (
+        f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
+        f"{format_gib(following.needed_bytes)} with these settings."
+    )
+
+
+def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
+    chosen = plan.best.settings[lever.name]
+    for value in lever.values:
+        if value == chosen:
+            continue
+        rows = [row for row in plan.rows if row.settings[lever.name] == value]
+        fitting = [row for row in rows if row.fits]
+        if fitting:
+            ratio = min(row.update_ms for row in fitting) / plan.best.update_ms
+            yield f"{lever.name} {chosen}, not {value}: with {value} an update takes {ratio:.2f} times as long."
+        elif rows:
+            needed = min(row.needed_bytes for row in rows) / GIB
+            yield f"{lever.name} {chosen}, not {value}: with {value} nothing fits; {needed:.2f} GiB at least."
+        else:
+            batch = "whole batch" if any(row.fits and row.accumulation == 1 for row in plan.rows) else "micro-batch"
+            yield f"{lever.name} {chosen}, not {value}: not needed, since the {batch} fits without it."
+
+
+def _assumptions(plan: SettingsPlan) -> list[str]:
+    estimate = plan.best.estimate
+    lines = [f"Assumed: {assumption}." for assumption in estimate.assumptions]
+    if estimate.unreached:
+        lines.append(f"Got no gradient in the simulation: {', '.join(estimate.unreached[:5])}.")
+    return lines
+
+
+def describe(row: Row) -> str:
+    """Settings in words."""
+    settings = [f"{name} {value}" for name, value in row.settings.items()]
+    return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

@@ -1,0 +1,55 @@
+"""A transformers model as it is trained: quantised, with adapters, checkpointed."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
+from hf_memopt.jobs.accelerate_config import DDP
+from hf_memopt.jobs.transformers_models.adapters import LoraTargets, import_fused_head, with_adapters
+from hf_memopt.jobs.transformers_models.image_text.vision_tower import freeze_vision_tower
+from hf_memopt.jobs.transformers_models.model_options import ModelOptions
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Module:
+    """Return a model in training mode.
+
+    Args:
+        options: options of the training.
+        config: the options', or one with fewer layers.
+        checkpointing: one of `CHECKPOINTING`: "selective" (`apply_selective_checkpointing`), "full" (transformers').
+
+    Raises:
+        ValueError: no model can be built from the configuration, or it has no layers for the adapters.
+    """
+    task = options.kind_of_task
+    dtype = getattr(torch, options.dtype)
+    attention = None if options.attention == "auto" else options.attention
+    # Weights that are quantised or sharded reach the device in their final form alone.
+    place = nullcontext() if (options.quantize, options.engine) == ("none", DDP) else torch.device("cpu")
+    with place:
+        model: Any = task.build(config, options.source, dtype=dtype, attn_implementation=attention)
+    if isinstance(model.config, PretrainedConfig):
+        model.config.use_cache = model.config.get_text_config().use_cache = False
+        if getattr(model.config, "pad_token_id", 0) is None:
+            model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
+    model.train()
+    frozen = freeze_vision_tower(model) if options.freeze_vision_tower else None
+    if options.quantize != "none":
+        quantise(model, options.quantize, dtype)
+    if options.loss == "chunked":
+        import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
+    if options.lora_rank is not None:
+        targets = LoraTargets(options.lora_targets or task.lora_targets(config), frozen, task.peft_type)
+        model = with_adapters(model, options.lora_rank, targets, options.use_dora)
+    if checkpointing == "full":
+        task.checkpoint(model)
+    if checkpointing == "selective":
+        apply_selective_checkpointing(model)
+    return model  # type: ignore[no-any-return]

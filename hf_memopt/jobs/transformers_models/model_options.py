@@ -1,0 +1,239 @@
+"""All options for training a transformers model, checked before anything is built."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
+from hf_memopt.jobs.accelerate_config import DDP, ENGINES, check_ranks, check_zero
+from hf_memopt.jobs.diffusers_models.denoising import Denoising
+from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
+from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, with_padding
+from hf_memopt.jobs.transformers_models.model_config import read_config
+from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS
+from hf_memopt.jobs.transformers_models.tasks import TASKS, Task, task_of
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+
+# The values of each option, the default first.
+CHOICES = {
+    "task": ("auto", *TASKS),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantize": ("none", *LAYERS),
+    "precision": ("no", "bf16", "fp16"),
+    "attention": ("auto", "sdpa", "eager"),
+    "loss": ("full", "chunked"),
+    "optimizer": tuple(OPTIMIZERS),
+    "engine": ENGINES,
+}
+
+
+# Options that mean something only beside adapters, and their defaults.
+_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
+# Those that mean something to few tasks.
+_OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
+_OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+_IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A transformers model, a batch, and an update as Accelerate runs it.
+
+    Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
+    may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
+
+    Args:
+        model: hub id, folder, or a config.json.
+        seq_len: tokens per sample, those of images beside text too, and on both sides of an encoder-decoder; images and
+            Whisper's sound have their configuration's size, and other sound is as long as this number of frames.
+        effective_batch: samples per update, of all GPUs together.
+        task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
+        images_per_sample: beside the text of a vision-language model.
+        image_size: size of these, such as "448" or "896x672" (height and width), as its processor leaves them; None,
+            the configuration's, where it has one.
+        freeze_vision_tower: the part that sees images is not trained, and has no adapters.
+        padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
+        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
+        quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
+            bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
+            is in float32 then, as PEFT prepares such models; "int8-torchao", in 8 bits by torchao
+            (`Int8WeightOnlyConfig`), everything else as `dtype` says.
+        precision: precision of Accelerate's autocast: "no", "bf16" or "fp16".
+        attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
+        loss: "full", from all logits; "chunked", TRL's, which makes them tile by tile and keeps none.
+        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
+            (torchao's), "adamw-8bit-bnb", "paged-adamw-8bit" and "paged-adamw-32bit" (bitsandbytes'), "sgd" (no
+            momentum) or "adafactor".
+        optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
+        lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
+        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None,
+            all of a transformers model, and of a denoiser those that diffusers' scripts adapt.
+        use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
+        max_grad_norm: gradients are clipped to this norm; None, they are not.
+        offload_threshold_mb: threshold of `ActivationOffloader`.
+        num_gpus: processes that train it together, each on a GPU of its own.
+        engine: how they share it: "ddp"; "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward;
+            DeepSpeed's "zero2" or "zero3".
+
+    Raises:
+        ValueError: an option is unknown or out of range, or two do not go together; the configuration cannot be found,
+            read or simulated (see `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer
+            than the model's positions.
+    """
+
+    model: str
+    seq_len: int = 2048
+    effective_batch: int = 8
+    task: str = "auto"
+    images_per_sample: int = 1
+    image_size: str | None = None
+    freeze_vision_tower: bool = False
+    padding: bool = False
+    dtype: str = "float32"
+    precision: str = "no"
+    attention: str = "auto"
+    loss: str = "full"
+    optimizer: str = "adamw"
+    optimizer_in_backward: bool = False
+    lora_rank: int | None = None
+    lora_targets: str | None = None
+    use_dora: bool = False
+    quantize: str = "none"
+    max_grad_norm: float | None = 1.0
+    offload_threshold_mb: float = 10.0
+    num_gpus: int = 1
+    engine: str = DDP
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            check_choice(name, getattr(self, name), known)
+        for name in ("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"):
+            COUNT.check(name, getattr(self, name))
+        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
+        check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
+        check_zero(self.engine, self.dtype, self.precision)
+        self._check_adapters()
+        self._check_update()
+        self._check_loss()
+        self._check_task()
+        positions = self.kind_of_task.positions
+        longest = getattr(self.config.get_text_config(), positions, None) if positions else None
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
+
+    def _check_task(self) -> None:
+        """Refuse options without meaning for the task, and images without a known layout."""
+        task = self.kind_of_task
+        for name, known in task.only.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not simulated for task={self.kind!r}; use {' or '.join(known)}"
+                )
+        for name, default in _OF_IMAGES:
+            if name not in task.image_options and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
+        if self.padding and not task.has_mask:
+            raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
+        task.describe(self.config, self.sample)
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank is not None:
+            import_peft(self.lora_rank)
+            return
+        unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
+        if unused:
+            raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+
+    def _check_loss(self) -> None:
+        if self.loss == "full":
+            return
+        if self.kind != "causal":
+            raise ValueError(f"loss={self.loss!r} is for task='causal', not {self.kind!r}; use 'full'")
+        if self.engine != DDP:
+            raise ValueError(f"loss={self.loss!r} with engine={self.engine!r} is not simulated; use 'full'")
+        import_fused_head()
+
+    def _check_update(self) -> None:
+        if not self.optimizer_in_backward:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
+                "is known; use none"
+            )
+        if self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus={self.num_gpus}: with optimizer_in_backward weights are updated before the ranks' gradients "
+                "are averaged; leave one of them out"
+            )
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision='fp16': its loss scaler has to see all gradients before an update; with "
+                "optimizer_in_backward use bf16"
+            )
+
+    @property
+    def sample(self) -> Sample:
+        """Return the sizes of each sample of a batch."""
+        computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
+        size = _parsed_size(self.image_size)
+        return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
+
+    def batch(self, config: Any, num_samples: int) -> Batch:
+        """Return a batch.
+
+        Args:
+            config: the options', or one with fewer layers.
+            num_samples: in the batch.
+        """
+        batch = self.kind_of_task.batch(config, num_samples, self.sample)
+        return with_padding(batch) if self.padding else batch
+
+    @property
+    def source(self) -> str:
+        """The model, as messages name it."""
+        return f"model={self.model!r}"
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration, which says everything about shapes."""
+        return read_config(self.model)
+
+    @cached_property
+    def kind(self) -> str:
+        """The task that is simulated.
+
+        Raises:
+            ValueError: transformers has no class of this architecture for it; or the task is "auto", and the
+                configuration names a class of another task.
+        """
+        return task_of(self.config, self.task, self.source)
+
+    @property
+    def kind_of_task(self) -> Task | Denoising:
+        """Return the model and batches of the task."""
+        return TASKS[self.kind]
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Refuse a value that an option does not take.
+
+    Raises:
+        ValueError: names option, value and those that are known.
+    """
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+
+
+def _parsed_size(text: str | None) -> tuple[int, int] | None:
+    """Return height and width."""
+    if text is None:
+        return None
+    found = _IMAGE_SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(f"image_size={text!r} must be pixels, such as 448, or height and width, such as 896x672")
+    return int(found[1]), int(found[2] or found[1])

@@ -1,0 +1,122 @@
+"""Computes couplings ahead of training, in any number of processes, and again after an interruption."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation, Solve, compute
+from hf_memopt.lerobot.couplings.key import observation_checksums
+from hf_memopt.lerobot.couplings.store import Columns, CouplingFolder, coupling_features
+
+
+def precompute(
+    solve: Solve,
+    load: Load,
+    spec: CouplingSpec,
+    path: Path | str,
+    *,
+    shard_size: int = 1024,
+    store_observations: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    extra: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Write the couplings of a specification to a folder, for `CouplingSource.cached`.
+
+    Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
+    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Files that are there
+    already are read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
+
+    Args:
+        solve: see `CouplingSource.online`.
+        load: see `CouplingSource.online`.
+        spec: which couplings to compute.
+        path: folder to create, or to complete.
+        shard_size: couplings per file, rounded up to whole batches. An interruption loses at most one file's.
+        store_observations: keep each coupling's observation with it. Required where `load` augments at random.
+        rank: rank of this process.
+        world_size: number of processes.
+        extra: JSON-able facts to record and to compare like the key.
+
+    Returns:
+        Shards that other processes have not written yet; none, if the folder is complete.
+
+    Raises:
+        ValueError: the folder holds other couplings (names each field that differs) or other files; another process
+            writes the same shard; or `load` does not give the same observation twice and observations are not stored.
+
+    Disk: 4 bytes for each element of a target, and 24 for each coupling.
+    """
+    if shard_size < 1:
+        raise ValueError(f"shard_size={shard_size} must be at least 1")
+    batches_per_shard = -(-shard_size // spec.batch_size)
+    num_shards = -(-spec.num_batches // batches_per_shard)
+    folder = CouplingFolder(Path(path).expanduser())
+    folder.begin(
+        {
+            **spec.key.to_dict(),
+            **(extra or {}),
+            "num_samples": len(spec.indices),
+            "samples": spec.samples_sha256(),
+            "shape": list(spec.shape),
+            "num_draws": spec.num_draws,
+            "batch_size": spec.batch_size,
+            "stores_observations": store_observations,
+            "num_shards": num_shards,
+        }
+    )
+    if not store_observations:
+        _check_repeatable(load, spec)
+    features = coupling_features(math.prod(spec.shape), store_observations)
+    mine = folder.incomplete(range(rank, num_shards, world_size))
+    batches = {
+        shard: range(shard * batches_per_shard, min((shard + 1) * batches_per_shard, spec.num_batches))
+        for shard in mine
+    }
+    total = sum(len(numbers) for numbers in batches.values())
+    with tqdm(total=total, desc="precompute", unit="batch", disable=rank != 0 or not mine) as bar:
+        for shard, numbers in batches.items():
+            folder.write(shard, _rows(solve, load, spec, numbers, store_observations, bar), features)
+    return folder.finish(features)
+
+
+def _rows(
+    solve: Solve, load: Load, spec: CouplingSpec, numbers: range, store_observations: bool, bar: Any
+) -> Iterator[Columns]:
+    for number in numbers:
+        yield _columns(spec, number, compute(solve, load, spec, number), store_observations)
+        bar.update()
+
+
+def _columns(spec: CouplingSpec, number: int, coupling: Coupling, store_observations: bool) -> Columns:
+    columns: dict[str, Any] = {
+        "index": coupling.indices,
+        "draw": [spec.batch(number)[1]] * len(coupling.indices),
+        "noise_seed": spec.seeds(number),
+        "observation_checksum": observation_checksums(coupling.observation).numpy(),
+        "target": coupling.target.flatten(1).numpy(),
+    }
+    if store_observations:
+        samples = range(len(coupling.indices))
+        columns["observation"] = [tensors_to_bytes(_sample(coupling.observation, sample)) for sample in samples]
+    return columns
+
+
+def _check_repeatable(load: Load, spec: CouplingSpec) -> None:
+    indices, _ = spec.batch(0)
+    first, *others = (observation_checksums(load(indices)) for _ in range(3))
+    if any(not torch.equal(first, other) for other in others):
+        raise ValueError(
+            "the same samples looked different when they were loaded again: the data is augmented at random, and a "
+            "cached target belongs to one augmented sample. Switch the augmentation off, or store the observations"
+        )
+
+
+def _sample(observation: Observation, position: int) -> dict[str, Tensor]:
+    return {name: tensor[position].cpu().contiguous() for name, tensor in observation.items()}

@@ -1,0 +1,73 @@
+"""A comparison of student and teacher as a table, as JSON and as a figure."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation
+from hf_memopt.lerobot.evaluate.rollouts import RolloutResult
+from hf_memopt.report.figures import render
+from hf_memopt.text_table import align
+
+_SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
+
+Rollouts = Mapping[int, RolloutResult]
+
+
+def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
+    """Return the comparison in words and numbers; errors and spread are of normalised actions."""
+    header = ["steps", *(f"{name} {figure}" for figure in ("error", "spread", "ms") for name, _ in _SIDES)]
+    rows = [[*header, *(["success", "reward"] if rollouts else [])]]
+    for steps in evaluation.student.error:
+        sides = (evaluation.teacher, evaluation.student)
+        rows.append(
+            [
+                str(steps),
+                *(f"{side.error[steps]:.4f}" for side in sides),
+                *(f"{side.spread[steps]:.4f}" for side in sides),
+                *(f"{side.latency_ms[steps]:.1f}" for side in sides),
+            ]
+        )
+        if rollouts:
+            rows[-1] += [f"{rollouts[steps].success_rate:.0%}", f"{rollouts[steps].mean_reward:.3f}"]
+    return "\n".join(
+        [
+            *align(rows, ">"),
+            "",
+            f"straightness (0 is straight): teacher {evaluation.teacher.normalized_straightness:.4f}, "
+            f"student {evaluation.student.normalized_straightness:.4f}",
+            f"error: root mean square difference to the teacher's {evaluation.teacher_num_steps} steps from the same "
+            "noise. spread: standard deviation over noise; near 0, the model has collapsed. ms: for one chunk.",
+        ]
+    )
+
+
+def write_evaluation(folder: Path, evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> list[Path]:
+    """Write `evaluation.json` and `evaluation.png`, over older ones, and return their paths.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, figure = folder / "evaluation.json", folder / "evaluation.png"
+    found: dict[str, Any] = evaluation.to_dict()
+    if rollouts:
+        found["environment"] = {steps: dataclasses.asdict(result) for steps, result in rollouts.items()}
+    numbers.write_text(json.dumps(found, indent=2))
+    figure.write_bytes(render(lambda empty: _draw(empty, evaluation), dark=False))
+    return [numbers, figure]
+
+
+def _draw(figure: Any, evaluation: ReflowEvaluation) -> None:
+    figure.set_size_inches(9, 3)
+    titles = {"error": "error to the teacher", "spread": "spread over noise", "latency_ms": "ms per chunk"}
+    for axes, (field, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+        for name, color in _SIDES:
+            values = getattr(getattr(evaluation, name), field)
+            axes.plot(list(values), list(values.values()), marker="o", color=color, label=name)
+        axes.set_title(title)
+        axes.set_xlabel("Euler steps")
+        axes.set_ylim(bottom=0)
+    axes.legend()

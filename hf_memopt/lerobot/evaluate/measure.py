@@ -1,0 +1,276 @@
+"""How good a reflowed student is with few Euler steps, next to its teacher and on the same noise."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from httpx import HTTPError
+from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
+from lerobot.datasets.factory import resolve_delta_timestamps
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.lerobot.flow.flow_policy import Observation
+from hf_memopt.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.lerobot.processors import load_processors
+from hf_memopt.memory.device_counters import device_name
+from hf_memopt.reflow import straightness
+
+Batch = Mapping[str, Tensor]
+
+_NUM_SPREAD_SAMPLES = 8
+_NUM_LATENCY_RUNS = 7
+
+
+@dataclass(frozen=True)
+class ModelEvaluation:
+    """One model's side of a comparison. Actions are normalised; dictionaries are keyed by number of Euler steps.
+
+    Attributes:
+        error: root mean square difference to the teacher's own sampling from the same noise.
+        action_error: root mean square difference to the demonstrated actions, where they are not padding.
+        straightness: see `hf_memopt.reflow.straightness`, on the teacher's number of steps.
+        normalized_straightness: the same, divided by the mean squared length of the path.
+        spread: standard deviation over noise of the actions for one observation. Near 0, the model has collapsed.
+        latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
+        weights_bytes: size of weights and buffers.
+        sampling_bytes: size of the tensors that are alive at most besides, while one chunk is sampled.
+    """
+
+    error: dict[int, float]
+    action_error: dict[int, float]
+    straightness: float
+    normalized_straightness: float
+    spread: dict[int, float]
+    latency_ms: dict[int, float]
+    weights_bytes: int
+    sampling_bytes: int
+
+
+@dataclass(frozen=True)
+class ReflowEvaluation:
+    """Student and teacher on `num_observations` observations; the reference takes `teacher_num_steps` steps."""
+
+    num_observations: int
+    teacher_num_steps: int
+    device: str
+    teacher: ModelEvaluation
+    student: ModelEvaluation
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the contents for JSON."""
+        return dataclasses.asdict(self)
+
+
+def evaluate_reflow(
+    student: PreTrainedPolicy,
+    teacher: PreTrainedPolicy,
+    batches: Sequence[Batch],
+    *,
+    num_steps: Sequence[int] = (1, 2, 4, 10),
+    seed: int = 0,
+) -> ReflowEvaluation:
+    """Compare a student with its teacher.
+
+    Args:
+        student: any flow-matching policy that reflow knows, reflowed or exported.
+        teacher: the policy it was distilled from; its own number of Euler steps defines the reference actions.
+        batches: preprocessed, on the policies' device, with actions.
+        num_steps: numbers of Euler steps to try.
+        seed: seed of the noise, which is the same for every model and number of steps.
+
+    Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one batch for
+    each number of steps. Training mode, configurations and the global random generator are left as they were.
+    """
+    reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
+    noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
+    references = [
+        sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
+        for batch, noise in zip(batches, noises, strict=True)
+    ]
+    sides = {
+        name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
+        for name, policy in (("teacher", teacher), ("student", student))
+    }
+    num_observations = sum(len(batch[ACTION]) for batch in batches)
+    return ReflowEvaluation(num_observations, reference_steps, device_name(noises[0].device), **sides)
+
+
+def held_out_batches(
+    policy: str | Path,
+    repo_id: str,
+    root: Path | None = None,
+    episodes: Sequence[int] | None = None,
+    batch_size: int = 16,
+    max_observations: int = 256,
+    device: str = "cpu",
+) -> list[dict[str, Tensor]]:
+    """Load observations of a LeRobotDataset, preprocessed as for the policy, spread evenly over the episodes.
+
+    Args:
+        policy: checkpoint whose configuration and saved preprocessor apply.
+        repo_id: id of the dataset.
+        root: its local folder; None, lerobot's cache or the hub.
+        episodes: which episodes; None, all.
+        batch_size: observations per batch.
+        max_observations: at most so many.
+        device: where the batches live.
+
+    Raises:
+        ValueError: the dataset cannot be read.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    overrides = {"device_processor": {"device": device}}
+    preprocess, _ = load_processors(config, folder, overrides)
+    with reading_dataset(repo_id, root):
+        metadata = LeRobotDatasetMetadata(repo_id, root=root)
+        timestamps = resolve_delta_timestamps(config, metadata)
+        chosen = None if episodes is None else list(episodes)
+        dataset = LeRobotDataset(repo_id, root=root, episodes=chosen, delta_timestamps=timestamps)
+    indices = torch.linspace(0, len(dataset) - 1, min(len(dataset), max_observations)).round().long().tolist()
+    loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=batch_size)
+    return [preprocess(batch) for batch in loader]
+
+
+@contextmanager
+def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
+    """Say in words why lerobot cannot open a dataset, if it cannot.
+
+    Raises:
+        ValueError: it is not there, neither locally nor on the hub.
+    """
+    try:
+        yield
+    except (OSError, HTTPError) as error:
+        place = "lerobot's cache or on the hub" if root is None else f"folder {str(root)!r}"
+        raise ValueError(
+            f"dataset {repo_id!r} cannot be read from {place} ({error}); name one with --dataset-repo-id and "
+            "--dataset-root (in training with --dataset.repo_id and --dataset.root)"
+        ) from error
+
+
+def _evaluate_model(
+    policy: PreTrainedPolicy,
+    batches: Sequence[Batch],
+    noises: Sequence[Tensor],
+    references: Sequence[Tensor],
+    reference_steps: int,
+    num_steps: Sequence[int],
+    name: str,
+) -> ModelEvaluation:
+    dims = policy.config.action_feature.shape[0]
+    errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
+    action_errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
+    paths = []
+    for batch, noise, reference in tqdm(
+        list(zip(batches, noises, references, strict=True)), desc=f"evaluate {name}", unit="batch"
+    ):
+        observation = observe(policy, batch)
+        paths.append(sample_trajectory(policy, observation, noise, reference_steps)[..., :dims])
+        for steps in num_steps:
+            actions = sample_trajectory(policy, observation, noise, steps)[-1]
+            errors[steps].append((actions - reference)[..., :dims].flatten())
+            action_errors[steps].append(_valid(actions[..., :dims] - batch[ACTION], batch))
+    path = torch.cat(paths, dim=1)
+    first = observe(policy, batches[0])
+    single = observe(policy, {key: value[:1] for key, value in batches[0].items() if isinstance(value, Tensor)})
+    all_steps = sorted({1, *num_steps, reference_steps})
+    weights_bytes, sampling_bytes = memory_to_act(policy, single, noises[0][:1])
+    return ModelEvaluation(
+        error={steps: _rms(found) for steps, found in errors.items()},
+        action_error={steps: _rms(found) for steps, found in action_errors.items()},
+        straightness=straightness(path).item(),
+        normalized_straightness=straightness(path, normalize=True).item(),
+        spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in all_steps},
+        latency_ms={steps: _latency_ms(policy, single, noises[0][:1], steps) for steps in all_steps},
+        weights_bytes=weights_bytes,
+        sampling_bytes=sampling_bytes,
+    )
+
+
+def sample_trajectory(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
+    """Return the states that lerobot's own sampling passes, `(num_steps + 1, batch, chunk, width)`, noise first."""
+    states = [noise]
+    # Stands in for lerobot's real-time-chunking processor, which sampling shows every state to.
+    recorder = SimpleNamespace(is_debug_enabled=lambda: True, track=lambda x_t, **_: states.append(x_t))
+    with _sampling(policy, num_steps, recorder):
+        policy.model.sample_actions(*observation.arguments(), noise=noise)
+    return torch.stack(states)
+
+
+@contextmanager
+def _sampling(policy: PreTrainedPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
+    steps_field = flow_of(policy.config).steps_field
+    before = policy.training, getattr(policy.config, steps_field), policy.model.rtc_processor
+    policy.eval()
+    setattr(policy.config, steps_field, num_steps)
+    policy.model.rtc_processor = recorder
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        policy.train(before[0])
+        setattr(policy.config, steps_field, before[1])
+        policy.model.rtc_processor = before[2]
+
+
+def _spread(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int, dims: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(noise.shape, generator=generator).to(noise.device) for _ in range(_NUM_SPREAD_SAMPLES)]
+    samples = torch.stack([sample_trajectory(policy, observation, draw, num_steps)[-1] for draw in draws])
+    return samples[..., :dims].std(dim=0).mean().item()
+
+
+def _latency_ms(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> float:
+    wait: Callable[[], None] = torch.accelerator.synchronize if noise.device.type != "cpu" else lambda: None
+    times = []
+    with _sampling(policy, num_steps):
+        for _ in range(_NUM_LATENCY_RUNS):
+            wait()
+            start = time.perf_counter()
+            policy.model.sample_actions(*observation.arguments(), noise=noise)
+            wait()
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def memory_to_act(policy: PreTrainedPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:
+    """Return the bytes of weights and buffers, and the most that other tensors hold together while a chunk is sampled.
+
+    In one Euler step: further ones hold no more.
+    """
+    storages = (tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers()))
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    log = AllocationLog(noise.device.type, 1, StepPhases())
+    with _sampling(policy, 1), log:
+        policy.model.sample_actions(*observation.arguments(), noise=noise)
+    history = log.closed()
+    on_device = (change.num_bytes for change in history.changes if not history.records[change.storage].on_host)
+    return sum(weights.values()), max(accumulate(on_device))
+
+
+def _draw_noise(policy: PreTrainedPolicy, batch: Batch, seed: int) -> Tensor:
+    shape = (len(batch[ACTION]), policy.config.chunk_size, policy.config.max_action_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(batch[ACTION].device)
+
+
+def _valid(error: Tensor, batch: Batch) -> Tensor:
+    padding = batch.get("action_is_pad")
+    return error.flatten() if padding is None else error[~padding].flatten()
+
+
+def _rms(errors: Sequence[Tensor]) -> float:
+    return torch.cat(list(errors)).square().mean().sqrt().item()

@@ -1,0 +1,170 @@
+"""π0's prefix, computed once for student and teacher.
+
+π0's state is a token of the expert's, so that its prefix is images and language alone. With a frozen VLM nothing of it
+belongs to one model, and lerobot's own sampling runs the VLM on it separately. lerobot's joint forward takes the tokens
+of VLM and expert through each layer together, which makes the whole VLM a part of the autograd graph.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
+from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
+from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pi0.modeling_pi0 import PI0Policy, PI0Pytorch
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hf_memopt.lerobot.flow.flow_policy import ConditionedExpert, FlowPolicy, Observation, SharedPrefix
+
+# lerobot leaves these in float32 when it makes a π0 bfloat16.
+_FLOAT32 = ("input_layernorm", "post_attention_layernorm", "model.norm")
+
+
+class Pi0Flow(FlowPolicy):
+    """π0: its state is a token of the expert's, and `dtype` is the dtype of its weights."""
+
+    stock_type = "pi0"
+    title = "π0"
+    steps_field = "num_inference_steps"
+    architecture_fields = (
+        "paligemma_variant",
+        "action_expert_variant",
+        "chunk_size",
+        "max_state_dim",
+        "max_action_dim",
+        "image_resolution",
+        "empty_cameras",
+        "use_relative_actions",
+        "relative_exclude_joints",
+        "min_period",
+        "max_period",
+    )
+
+    def load(self, folder: Path, config: PI0Config) -> PI0Policy:
+        policy = PI0Policy(config)
+        load_pi0_weights(policy, folder)
+        return policy.eval()
+
+    def name_vlm(self, config: PI0Config) -> str:
+        return f"paligemma_variant={config.paligemma_variant!r}"
+
+    def settings_of_teacher(self, config: PI0Config) -> dict[str, Any]:
+        # Rounded as the student's, both have the same VLM; to another dtype, only the expert is cast, later.
+        same = getattr(config, "teacher_dtype", None) == config.dtype
+        return {"gradient_checkpointing": False, **({"dtype": config.dtype} if same else {})}
+
+    def observe(self, policy: PI0Policy, batch: Mapping[str, Tensor]) -> Observation:
+        images, image_masks = policy._preprocess_images(batch)
+        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+
+    def demonstrated_actions(self, policy: PI0Policy, batch: Mapping[str, Tensor]) -> Tensor:
+        padded: Tensor = policy.prepare_action({ACTION: batch[ACTION]})
+        return padded
+
+    def prefix(self, model: PI0Pytorch, observation: Observation) -> SharedPrefix:
+        return Pi0Prefix(model, observation)
+
+    def expert(self, model: PI0Pytorch, prefix: SharedPrefix) -> ConditionedExpert:
+        assert isinstance(prefix, Pi0Prefix)
+        return Pi0Expert(model, prefix)
+
+    def vlm(self, model: PI0Pytorch) -> nn.Module:
+        vlm: nn.Module = model.paligemma_with_expert.paligemma
+        return vlm
+
+    def transformer(self, model: PI0Pytorch, with_vlm: bool) -> list[nn.Parameter]:
+        both = model.paligemma_with_expert
+        parts = [both.gemma_expert, *([both.paligemma.model.language_model] if with_vlm else [])]
+        return [
+            weight
+            for part in parts
+            for name, weight in part.named_parameters(prefix="model")
+            if not any(kept in name for kept in _FLOAT32)
+        ]
+
+    def leave_out_unused(self, model: PI0Pytorch) -> None:
+        # An output layer over the whole vocabulary, which is nearly half of the expert's bytes.
+        model.paligemma_with_expert.gemma_expert.lm_head = None
+
+    def why_not_shareable(self, config: PI0Config) -> str | None:
+        if config.gradient_checkpointing:
+            return (
+                "gradient_checkpointing recomputes the joint forward (--policy.gradient_checkpointing=false would not)"
+            )
+        return None
+
+
+class Pi0Prefix(SharedPrefix):
+    """Computes the keys and values of the image and language tokens of one batch, `(batch, heads, tokens, dim)` each.
+
+    Args:
+        model: whose frozen VLM computes them.
+        observation: the batch.
+
+    Memory: `2 * layers * batch * tokens * kv_heads * head_dim` elements; nothing is saved for backward.
+    """
+
+    def __init__(self, model: PI0Pytorch, observation: Observation) -> None:
+        self.state = observation.state
+        both = model.paligemma_with_expert
+        with torch.no_grad():
+            embeddings, self.pad_masks, attention = model.embed_prefix(*observation.arguments()[:4])
+            visible = make_att_2d_masks(self.pad_masks, attention)
+            # As lerobot does: other implementations do not take its additive masks.
+            both.paligemma.model.language_model.config._attn_implementation = "eager"
+            _, cache = both.forward(
+                attention_mask=prepare_attention_masks_4d(visible),
+                position_ids=torch.cumsum(self.pad_masks, dim=1) - 1,
+                past_key_values=None,
+                inputs_embeds=[embeddings, None],
+                use_cache=True,
+            )
+        self.keys = [layer.keys for layer in cache.layers]
+        self.values = [layer.values for layer in cache.layers]
+
+
+class Pi0Expert(ConditionedExpert):
+    """Evaluates a model's velocity field, given a shared prefix. Gradients flow to the expert and all projections.
+
+    Args:
+        model: student or teacher.
+        prefix: computed by a VLM with the same weights; cast to the expert's dtype where that is another.
+    """
+
+    def __init__(self, model: PI0Pytorch, prefix: Pi0Prefix) -> None:
+        self._model, self._pad_masks, self._state = model, prefix.pad_masks, prefix.state
+        keys, values = prefix.keys, prefix.values
+        if not torch.is_autocast_enabled(self._state.device.type):
+            dtype = model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.k_proj.weight.dtype
+            keys, values = ([tensor.to(dtype) for tensor in tensors] for tensors in (keys, values))
+        # As a cache of lerobot's yields them. It copies them for each step, since the expert appends its own.
+        self._layers = [(key, value, None) for key, value in zip(keys, values, strict=True)]
+
+    def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
+        """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
+        velocity: Tensor = self._model.denoise_step(
+            state=self._state,
+            prefix_pad_masks=self._pad_masks,
+            past_key_values=self._layers,
+            x_t=x_t,
+            timestep=time,
+        )
+        return velocity
+
+
+def load_pi0_weights(policy: PI0Policy, folder: Path) -> None:
+    """Load a checkpoint's weights strictly, with the names of openpi's checkpoints translated as lerobot does.
+
+    `PI0Policy.from_pretrained` prints the error and goes on, with random values for weights that did not load.
+
+    Raises:
+        RuntimeError: they do not fit.
+    """
+    weights = policy._fix_pytorch_state_dict_keys(load_file(folder / SAFETENSORS_SINGLE_FILE), policy.config)
+    named = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in weights.items()}
+    policy.load_state_dict(named, strict=True)

@@ -1,0 +1,161 @@
+"""The fields that reflow adds to a policy's configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.ranges import COUNT, POSITIVE, SHARE
+from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
+from hf_memopt.weights import TEACHER_MODES
+
+DTYPES = ("float32", "bfloat16")
+SELF = "self"
+
+
+@dataclass
+class ReflowOptions:
+    """Fields of a student's configuration beside its policy's own; mixed into that policy's configuration class.
+
+    Paths become absolute, so that a checkpoint that was trained with relative ones works from any directory.
+
+    Attributes:
+        use_reflow: train on the teacher's couplings; without it the policy is the stock one.
+        teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind; `"self"`,
+            the student's own present weights, which need no second model. Read in training only: inference needs no
+            teacher, and neither does training with `couplings_path`.
+        teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
+            `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
+            `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
+            the recipe replaces it by the result of a simulation before the first step, where there can be one.
+        teacher_budget_gib: device memory that the teacher's own weights may take, for `"auto"` and `"stream"`; None, no
+            limit.
+        teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
+        teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own number.
+        reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
+        reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
+        reflow_real_data: the share of samples, in [0, 1), whose pair is a demonstration and the noise that the
+            teacher's ODE takes it to when it runs the other way. The others are noise and the actions that it is taken
+            to.
+        reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
+        couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
+        couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
+            fresh noise in every step. With `couplings_path`, None takes the folder's seed.
+        couplings_per_frame: how many different pairs a frame has with `couplings_seed`; None, 1 or the folder's number.
+        share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
+            frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
+            says so or names the missing condition; `"on"`, or fail; `"off"`.
+        activation_offload: whether tensors saved for backward go to host memory: `"all"` of them, or those of a plan
+            (`"auto"`), see `hf_memopt.ActivationOffloader`; `"off"`, none. Gradients are the same, bit for bit. Nothing
+            moves on a CPU.
+        activation_budget_gib: with `"auto"`, device memory that saved activations may take; None, as the planner finds
+            best.
+        from_scratch: let reflow start from random weights, which no teacher's copy is.
+        dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; π0's own field of
+            this name makes them bfloat16 as well, but for norms, vision and projections.
+    """
+
+    use_reflow: bool = False
+    teacher_model_path: str | None = None
+    teacher_offload: str = "auto"
+    teacher_budget_gib: float | None = None
+    teacher_dtype: str | None = None
+    teacher_num_steps: int | None = None
+    reflow_time_sampling: str = "beta"
+    reflow_loss: str = "mse"
+    reflow_real_data: float = 0.0
+    reflow_round: int = 1
+    couplings_path: str | None = None
+    couplings_seed: int | None = None
+    couplings_per_frame: int | None = None
+    share_prefix: str = "auto"
+    activation_offload: str = "off"
+    activation_budget_gib: float | None = None
+    from_scratch: bool = False
+    dtype: str = "float32"
+
+    def check_options(self) -> None:
+        """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`.
+
+        Raises:
+            ValueError: names the field, its value and the remedy.
+        """
+        self.teacher_model_path = absolute_if_local(self.teacher_model_path)
+        self.couplings_path = absolute_if_local(self.couplings_path)
+        # YAML reads an unquoted on or off as a boolean.
+        self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
+        self.activation_offload = {"False": "off"}.get(self.activation_offload, self.activation_offload)
+        _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
+        POSITIVE.check("teacher_budget_gib", self.teacher_budget_gib)
+        _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
+        _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
+        _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)
+        _one_of("share_prefix", self.share_prefix, ("auto", "on", "off"))
+        _one_of("activation_offload", self.activation_offload, ("off", "auto", "all"))
+        POSITIVE.check("activation_budget_gib", self.activation_budget_gib)
+        if self.activation_budget_gib is not None and self.activation_offload != "auto":
+            raise ValueError(
+                f"activation_budget_gib={self.activation_budget_gib} needs activation_offload=auto; "
+                f"{self.activation_offload} is set"
+            )
+        _one_of("dtype", self.dtype, DTYPES)
+        for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
+            COUNT.check(name, getattr(self, name))
+        SHARE.check("reflow_real_data", self.reflow_real_data)
+        if self.use_reflow:
+            self._check_reflow()
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Return whether the student is its own teacher."""
+        return self.teacher_model_path == SELF and self.couplings_path is None
+
+    def check_start(self: Any) -> None:
+        """Raise a ValueError if reflow would start from random weights without `from_scratch`."""
+        if self.use_reflow and not self.pretrained_path and not self.from_scratch:
+            teacher = "<teacher>" if self.teacher_model_path in (None, SELF) else self.teacher_model_path
+            raise ValueError(
+                "the student would start from random weights, and reflow trains a copy of the teacher; make one with "
+                f"`hf-memopt prepare-student --teacher {teacher} --output outputs/student_init` and pass "
+                "--policy.path=outputs/student_init in place of --policy.type, or pass --policy.from_scratch=true"
+            )
+
+    def _check_reflow(self) -> None:
+        if not self.teacher_model_path and not self.couplings_path:
+            raise ValueError(
+                "use_reflow=true needs teacher_model_path: pass --policy.teacher_model_path=<checkpoint folder or hub "
+                "id>, start from a student made by `hf-memopt prepare-student`, or pass --policy.couplings_path"
+            )
+        fixed = "couplings_path" if self.couplings_path is not None else "couplings_seed"
+        if self.reflow_real_data > 0 and getattr(self, fixed) is not None:
+            raise ValueError(
+                f"reflow_real_data={self.reflow_real_data} asks the teacher for the noise of demonstrations, and "
+                f"{fixed} fixes the noise of each frame; leave one of them out"
+            )
+        if self.couplings_per_frame is not None and self.couplings_seed is None and self.couplings_path is None:
+            raise ValueError(
+                f"couplings_per_frame={self.couplings_per_frame} needs couplings_seed; without it each step draws new "
+                "noise"
+            )
+        if self.teaches_itself and self.couplings_seed is not None:
+            raise ValueError(
+                f"couplings_seed={self.couplings_seed} with teacher_model_path=self: the student's own targets change "
+                "in every step, so that a pair is never the same; leave couplings_seed out"
+            )
+
+
+def is_student(config: Any) -> bool:
+    """Return whether a policy's configuration has these fields."""
+    return isinstance(config, ReflowOptions)
+
+
+def absolute_if_local(name: str | None) -> str | None:
+    """Return the absolute path of a file on this machine, and any other text (a hub id, say) as it is."""
+    if not name or name == SELF or not Path(name).expanduser().exists():
+        return name
+    return str(Path(name).expanduser().absolute())
+
+
+def _one_of(field: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join("unset" if name is None else name for name in allowed)
+        raise ValueError(f"{field}={value!r} is unknown; use one of: {names}")

@@ -1,0 +1,42 @@
+"""Policy type `pi0_reflow`: a π0 student that learns straight paths from a teacher's couplings."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from lerobot.policies.pi0.modeling_pi0 import PI0Policy
+
+from hf_memopt.lerobot.flow.pi0_flow import load_pi0_weights
+from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
+from hf_memopt.lerobot.policy_files import check_weights_file, load_config, resolve_checkpoint
+from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
+
+
+class PI0ReflowPolicy(ReflowPolicy, PI0Policy):
+    """π0 whose `forward` is the reflow loss while `use_reflow` is set, and the stock loss otherwise."""
+
+    config_class = PI0ReflowConfig
+    name = "pi0_reflow"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_name_or_path: str | Path,
+        *,
+        config: PI0ReflowConfig | None = None,
+        revision: str | None = None,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint as lerobot's commands ask for it, strictly for any value of `strict`.
+
+        lerobot's own method for π0 goes on with random values for weights that do not fit.
+
+        Raises:
+            RuntimeError: the weights do not fit the configuration.
+            ValueError: there is no checkpoint, or its weights file is damaged.
+        """
+        folder = resolve_checkpoint(pretrained_name_or_path, revision)
+        check_weights_file(folder)
+        policy = cls(load_config(folder) if config is None else config, **kwargs)
+        load_pi0_weights(policy, folder)
+        return policy.eval()

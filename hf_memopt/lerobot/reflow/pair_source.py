@@ -1,0 +1,259 @@
+"""Where a batch's pairs of noise and actions come from: the teacher at work, one pair for each frame, or the disk."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import OBS_STATE
+from torch import Tensor
+
+from hf_memopt.lerobot.couplings.key import draw_noise, noise_seed
+from hf_memopt.lerobot.couplings.source import CouplingCache
+from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
+from hf_memopt.lerobot.reflow.pair_key import (
+    Statistics,
+    comparable_fields,
+    coupling_inputs,
+    without_padding,
+)
+from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
+from hf_memopt.lerobot.reflow.self_teacher import SelfTeacher
+from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher
+
+logger = logging.getLogger(__name__)
+
+
+class Pairs(NamedTuple):
+    """The pairs of noise and actions that a batch is trained on.
+
+    Attributes:
+        batch: the batch that the student sees.
+        noise: `(batch, chunk, max_action_dim)`.
+        target: the actions at the other end of the paths, in the same shape; None before they are known.
+        valid: `(batch, chunk)` bool, which steps of the chunks count; None, all.
+    """
+
+    batch: dict[str, Tensor]
+    noise: Tensor
+    target: Tensor | None = None
+    valid: Tensor | None = None
+
+
+class PairSource:
+    """Gives a batch new noise in each step, and asks the teacher where it leads.
+
+    That takes two steps. `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise
+    before the times. `complete` comes when the prefix is there, which the teacher may share, and before the student's
+    forward, so that the teacher never meets the student's activations.
+    """
+
+    def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
+        """Raise a ValueError for all that can be refused before training starts."""
+
+    def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
+        """Draw a batch's noise, unless it is given."""
+        return Pairs(batch, self._noise(student, batch) if noise is None else noise)
+
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        """Return the drawn pairs with their actions.
+
+        Args:
+            pairs: as drawn.
+            teacher: loaded.
+            student: the policy that trains on them.
+            observation: observation of the batch that the student sees.
+            prefix: the student's, if the teacher shares it.
+        """
+        return pairs._replace(target=teacher.sample(observation, pairs.noise, prefix))
+
+    def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
+        state, config = batch[OBS_STATE], student.config
+        shape = (len(state), config.chunk_size, config.max_action_dim)
+        return student.model.sample_noise(shape, state.device)  # type: ignore[no-any-return]
+
+
+class DemonstratedPairs(PairSource):
+    """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
+
+    @torch.no_grad()
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        """Find the other end of each path: the actions of a noise, or the noise of actions."""
+        batch, noise, config = pairs.batch, pairs.noise, student.config
+        flow = flow_of(config)
+        from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
+        actions = flow.demonstrated_actions(student, batch)
+        with teacher.visit() as model:
+            prefix = flow.prefix(model, observation) if prefix is None else prefix
+            num_action_dims = config.action_feature.shape[0]
+            noise, target = flow.expert(model, prefix).couple(
+                noise, actions, from_actions, teacher.num_steps, num_action_dims
+            )
+        # Behind the end of an episode a demonstration is padding, which is no path of the teacher's.
+        padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=noise.device))
+        return Pairs(batch, noise, target, ~(padding & from_actions[:, None]))
+
+
+class SeededPairs(PairSource):
+    """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
+
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        """Let the teacher solve frame by frame: the neighbours in a batch would change the rounding."""
+        inputs, noise = coupling_inputs(student.config, pairs.batch), pairs.noise
+        rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
+        with teacher.visit():
+            targets = [solve(student, teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
+        return pairs._replace(target=torch.cat(targets))
+
+    def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
+        return frame_noise(student.config, batch, batch[OBS_STATE].device)
+
+
+class CachedPairs(PairSource):
+    """Reads pairs from the folder that a configuration names. Copies and pickles open it anew.
+
+    Args:
+        config: the student's.
+    """
+
+    def __init__(self, config: ReflowOptions) -> None:
+        self._config = config
+        self._cache: CouplingCache | None = None
+
+    def __reduce__(self) -> Any:
+        return CachedPairs, (self._config,)
+
+    def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
+        """Refuse couplings that were not made for this policy and this data.
+
+        Raises:
+            ValueError: names each field that differs, or the file that is damaged.
+        """
+        expected = comparable_fields(self._config, dataset_stats, dataset_root)
+        self._open().check(expected)
+        if "weights" not in expected:
+            logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
+
+    def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
+        """Look up the pairs of a batch's frames, and the observations if they are stored.
+
+        Raises:
+            ValueError: `noise` is given; or a frame has no couplings, or its observation is not the one that they were
+                computed for.
+        """
+        if noise is not None:
+            raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
+        cache = self._open()
+        indices = frame_indices(batch)
+        inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
+        coupling = cache.of(indices, draw_numbers(len(indices), cache.spec.num_draws), inputs)
+        device = batch["index"].device
+        if cache.has_observations:
+            batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
+        return Pairs(batch, coupling.noise.to(device), coupling.target.to(device))
+
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        """Return the pairs that were looked up."""
+        return pairs
+
+    def _open(self) -> CouplingCache:
+        if self._cache is None:
+            self._cache = CouplingCache(str(self._config.couplings_path))
+        return self._cache
+
+
+def make_pair_source(config: ReflowOptions) -> PairSource:
+    """Make the source that a student's configuration asks for."""
+    if config.couplings_path is not None:
+        return CachedPairs(config)
+    if config.couplings_seed is not None:
+        return SeededPairs()
+    return DemonstratedPairs() if config.reflow_real_data > 0 else PairSource()
+
+
+def make_teacher(config: ReflowOptions) -> VelocityTeacher:
+    """Make the teacher that a student's configuration names.
+
+    With couplings from a folder there is no teacher to ask, and the student alone says whether its prefix needs a
+    graph.
+    """
+    has_own_weights = config.couplings_path is None and not config.teaches_itself
+    return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)
+
+
+def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+    """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
+
+    Autocast does not apply, and padding is cut off first, so that the result for one frame is a function of that
+    frame alone; for several frames it is that up to rounding.
+
+    Args:
+        student: prepares the observation.
+        teacher: loaded here.
+        inputs: see `coupling_inputs`.
+        noise: `(batch, chunk, max_action_dim)`.
+    """
+    teacher.load(student)
+    with torch.autocast(noise.device.type, enabled=False):
+        observation = observe(student, without_padding(inputs))
+        return teacher.sample(observation, noise, teacher.shared_prefix(student, observation))
+
+
+def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
+    """Return the dataset's numbers of the frames in a batch.
+
+    Raises:
+        ValueError: the batch does not say.
+    """
+    if "index" not in batch:
+        raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
+    indices: list[int] = batch["index"].flatten().tolist()
+    return indices
+
+
+def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Draw one of each frame's `couplings_per_frame` noises, `(batch, chunk, max_action_dim)`."""
+    indices = frame_indices(batch)
+    draws = draw_numbers(len(indices), config.couplings_per_frame or 1)
+    assert config.couplings_seed is not None
+    seeds = [noise_seed(config.couplings_seed, index, draw) for index, draw in zip(indices, draws, strict=True)]
+    return draw_noise(seeds, (config.chunk_size, config.max_action_dim)).to(device)
+
+
+def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
+    """Draw which of its pairs each frame gets in this step, from the global random generator."""
+    draws: list[int] = torch.randint(num_draws, (batch_size,)).tolist()
+    return draws

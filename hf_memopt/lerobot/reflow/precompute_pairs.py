@@ -1,0 +1,170 @@
+"""`hf-memopt precompute`: all pairs of a reflow run, ahead of it, from the flags that the run is going to have."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.datasets import LeRobotDataset
+from lerobot.datasets.factory import make_dataset
+from lerobot.policies import make_policy
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hf_memopt.lerobot.couplings.source import CouplingKey, CouplingSpec, precompute
+from hf_memopt.lerobot.evaluate.measure import reading_dataset
+from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.lerobot.processors import load_processors
+from hf_memopt.lerobot.reflow.pair_key import comparable_fields, coupling_inputs
+from hf_memopt.lerobot.reflow.pair_source import solve
+from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
+from hf_memopt.lerobot.training_flags import read_training_flags
+
+
+def precompute_for_policy(
+    training_flags: Sequence[str],
+    output: Path,
+    *,
+    batch_size: int = 1,
+    shard_size: int = 1024,
+    store_observations: bool = False,
+) -> list[int]:
+    """Write the couplings of every frame of a dataset, for `--policy.couplings_path`.
+
+    Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other.
+
+    Args:
+        training_flags: flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and the others that the run is
+            going to have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which
+            couplings.
+        output: folder to create, or to complete.
+        batch_size: frames that the teacher solves together. 1 gives the pairs of training online with the same seed,
+            bit for bit; larger is faster and rounds differently.
+        shard_size: couplings per file.
+        store_observations: keep the preprocessed observations too, which lets them be augmented.
+
+    Returns:
+        Shards that other processes have not written yet.
+
+    Raises:
+        ValueError: flags without a teacher, or see `hf_memopt.lerobot.couplings.source.precompute`.
+    """
+    # lerobot reads `sys.argv`, in several places.
+    flags = [sys.argv[0], "--discover_packages_path=hf_memopt.lerobot", *training_flags]
+    with patch.object(sys, "argv", flags):
+        cfg = read_training_flags()
+    config = _check(cfg)
+    with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
+        dataset = make_dataset(cfg)
+    policy = make_policy(cfg=config, ds_meta=dataset.meta, rename_map=cfg.rename_map).eval()
+    frames = Frames(cfg, policy, dataset)
+    key = key_of(config, dataset)
+    shape = (config.chunk_size, config.max_action_dim)
+    spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
+    policy.load_teacher_model()
+    rank, world_size = _rank()
+
+    def ask(inputs: Any, noise: Tensor) -> Tensor:
+        target: Tensor = solve(policy, policy.teacher, inputs, noise.to(config.device))
+        return target.cpu()
+
+    with _arithmetic_of_training(cfg):
+        return precompute(
+            ask,
+            frames.load,
+            spec,
+            output,
+            shard_size=shard_size,
+            store_observations=store_observations,
+            rank=rank,
+            world_size=world_size,
+            extra={"shared_prefix": policy.why_prefix_not_shared is None},
+        )
+
+
+def key_of(config: PreTrainedConfig, dataset: LeRobotDataset) -> CouplingKey:
+    """Return the key of the couplings that a policy's teacher makes for a dataset."""
+    fields = comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root))
+    return CouplingKey(**{name: fields[name] for name in CouplingKey.__dataclass_fields__})
+
+
+class Frames:
+    """A dataset's frames, preprocessed as lerobot's training loop does it.
+
+    Args:
+        cfg: the run's.
+        policy: the student.
+        dataset: the run's.
+    """
+
+    def __init__(self, cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset) -> None:
+        self._config, self._dataset = policy.config, dataset
+        self.indices: list[int] = [int(index) for index in dataset.hf_dataset["index"]]
+        self._position = {index: position for position, index in enumerate(self.indices)}
+        features = {**policy.config.input_features, **policy.config.output_features}
+        normalizer = {
+            "features": features,
+            "norm_map": policy.config.normalization_mapping,
+            "stats": dataset.meta.stats,
+        }
+        self._preprocess, _ = load_processors(
+            policy.config,
+            policy.config.pretrained_path,
+            {
+                "device_processor": {"device": torch.device(policy.config.device).type},
+                "normalizer_processor": normalizer,
+                "rename_observations_processor": {"rename_map": cfg.rename_map},
+            },
+        )
+
+    def load(self, indices: list[int]) -> dict[str, Tensor]:
+        """Return the tensors that condition the teacher for these frames, on the policy's device."""
+        batch = default_collate([self._dataset[self._position[index]] for index in indices])
+        for camera in self._dataset.meta.camera_keys:
+            if batch[camera].dtype == torch.uint8:
+                batch[camera] = batch[camera].to(self._config.device).to(torch.float32) / 255.0
+        return coupling_inputs(self._config, self._preprocess(batch))
+
+
+def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
+    config = cfg.policy
+    if not is_student(config) or not config.use_reflow:
+        raise ValueError(
+            "the training flags name no student; pass --policy.path=<folder of `hf-memopt prepare-student`>"
+        )
+    teacher = config.teacher_model_path
+    if not teacher or teacher == SELF or config.couplings_path is not None:
+        raise ValueError(
+            f"teacher_model_path={teacher!r}, couplings_path={config.couplings_path!r}: precompute needs a teacher "
+            "with weights of its own, and no couplings to read"
+        )
+    if not config.pretrained_path:
+        raise ValueError("precompute needs --policy.path=<student>, which says how frames are preprocessed")
+    config.couplings_seed = 0 if config.couplings_seed is None else config.couplings_seed
+    return config
+
+
+def _rank() -> tuple[int, int]:
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return rank, world_size
+
+
+@contextmanager
+def _arithmetic_of_training(cfg: TrainPipelineConfig) -> Iterator[None]:
+    """lerobot's training loop allows TF32, and lets cuDNN choose by speed unless `cudnn_deterministic` is set."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32
+    cudnn.deterministic, cudnn.benchmark = cfg.cudnn_deterministic, not cfg.cudnn_deterministic
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32 = before

@@ -1,0 +1,197 @@
+"""The training loss of a student: reflow where it is asked for, and the policy's own loss otherwise."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor, nn
+
+from hf_memopt.activations import ActivationOffloader
+from hf_memopt.lerobot.checkpoint_files import no_remote_code
+from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.lerobot.flow.known_flows import flow_of, observe
+from hf_memopt.lerobot.policy_files import resolve_checkpoint
+from hf_memopt.lerobot.processors import check_processors
+from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source, make_teacher
+from hf_memopt.lerobot.step_memory import PhaseMemory
+from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
+from hf_memopt.units import GIB
+from hf_memopt.weights import TeacherReport
+
+
+class ReflowPolicy(nn.Module):
+    """Mixed into a policy class of lerobot's, in front of it: an ordinary policy but for its training loss.
+
+    `forward` is the reflow loss while `use_reflow` is set, and the policy's own loss otherwise.
+
+    Args:
+        config: the student's, with the teacher's path.
+        dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
+
+    Raises:
+        ValueError: see `ReflowTeacher.check`, `ReflowOptions.check_start`, and `check_processors` for the checkpoint
+            that the student starts from.
+    """
+
+    config: Any
+    model: Any
+
+    def __init__(self, config: Any, dataset_stats: Any = None, **kwargs: Any) -> None:
+        source, teacher = make_pair_source(config), make_teacher(config)
+        if config.use_reflow and dataset_stats is not None:
+            root = getattr(kwargs.get("dataset_meta"), "root", None)
+            teacher.check(dataset_stats)
+            source.check(dataset_stats, None if root is None else Path(root))
+        if dataset_stats is not None:
+            config.check_start()
+        if dataset_stats is not None and config.pretrained_path:
+            # lerobot makes the processors next, of these very files.
+            config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
+            check_processors(config.pretrained_path)
+        with no_remote_code():
+            super().__init__(config, **kwargs)
+        self.pair_source, self.teacher = source, teacher
+        self.memory: PhaseMemory | None = None
+        self.offloader = ActivationOffloader(
+            enabled=config.activation_offload != "off",
+            mode="all" if config.activation_offload == "all" else "auto",
+            budget_gib=config.activation_budget_gib,
+        )
+
+    def forward(
+        self, batch: dict[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None, reduction: str = "mean"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of one batch.
+
+        Args:
+            batch: observations, preprocessed; the dataset's actions are used for `reflow_real_data` only. Not modified.
+            noise: `(batch, chunk, max_action_dim)`; None draws it, over the full padded width as sampling does.
+            time: `(batch,)`; None draws it as `reflow_time_sampling` says.
+            reduction: `"mean"`, or `"none"` for one loss per sample, `(batch,)`.
+
+        Returns:
+            The loss, and figures to log: `loss` or those of the policy's own, and `memory_figures`.
+
+        Raises:
+            ValueError: see `CachedPairs.draw`.
+        """
+        with self._autocast(), self.offloader.offload_context(self):
+            if self.config.use_reflow:
+                loss, figures = self._reflow(batch, noise, time, reduction)
+            else:
+                given = {name: value for name, value in (("noise", noise), ("time", time)) if value is not None}
+                loss, figures = super().forward(batch, reduction=reduction, **given)
+        self._mark("forward").mark_after_backward(loss)
+        return loss, {**figures, **self.memory_figures()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast that `dtype` asks for; the training loop of lerobot 0.6.1 does the same, around this."""
+        if self.config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, torch.bfloat16)
+
+    def _reflow(
+        self, batch: dict[str, Tensor], noise: Tensor | None, time: Tensor | None, reduction: str
+    ) -> tuple[Tensor, dict[str, float]]:
+        pairs = self.pair_source.draw(self, batch, noise)
+        observation = observe(self, pairs.batch)
+        if time is None:
+            time = sample_time(len(pairs.noise), self.config.reflow_time_sampling, pairs.noise.device)
+        self.teacher.load(self)
+        # The teacher's weights travel while the prefix is computed.
+        self.teacher.prefetch()
+        prefix = self.teacher.shared_prefix(self, observation)
+        self._mark("prefix")
+        # The target comes before the student's forward, so that the teacher never meets the student's activations.
+        pairs = self.pair_source.complete(pairs, self.teacher, self, observation, prefix)
+        self._mark("teacher")
+        losses = self._losses(observation, prefix, pairs, time)
+        loss = losses.mean()
+        return (losses if reduction == "none" else loss), {"loss": loss.item()}
+
+    def load_teacher_model(self) -> PreTrainedPolicy:
+        """Return the teacher: frozen, in evaluation mode, on the host unless `teacher_offload=resident`.
+
+        Without a teacher of its own (`teacher_model_path=self`, or `couplings_path`), the student itself.
+        """
+        return self.teacher.load(self)
+
+    def generate_reflow_target(
+        self,
+        images: list[Tensor],
+        img_masks: list[Tensor],
+        lang_tokens: Tensor,
+        lang_masks: Tensor,
+        state: Tensor,
+        noise: Tensor,
+    ) -> Tensor:
+        """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
+
+        Arguments as lerobot's `sample_actions` takes them. The teacher has left the device again when
+        this returns.
+
+        Raises:
+            ValueError: with `couplings_path` there is no teacher.
+        """
+        if self.config.couplings_path is not None:
+            raise ValueError(
+                f"couplings_path={self.config.couplings_path!r} has the targets; there is no teacher to ask"
+            )
+        observation = Observation(images, img_masks, lang_tokens, lang_masks, state)
+        self.teacher.load(self)
+        self.teacher.prefetch()
+        return self.teacher.sample(observation, noise, self.teacher.shared_prefix(self, observation))
+
+    def teacher_report(self) -> TeacherReport | None:
+        """Return the cost of the teacher; None before it was used and where there is none."""
+        return self.teacher.report()
+
+    def memory_figures(self) -> dict[str, float]:
+        """Return where memory is, in GiB, each under its name in a log; empty before the first `forward`.
+
+        - each phase's as `PhaseMemory` has them: `prefix` and `teacher` with `use_reflow`; `forward`; `backward` and
+          `optimizer`, which inside `forward` are those of the batch before.
+        - `memory/teacher_own_gib`: the teacher's own weights, wherever they live; on an accelerator
+          `memory/teacher_device_gib`, the most of them that was on it at once.
+        - `memory/offload_host_gib`: host memory that holds activations, with `activation_offload`.
+        """
+        if self.memory is None:
+            return {}
+        figures, report = self.memory.figures(), self.teacher_report()
+        if report is not None:
+            figures["memory/teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+        if report is not None and self.memory.has_counters:
+            figures["memory/teacher_device_gib"] = report.peak_device_bytes / GIB
+        if self.offloader.enabled:
+            figures["memory/offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
+        return figures
+
+    @property
+    def why_prefix_not_shared(self) -> str | None:
+        """Return why the teacher computes its own prefix; None if the student's serves both."""
+        return self.teacher.why_not_shared
+
+    def update(self) -> None:
+        """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""
+        self._mark("optimizer")
+        if self.config.use_reflow:
+            self.teacher.prefetch()
+
+    def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
+        """Return the loss of each sample, `(batch,)`."""
+        assert pairs.target is not None
+        num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
+        if prefix is None:
+            squared = self.model.forward(*observation.arguments(), pairs.target, pairs.noise, time)
+            return chunk_loss(squared[..., :num_action_dims], kind, pairs.valid)
+        x_t = interpolate(pairs.noise, pairs.target, time)
+        velocity = flow_of(self.config).expert(self.model, prefix).velocity(x_t, time)
+        return reflow_loss(velocity, pairs.noise, pairs.target, num_action_dims, kind, pairs.valid)
+
+    def _mark(self, phase: str) -> PhaseMemory:
+        if self.memory is None:
+            self.memory = PhaseMemory(next(self.parameters()).device)
+        self.memory.mark(phase)
+        return self.memory

@@ -1,0 +1,175 @@
+"""The teacher of one student: found, checked, loaded on first use and kept off the device between samples."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor
+
+from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.lerobot.flow.known_flows import flow_of
+from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
+from hf_memopt.lerobot.policy_files import (
+    check_same_architecture,
+    check_same_statistics,
+    check_weights_file,
+    load_config,
+    load_teacher,
+    resolve_checkpoint,
+)
+from hf_memopt.lerobot.reflow.velocity_teacher import (
+    VelocityTeacher,
+    check_replicated,
+    why_student_cannot_share,
+)
+from hf_memopt.transfer import Copier
+from hf_memopt.units import MIB
+from hf_memopt.weights import OffloadedTeacher, TeacherReport
+
+logger = logging.getLogger(__name__)
+
+
+class ReflowTeacher(VelocityTeacher):
+    """Loads the teacher named in a student's configuration, and keeps its weights off the device between samples.
+
+    Args:
+        config: the student's.
+        copier: how the teacher's weights move; None, as suits the student's device.
+    """
+
+    def __init__(self, config: ReflowOptions, copier: Copier | None = None) -> None:
+        super().__init__(config)
+        self._copier = copier
+        self._policy: PreTrainedPolicy | None = None
+        self._offloaded: OffloadedTeacher | None = None
+
+    def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
+        """Refuse all that can be refused without loading a weight, before training starts.
+
+        Raises:
+            ValueError: missing or damaged checkpoint, other architecture or features, other normaliser statistics.
+        """
+        folder = resolve_checkpoint(str(self._config.teacher_model_path))
+        config = load_config(folder)
+        check_weights_file(folder)
+        check_same_architecture(self._config, config)
+        self._flow.check_teacher(folder, config)
+        if dataset_stats is not None:
+            check_same_statistics(folder, config, dataset_stats)
+
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
+        """Return the teacher's policy, loaded on the first call. Its model is on the host between samples.
+
+        Args:
+            student: decides the device and, where its frozen VLM is bitwise the teacher's, holds it for both.
+
+        Raises:
+            ValueError: as `check`, or `share_prefix=on` cannot be had.
+        """
+        if self._policy is None:
+            check_replicated(student)
+            policy = self._load_policy()
+            self._share(why_not_shared(student, policy))
+            shared = self.why_not_shared is None
+            transformer = self._flow.transformer(policy.model, with_vlm=not shared)
+            _cast(transformer, self._config.teacher_dtype)
+            self._say_what_float32_costs(transformer)
+            self._offloaded = OffloadedTeacher(
+                policy.model,
+                device=next(student.parameters()).device,
+                mode=self._config.teacher_offload,
+                share_with=student.model if shared else None,
+                budget_gib=self._config.teacher_budget_gib,
+                copier=self._copier,
+            )
+            self._policy = policy
+        return self._policy
+
+    @torch.no_grad()
+    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
+        """Return where the teacher's ODE takes `noise`; see `VelocityTeacher.sample`.
+
+        Without a shared prefix these are the very operations of stock lerobot, so that the result is bitwise the same.
+        """
+        with self.visit() as model:
+            if prefix is None:
+                actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
+            else:
+                actions = self._flow.expert(model, prefix).sample(noise, self.num_steps)
+        return actions.to(noise.dtype)
+
+    @contextmanager
+    def visit(self) -> Iterator[Any]:
+        """Have the loaded teacher's model on the student's device for as long as the context lasts; may be nested."""
+        assert self._offloaded is not None
+        # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
+        with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
+            yield model
+
+    @property
+    def num_steps(self) -> int:
+        """Return the Euler steps of the loaded teacher."""
+        assert self._policy is not None
+        return int(getattr(self._policy.config, self._flow.steps_field))
+
+    def prefetch(self) -> None:
+        """Start bringing the weights for the next sample, if the teacher is loaded."""
+        if self._offloaded is not None:
+            self._offloaded.prefetch()
+
+    def report(self) -> TeacherReport | None:
+        """Return the cost of the teacher; None before it is loaded."""
+        return None if self._offloaded is None else self._offloaded.report()
+
+    def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:
+        num_bytes = sum(weight.nbytes for weight in transformer if weight.dtype == torch.float32)
+        if num_bytes and (self._config.dtype, self._config.teacher_dtype) == ("bfloat16", None):
+            logger.info(
+                "teacher: it computes in float32, the dtype of its checkpoint, while the student trains in bfloat16; "
+                "--policy.teacher_dtype=bfloat16 makes %.1f MiB of its weights %.1f MiB, on the host, on the link and "
+                "on the device, and rounds its targets",
+                num_bytes / MIB,
+                num_bytes / 2 / MIB,
+            )
+
+    def _load_policy(self) -> PreTrainedPolicy:
+        self.check(None)
+        policy = load_teacher(resolve_checkpoint(str(self._config.teacher_model_path)), self._config)
+        self._flow.leave_out_unused(policy.model)
+        policy.requires_grad_(False)
+        return policy
+
+
+def why_not_shared(student: PreTrainedPolicy, teacher: PreTrainedPolicy) -> str | None:
+    """Say why student and teacher cannot share the VLM's work, and the flag that would change it; None if they can.
+
+    The teacher's VLM takes the student's dtype where that loses nothing.
+    """
+    why_not = why_student_cannot_share(student)
+    if why_not is not None:
+        return why_not
+    flow = flow_of(student.config)
+    teachers = dict(flow.vlm(teacher.model).named_parameters())
+    for name, ours in flow.vlm(student.model).named_parameters():
+        theirs = teachers.get(name)
+        if theirs is None or not _adopt_dtype(theirs, ours) or not torch.equal(theirs.to(ours.device), ours):
+            return f"the student's VLM differs from the teacher's in {name} (prepare-student starts from the teacher)"
+    return None
+
+
+def _adopt_dtype(teacher: torch.nn.Parameter, student: Tensor) -> bool:
+    cast = teacher.data.to(student.dtype)
+    lossless = cast.shape == student.shape and torch.equal(cast.to(teacher.dtype), teacher.data)
+    if lossless:
+        teacher.data = cast
+    return lossless
+
+
+def _cast(weights: list[torch.nn.Parameter], dtype: str | None) -> None:
+    """Cast weights. The projections around the transformer and all buffers (rotary frequencies) keep theirs."""
+    if dtype is not None:
+        for weight in weights:
+            weight.data = weight.data.to(getattr(torch, dtype))

@@ -1,0 +1,64 @@
+"""A student that trains without a second model: from couplings on disk, or on targets of its own present weights."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor
+
+from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
+from hf_memopt.lerobot.reflow.velocity_teacher import (
+    VelocityTeacher,
+    check_replicated,
+    why_student_cannot_share,
+)
+
+
+class SelfTeacher(VelocityTeacher):
+    """Teaches with the student's present weights, and owns none.
+
+    Targets of a network that is being trained move with it, and nothing but `reflow_real_data` ties them to the data.
+    """
+
+    def __init__(self, config: ReflowOptions) -> None:
+        super().__init__(config)
+        # Weak, since the student owns its teacher.
+        self._student: weakref.ref[PreTrainedPolicy] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Return the Euler steps for a target."""
+        return self._config.teacher_num_steps or int(getattr(self._config, self._flow.steps_field))
+
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
+        """Return the student."""
+        if self._student is None or self._student() is not student:
+            check_replicated(student)
+            self._share(why_student_cannot_share(student))
+            self._student = weakref.ref(student)
+        return student
+
+    @torch.no_grad()
+    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
+        """Return where the student's own ODE takes `noise`; see `VelocityTeacher.sample`."""
+        with self.visit() as model:
+            own = self._flow.prefix(model, observation) if prefix is None else prefix
+            return self._flow.expert(model, own).sample(noise, self.num_steps).to(noise.dtype)
+
+    @contextmanager
+    def visit(self) -> Iterator[Any]:
+        """Have the student's model in evaluation mode and without autocast for as long as the context lasts."""
+        assert self._student is not None
+        student = self._student()
+        assert student is not None
+        model, training = student.model, student.model.training
+        model.eval()
+        try:
+            with torch.autocast(next(model.parameters()).device.type, enabled=False):
+                yield model
+        finally:
+            model.train(training)

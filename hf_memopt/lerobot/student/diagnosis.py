@@ -1,0 +1,81 @@
+"""The answer of `hf-memopt doctor --policy` about a student and its teacher."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.policies import get_policy_class
+
+from hf_memopt.lerobot.flow.known_flows import observe
+from hf_memopt.lerobot.flow.reflow_options import is_student
+from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.lerobot.processors import blank_observation, check_processors, load_processors
+from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
+from hf_memopt.units import MIB
+from hf_memopt.weights import TeacherReport
+
+
+def diagnose(policy: str, device: str | None = None) -> str:
+    """Load a student and its teacher as training would, make one target, and say where the teacher is.
+
+    Args:
+        policy: checkpoint folder, training output folder or hub id.
+        device: where the student would train; None, the accelerator if there is one.
+
+    Raises:
+        ValueError: no student with `use_reflow`, a teacher that cannot be loaded, or a target that is not finite.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    if not is_student(config) or not config.use_reflow:
+        raise ValueError(f"{folder} has no teacher: its policy is of type {config.type!r} without use_reflow=true")
+    taught = not config.teaches_itself and config.couplings_path is None
+    for each in [folder, *([resolve_checkpoint(str(config.teacher_model_path))] if taught else [])]:
+        check_processors(each)
+    device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    config.device = device
+    student = get_policy_class(config.type).from_pretrained(folder, config=config)
+    student.load_teacher_model()
+    head = f"Policy {folder}: {config.type} on {device}"
+    if config.couplings_path is not None:
+        return _page(head, ["Teacher Model: none", f"  Targets: from {config.couplings_path}"], "the student loads")
+    _make_target(student, folder)
+    report = student.teacher_report()
+    if report is None:
+        own = ["Teacher Model: none", "  Targets: of the student itself"]
+        return _page(head, own, "the student loads, and its own target is finite")
+    return _page(head, teacher_lines(student, report), "student and teacher load, and the teacher's target is finite")
+
+
+def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
+    """Return the lines about a teacher that has made a target."""
+    status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
+    shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
+    return [
+        "Teacher Model Device:",
+        f"  Device: {report.home}",
+        f"  Status: {status}",
+        f"  Mode: {report.mode}; {report.reason}",
+        f"  Checkpoint: {student.config.teacher_model_path}",
+        f"  Own weights: {(report.host_bytes or report.device_bytes) / MIB:.1f} MiB, "
+        f"of which {report.device_bytes / MIB:.1f} MiB on the device between targets",
+        f"  Copied for one target: {report.bytes_host_to_device / MIB:.1f} MiB to the device, "
+        f"{report.bytes_device_to_host / MIB:.1f} MiB back",
+        f"  Shared prefix: {shared if report.shared_bytes else f'off; {student.why_prefix_not_shared}'}",
+    ]
+
+
+def _make_target(student: ReflowPolicy, folder: Path) -> None:
+    """Let the teacher solve its ODE once, for an observation of zeros."""
+    device = str(student.config.device)
+    preprocess, _ = load_processors(student.config, folder, {"device_processor": {"device": device}})
+    observation = observe(student, blank_observation(student.config, preprocess))
+    noise = torch.zeros(1, student.config.chunk_size, student.config.max_action_dim, device=device)
+    inputs: tuple[Any, ...] = (*observation.arguments(), noise)
+    if not student.generate_reflow_target(*inputs).isfinite().all():
+        teacher = student.config.teacher_model_path
+        raise ValueError(f"the teacher {teacher} makes a target that is not finite; take another checkpoint")
+
+
+def _page(head: str, lines: list[str], passed: str) -> str:
+    return "\n".join([head, *lines, "", f"✓ All checks PASSED: {passed}."])

@@ -1,0 +1,230 @@
+"""The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
+from lerobot.datasets.factory import make_train_eval_datasets
+from lerobot.policies import get_policy_class
+
+from hf_memopt import __version__
+from hf_memopt.lerobot.checkpoint_files import file_in, read_object
+from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.lerobot.flow.known_flows import flow_of
+from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.lerobot.policy_files import (
+    load_config,
+    load_policy,
+    load_teacher,
+    resolve_checkpoint,
+)
+from hf_memopt.lerobot.processors import check_processors
+from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.units import format_bytes
+
+_CARD_SETTINGS = (
+    "teacher_num_steps",
+    "teacher_dtype",
+    "reflow_time_sampling",
+    "reflow_loss",
+    "reflow_real_data",
+    "reflow_round",
+    "couplings_seed",
+    "couplings_per_frame",
+    "share_prefix",
+    "dtype",
+)
+
+
+@dataclass(frozen=True)
+class Observations:
+    """The observations that a policy is measured on.
+
+    Attributes:
+        repo_id: id of a LeRobotDataset.
+        root: its local folder, or None for lerobot's cache or the hub.
+        episodes: numbers of the episodes; None, all.
+        held_out: whether training did not see them, as far as is known.
+    """
+
+    repo_id: str
+    root: Path | None
+    episodes: list[int] | None
+    held_out: bool
+
+    def describe(self) -> str:
+        """Return words for the card."""
+        number = None if self.episodes is None else len(self.episodes)
+        which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
+        return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
+
+
+def training_observations(folder: Path) -> Observations:
+    """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none.
+
+    Raises:
+        ValueError: the checkpoint does not name its training data, or these cannot be had.
+    """
+    file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
+    read_object(file)
+    try:
+        cfg = TrainPipelineConfig.from_pretrained(folder)
+        _, held_out = make_train_eval_datasets(cfg)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
+        ) from error
+    root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
+    if held_out is None:
+        return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
+    return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)
+
+
+def measure(
+    policy: str,
+    observations: Observations | None = None,
+    *,
+    teacher: str | None = None,
+    num_steps: Sequence[int] = (1, 2, 4, 10),
+    device: str = "cpu",
+) -> tuple[ReflowEvaluation, Observations]:
+    """Evaluate a trained student against its teacher, on at most 256 observations.
+
+    Args:
+        policy: the student's checkpoint folder, training output folder or hub id.
+        observations: None, those that `training_observations` finds.
+        teacher: to compare with; None, the one that the student names.
+        num_steps: numbers of Euler steps to try.
+        device: where both run.
+
+    Raises:
+        ValueError: the policy names no teacher, or its training data is unknown.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    named = config.teacher_model_path if is_student(config) else None
+    teacher = teacher or (None if named == SELF else named)
+    if not teacher:
+        raise ValueError(
+            f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
+        )
+    teacher_folder = resolve_checkpoint(teacher)
+    for each in (folder, teacher_folder):
+        check_processors(each)
+    observations = observations or training_observations(folder)
+    batches = held_out_batches(folder, observations.repo_id, observations.root, observations.episodes, device=device)
+    models = [load_policy(folder), load_teacher(teacher_folder, config)]
+    student, teaching = (model.to(device) for model in models)
+    return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
+
+
+def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
+    """Return the text of the card.
+
+    Args:
+        policy: the student that is exported.
+        num_steps: Euler steps per chunk that the exported policy takes.
+        measured: from `measure`; None says in the card that nothing was measured.
+    """
+    folder = resolve_checkpoint(policy)
+    config = load_config(folder)
+    # A folder's path says nothing to others and too much about its owner.
+    named = getattr(config, "teacher_model_path", None) or ""
+    teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
+    sections = [_front_matter(config, teacher), _introduction(config, num_steps, teacher)]
+    sections.append(_training(folder, config))
+    sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
+    return "\n\n".join([*sections, _usage(config), ""])
+
+
+def _front_matter(config: Any, teacher: str | None) -> str:
+    data = ModelCardData(
+        library_name="lerobot",
+        pipeline_tag="robotics",
+        license=config.license,
+        base_model=teacher,
+        tags=sorted({"lerobot", flow_of(config).stock_type, "reflow", "rectified-flow", *(config.tags or ())}),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _introduction(config: Any, num_steps: int, teacher: str | None) -> str:
+    steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
+    title = flow_of(config).title
+    origin = f"a local {title} checkpoint" if teacher is None else f"`{teacher}`"
+    return (
+        f"# {title}, reflowed\n\nA {title} policy that samples an action chunk in {steps}. It was distilled by reflow "
+        f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
+        "and the actions that the teacher's own sampling makes of it."
+    )
+
+
+def _training(folder: Path, config: Any) -> str:
+    settings = {name: getattr(config, name) for name in _CARD_SETTINGS if hasattr(config, name)}
+    if (folder / TRAIN_CONFIG_NAME).is_file():
+        run = read_object(file_in(folder, TRAIN_CONFIG_NAME))
+        settings |= {name: run.get(name) for name in ("steps", "batch_size", "seed")}
+        for name, (part, field) in {"dataset": ("dataset", "repo_id"), "learning rate": ("optimizer", "lr")}.items():
+            if isinstance(run.get(part), dict):
+                settings[name] = run[part].get(field)
+    settings["peak memory"] = _training_peak(folder)
+    rows = [f"| {name} | {_plain(value)} |" for name, value in settings.items() if value is not None]
+    return "\n".join(["## How it was made", "", "| setting | value |", "|---|---|", *rows])
+
+
+def _training_peak(checkpoint: Path) -> str | None:
+    """Return the memory figures of the run's log, if the recipe logged some beside the checkpoint."""
+    file = checkpoint.parents[2] / METRICS_FILE
+    logged = read_metrics(file) if checkpoint.parents[1].name == "checkpoints" and file.is_file() else []
+    for name, where in {"peak_allocated_gib": "of the device", "host_rss_gib": "of the process"}.items():
+        if found := [figures[f"memory/{name}"] for figures in logged if f"memory/{name}" in figures]:
+            return f"{max(found):.2f} GiB {where}"
+    return None
+
+
+def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> str:
+    sides = (evaluation.teacher, evaluation.student)
+    rows = [
+        f"| {steps} | {' | '.join(f'{side.error[steps]:.4f}' for side in sides)} | "
+        f"{' | '.join(f'{side.latency_ms[steps]:.1f}' for side in sides)} |"
+        for steps in evaluation.student.error
+    ]
+    student = evaluation.student
+    return "\n".join(
+        [
+            "## Measured",
+            "",
+            f"On {evaluation.num_observations} observations from {observations.describe()}: root mean square error of "
+            f"the normalised actions against the teacher's {evaluation.teacher_num_steps}-step actions from the same "
+            f"noise, and the median time to sample one action chunk ({_plain(evaluation.device)}, "
+            "preprocessing not included).",
+            "",
+            "| Euler steps | error, teacher | error, student | ms, teacher | ms, student |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Memory to act: weights {format_bytes(student.weights_bytes)}, and at most "
+            f"{format_bytes(student.sampling_bytes)} of other tensors while a chunk is sampled.",
+            "",
+            f"Straightness (0 is straight), normalised by the squared length of the path: teacher "
+            f"{evaluation.teacher.normalized_straightness:.4f}, student {student.normalized_straightness:.4f}.",
+        ]
+    )
+
+
+def _plain(text: Any) -> str:
+    """Return text of others, with ? for characters that could end a line, a code span or a cell, or be HTML."""
+    return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
+
+
+def _usage(config: Any) -> str:
+    policy_class = get_policy_class(flow_of(config).stock_type)
+    return (
+        "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
+        f"```python\nfrom {policy_class.__module__} import {policy_class.__name__}\n\n"
+        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```'
+    )

@@ -1,0 +1,196 @@
+"""From a teacher's checkpoint to a student's, and from a trained student's to a stock policy's."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from httpx import HTTPError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from lerobot.configs import PreTrainedConfig
+
+from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, read_object
+from hf_memopt.lerobot.flow.known_flows import flow_of
+from hf_memopt.lerobot.flow.reflow_options import absolute_if_local, is_student
+from hf_memopt.lerobot.policy_files import (
+    WEIGHTS_FILE,
+    check_normalizers,
+    load_config,
+    load_policy,
+    resolve_checkpoint,
+)
+from hf_memopt.lerobot.processors import (
+    PREPROCESSOR_FILE,
+    blank_observation,
+    check_processors,
+    load_processors,
+)
+from hf_memopt.ranges import COUNT
+
+# A derived checkpoint must not be pushed over the one it came from.
+_FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
+
+
+def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
+    """Write a student's checkpoint (`smolvla_reflow`, say) that starts as an exact copy of its teacher.
+
+    Args:
+        teacher: checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        settings: fields of its configuration to set, such as `reflow_time_sampling`.
+
+    Returns:
+        `output`, for `--policy.path=`.
+
+    Raises:
+        ValueError: the teacher cannot be read, does not act (see `check_acts`), or `output` exists. Nothing is written
+            then.
+    """
+    folder = resolve_checkpoint(teacher)
+    config = load_config(folder)
+    files = check_processors(folder)
+    reference = str(folder.resolve()) if Path(teacher).expanduser().exists() else teacher
+    fields = {
+        "use_reflow": True,
+        "teacher_model_path": reference,
+        "reflow_round": _rounds_behind(config) + 1,
+        **_FRESH,
+        **settings,
+    }
+    student_config = PreTrainedConfig.get_choice_class(f"{flow_of(config).stock_type}_reflow")
+    student = student_config(**{**_stock_fields(config), **fields})
+    check_acts(folder)
+    return _write(output, student, folder, [folder / WEIGHTS_FILE, *files])
+
+
+def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
+    """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
+
+    Args:
+        policy: a trained student's checkpoint folder, training output folder or hub id.
+        output: folder to create.
+        num_steps: Euler steps per action chunk, at least 1.
+        card: text of the model card, `README.md`.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ValueError: bad `num_steps`, a policy that cannot be read or does not act (see `check_acts`), or `output`
+            exists. Nothing is written then.
+    """
+    COUNT.check("num_steps", num_steps)
+    folder = resolve_checkpoint(policy)
+    files = check_processors(folder)
+    config = load_config(folder)
+    fields = {**_stock_fields(config), **_FRESH, flow_of(config).steps_field: num_steps}
+    exported = _stock_config(config)(**fields)
+    check_acts(folder)
+    check_normalizers(folder, config)
+    return _write(output, exported, folder, [folder / WEIGHTS_FILE, *files], card)
+
+
+def check_acts(folder: Path) -> None:
+    """Let the policy act once, in one Euler step on the CPU, with an observation of zeros and noise of zeros.
+
+    Raises:
+        ValueError: it cannot be loaded, its weights or its actions are not finite, or it does not take an observation
+            of its own `input_features`.
+    """
+    policy = load_policy(folder, **{flow_of(load_config(folder)).steps_field: 1})
+    for name, tensor in policy.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {name} is not finite; take an earlier checkpoint")
+    preprocess, postprocess = load_processors(policy.config, folder, {"device_processor": {"device": "cpu"}})
+    try:
+        noise = torch.zeros(1, policy.config.chunk_size, policy.config.max_action_dim)
+        actions = postprocess(policy.predict_action_chunk(blank_observation(policy.config, preprocess), noise=noise))
+    except Exception as error:
+        raise ValueError(
+            f"the policy in {folder} cannot act on an observation of its own input_features: {error}; {COPY_AGAIN}"
+        ) from error
+    if not actions.isfinite().all():
+        raise ValueError(f"the policy in {folder} gives actions that are not finite; take an earlier checkpoint")
+
+
+def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Upload an exported policy to the hub and return its address. Creates the repository if needed.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses.
+    """
+    api = HfApi()
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reflowed policy")
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"{folder} could not be pushed to {repo_id!r} ({error}); log in with `hf auth login`, check the name, and "
+            f"run `hf upload {repo_id} {folder}`"
+        ) from error
+    return str(commit.repo_url)
+
+
+def check_new(output: Path) -> None:
+    """Raise a ValueError if `output` exists."""
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    check_new(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        draft.rename(output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _rounds_behind(config: PreTrainedConfig) -> int:
+    reflowed = is_student(config) and config.use_reflow
+    return config.reflow_round if reflowed else 0
+
+
+def _stock_config(config: PreTrainedConfig) -> Any:
+    return PreTrainedConfig.get_choice_class(flow_of(config).stock_type)
+
+
+def _stock_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(_stock_config(config)) if field.init
+    }
+
+
+def _write(
+    output: Path, config: PreTrainedConfig, source: Path, files: Iterable[Path], card: str | None = None
+) -> Path:
+    with new_folder(output) as draft:
+        for file in files:
+            target = draft / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+        _name_tokenizer_absolutely(draft / PREPROCESSOR_FILE)
+        config.save_pretrained(draft)
+        if card is not None:
+            (draft / "README.md").write_text(card)
+    return output
+
+
+def _name_tokenizer_absolutely(file: Path) -> None:
+    content = read_object(file)
+    for step in content["steps"]:
+        settings = step.get("config", {})
+        if "tokenizer_name" in settings and "artifacts" not in step:
+            settings["tokenizer_name"] = absolute_if_local(settings["tokenizer_name"])
+    file.write_text(json.dumps(content, indent=2))

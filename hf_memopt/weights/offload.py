@@ -1,0 +1,258 @@
+"""A frozen teacher whose weights live in host memory and visit the device for as long as they are used."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.ranges import NOT_NEGATIVE
+from hf_memopt.transfer import Copier, clock_for, copier_for
+from hf_memopt.transfer.host_memory import return_freed_memory
+from hf_memopt.units import GIB
+from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.quantised import claim_device, is_quantised
+from hf_memopt.weights.shared_memory import several_ranks, share
+from hf_memopt.weights.sharing import SharedWeights
+from hf_memopt.weights.strategies.auto import AutoWeights
+from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
+from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
+from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
+from hf_memopt.weights.strategies.stream import StreamedWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TeacherReport:
+    """The cost of a teacher; prints as text. Bytes and times are totals since it was made, where nothing else is said.
+
+    Attributes:
+        mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
+        reason: why, in words.
+        home: device that holds the weights between visits.
+        device: device that runs the teacher.
+        host_bytes: host memory of the master copy, which all ranks of a machine share.
+        device_bytes: the teacher's own bytes on `device` right now.
+        peak_device_bytes: the most that they were, in this mode.
+        shared_bytes: weights read from the student's memory, in no other figure here.
+        bytes_host_to_device: copied so far.
+        bytes_device_to_host: copied so far; frozen weights are never copied back, so this stays 0.
+        stall_ms: time for which compute waited for copies.
+        stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
+        predicted_device_bytes: `peak_device_bytes` as `"auto"` or the plan of `"stream"` expects it; None before.
+        predicted_stall_ms: `stall_ms_per_visit` as `"auto"` expects it; None where it did not choose.
+    """
+
+    mode: str
+    reason: str
+    home: str
+    device: str
+    host_bytes: int
+    device_bytes: int
+    peak_device_bytes: int
+    shared_bytes: int
+    bytes_host_to_device: int
+    bytes_device_to_host: int
+    stall_ms: float
+    stall_ms_per_visit: float | None = None
+    predicted_device_bytes: int | None = None
+    predicted_stall_ms: float | None = None
+
+    def __str__(self) -> str:
+        def mib(num_bytes: int) -> str:
+            return f"{num_bytes / 2**20:.1f} MiB"
+
+        lines = [
+            f"teacher: {self.mode} on {self.device}, between visits on {self.home}; {self.reason}",
+            f"  on {self.device}: {mib(self.device_bytes)} now, {mib(self.peak_device_bytes)} at most; in host memory: "
+            f"{mib(self.host_bytes)}; shared with the student: {mib(self.shared_bytes)}",
+            f"  copied: {mib(self.bytes_host_to_device)} to {self.device}, {mib(self.bytes_device_to_host)} back; "
+            f"compute waited {self.stall_ms:.1f} ms",
+        ]
+        if self.predicted_device_bytes is not None:
+            lines.append(f"  predicted: at most {mib(self.predicted_device_bytes)} on {self.device}")
+        if self.predicted_stall_ms is not None:
+            lines[-1] += f", {self.predicted_stall_ms:.1f} ms of waiting per visit"
+        return "\n".join(lines)
+
+
+class OffloadedTeacher:
+    """Holds a frozen module at home in host memory and brings its weights to the device on demand.
+
+    The weights are packed into one immutable host block, pinned where possible, and shared by the ranks of a machine. A
+    visit copies from that block on a side stream; leaving drops the copy. Nothing is copied back, cast or synchronised
+    with the host in a step, and the allocator's cache is left alone.
+
+    This is no `nn.Module`: an attribute of a student holding it appears in no `parameters()`, `state_dict()`,
+    `train()` or `to()` of the student. A deep copy of the student shares it.
+
+    Args:
+        module: the teacher. Frozen and put into evaluation mode here, and owned by this object from now on. It stays
+            usable on the CPU between visits, unless it is quantised. The student itself, a PEFT model that is also
+            given as `share_with`: the teacher is its base, with adapters disabled (see `SharedBase`).
+        device: where the teacher runs.
+        mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
+            as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
+            CPU, and on an accelerator the mode that `budget_gib` or, without one, the first two optimizer steps allow
+            (see `choose`).
+        dtype: cast floating-point parameters to this dtype, once. Buffers keep theirs, since rounding e.g. rotary
+            frequencies moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
+        share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
+        budget_gib: device memory that the teacher's own weights may take, for `"stream"` and `"auto"`. Streaming needs
+            two blocks of it at least.
+        copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with
+            another mode than auto makes a CPU run every step of an offloaded run.
+
+    Raises:
+        ValueError: unknown mode or negative budget; weights that cannot be rebound (sharded, sparse or meta tensors,
+            other quantisation than torchao's); a shared base that would not be the teacher; ranks that were given
+            different weights; a device that cannot stream.
+
+    With several ranks (torch.distributed is initialised), every rank has to make its teacher, in the same order: see
+    `share`. Cost of a visit: one copy of the teacher's own bytes over the link at most, streamed ones as often as they
+    pass. Ideas after accelerate's offloading of frozen weights (its pull request 1711: no copy back).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | str,
+        mode: TeacherMode = "auto",
+        dtype: torch.dtype | None = None,
+        share_with: nn.Module | None = None,
+        budget_gib: float | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        if mode not in TEACHER_MODES:
+            raise ValueError(f"teacher mode={mode!r} is unknown; use one of {', '.join(TEACHER_MODES)}")
+        NOT_NEGATIVE.check("budget_gib", budget_gib)
+        self.device = torch.device(device)
+        self._module = module
+        self._visits = 0
+        self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
+        if share_with is not None and is_part_of(module, share_with):
+            self._shared = SharedWeights(module, None)
+            self._placement: WeightPlacement = _shared_base(share_with, mode, dtype)
+        else:
+            module.requires_grad_(False)
+            module.train(False)
+            if dtype is not None:
+                _cast_parameters(module, dtype)
+            claim_device(module, self._copier)
+            self._shared = SharedWeights(module, share_with)
+            self._weights = PackedWeights(module, exclude=self._shared.parameters)
+            self._placement = self._place(mode, None if budget_gib is None else int(budget_gib * GIB))
+            # Packing has freed the memory that the weights came in.
+            return_freed_memory()
+        logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
+
+    @property
+    def module(self) -> nn.Module:
+        """The teacher, on the host between visits."""
+        return self._module
+
+    @contextmanager
+    def onload(self) -> Iterator[nn.Module]:
+        """Yield the module, ready to be called on `device` for as long as the context lasts.
+
+        May be nested. The module is back on the host afterwards, also after an error inside or in the copy itself.
+
+        Raises:
+            RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).
+        """
+        self._visits += 1
+        finished = False
+        try:
+            if self._visits == 1:
+                self._shared.bind()
+                self._placement.onload()
+            yield self._module
+            finished = True
+        finally:
+            self._visits -= 1
+            if self._visits == 0:
+                self._placement.evict(finished)
+
+    def prefetch(self) -> None:
+        """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""
+        self._placement.prefetch()
+
+    def report(self) -> TeacherReport:
+        """Return mode and costs so far."""
+        placement = self._placement
+        return TeacherReport(
+            mode=placement.mode,
+            reason=placement.reason,
+            home="cpu" if placement.host_bytes else str(self.device),
+            device=str(self.device),
+            host_bytes=placement.host_bytes,
+            device_bytes=placement.device_bytes,
+            peak_device_bytes=placement.peak_device_bytes,
+            shared_bytes=self._shared.num_bytes + placement.shared_bytes,
+            bytes_host_to_device=self._copier.bytes_to_device,
+            bytes_device_to_host=self._copier.bytes_to_host,
+            stall_ms=self._copier.stall_ms(),
+            **placement.predictions(),  # type: ignore[arg-type]
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTeacher":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
+
+    def _place(self, mode: TeacherMode, budget_bytes: int | None) -> WeightPlacement:
+        first, reason = choose_at_start(
+            mode, self._weights.num_bytes, budget_bytes, self.device.type, lambda: counters_for(self.device) is not None
+        )
+        if first == "resident":
+            block = self._packed(self._copier.empty_device(self._weights.num_bytes))
+            return ResidentWeights(self._weights, block, reason)
+        master = self._host_copy()
+        if first == "swap":
+            return SwappedWeights(self._weights, master, self._copier, reason)
+        budget_bytes = 0 if first == "auto" else budget_bytes
+        streamed = StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes, reason)
+        if first == "stream":
+            return streamed
+        counters = counters_for(self.device)
+        assert counters is not None
+        return AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
+
+    def _host_copy(self) -> Tensor:
+        if several_ranks() and self._weights.num_bytes:
+            master = share(self._weights, self.device)
+            self._weights.drop_sources()
+            return master
+        return self._packed(self._copier.empty_host(self._weights.num_bytes))
+
+    def _packed(self, block: Tensor) -> Tensor:
+        self._weights.pack(block)
+        self._weights.drop_sources()
+        return block
+
+
+def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> SharedBase:
+    if mode != "auto" or dtype is not None:
+        raise ValueError(
+            f"mode={mode!r}, dtype={dtype}: a teacher that is the student's own base stays where the student is, in "
+            "its dtype; use mode='auto' and no dtype"
+        )
+    return SharedBase(student)
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    kept = tuple(name for child in module.modules() for name in getattr(child, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in module.named_parameters():
+        if is_quantised(parameter):
+            raise ValueError(
+                f"dtype={dtype} cannot cast the quantised teacher weight {name!r}; cast the teacher, then quantise it"
+            )
+        if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,95 @@
+"""One host copy of a teacher's weights for all processes of a machine."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from hf_memopt.memory.ranks import gather_from_ranks, num_ranks
+from hf_memopt.transfer.host_memory import Pages, pinned_pages
+from hf_memopt.weights.packed_weights import PackedWeights
+
+
+class _Claim(NamedTuple):
+    """The identity of a rank: its machine, and the weights that it was given."""
+
+    machine: str
+    num_bytes: int
+    fingerprint: str
+
+
+class _Offer(NamedTuple):
+    """Where the first rank of a machine has put the weights: a file of memory that has no name."""
+
+    process: int
+    file: int
+
+
+def several_ranks() -> bool:
+    """Return whether this process trains together with others, on a system where they can share memory."""
+    return num_ranks() > 1 and hasattr(os, "memfd_create")
+
+
+def share(weights: PackedWeights, device: torch.device) -> Tensor:
+    """Pack the weights into memory that all ranks of a machine map, `(num_bytes,)` uint8, page-locked on CUDA.
+
+    Every rank has to call this, with the same weights. The first rank of each machine writes the memory, and no rank
+    writes it afterwards. It has no name in any file system: no limit of `/dev/shm` applies, and it is gone when the
+    last process that maps it is, however that ends.
+
+    Raises:
+        ValueError: on every rank, if the ranks were given different weights.
+
+    Costs a SHA-256 of the weights on each rank, and three small collectives.
+    """
+    claims = gather_from_ranks(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
+    _refuse_different(claims)
+    rank = distributed.get_rank()
+    first = min(other for other, claim in enumerate(claims) if claim.machine == claims[rank].machine)
+    pages, file = _write(weights) if rank == first else (None, -1)
+    offers = gather_from_ranks(_Offer(os.getpid(), file))
+    if pages is None:
+        pages = _map(offers[first], weights.num_bytes)
+    gather_from_ranks(None)  # the others have opened the file
+    if file != -1:
+        os.close(file)
+    return pinned_pages(pages, device)
+
+
+def _write(weights: PackedWeights) -> tuple[Pages, int]:
+    file = os.memfd_create("hf_memopt-teacher")
+    os.ftruncate(file, weights.num_bytes)
+    pages = Pages(file, weights.num_bytes)
+    weights.pack(torch.frombuffer(pages, dtype=torch.uint8))
+    return pages, file
+
+
+def _map(offer: _Offer, num_bytes: int) -> Pages:
+    with Path(f"/proc/{offer.process}/fd/{offer.file}").open("r+b") as file:
+        return Pages(file.fileno(), num_bytes)
+
+
+def _refuse_different(claims: list[_Claim]) -> None:
+    different = [rank for rank, claim in enumerate(claims) if claim[1:] != claims[0][1:]]
+    if different:
+        raise ValueError(
+            f"teacher weights differ between rank 0 and ranks {different}: all ranks must load the same checkpoint, in "
+            "the same dtype, since they share one copy in host memory"
+        )
+
+
+def _machine(boot: Path = Path("/proc/sys/kernel/random/boot_id"), processes: Path = Path("/proc/self/ns/pid")) -> str:
+    """Equal for processes that can open each other's files under /proc: one kernel, one container."""
+    return f"{boot.read_text().strip()} {processes.readlink()}"
+
+
+def _fingerprint(weights: PackedWeights) -> str:
+    digest = hashlib.sha256()
+    for piece, memory in weights.pieces():
+        layout = [(tensor.dtype, tensor.shape, tensor.stride(), start) for tensor, start in piece.offsets]
+        digest.update(str(layout).encode())
+        digest.update(memory.cpu().numpy())
+    return digest.hexdigest()

@@ -1,0 +1,187 @@
+"""Chooses a teacher's mode by the memory that a training step leaves, which it measures."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_memopt.memory.device_counters import Counters
+from hf_memopt.transfer import Copier
+from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
+from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.strategies.mode_choice import Choice, StepMeasurements, choose, usable_bytes
+from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
+from hf_memopt.weights.strategies.stream import StreamedWeights
+
+logger = logging.getLogger(__name__)
+
+# The optimizer makes its state in its first step; the second one sees the whole peak.
+_OPTIMIZER_STEPS = 2
+_PROBES = 4
+
+
+class AutoWeights(WeightPlacement):
+    """Streams everything first, which takes the least memory, and chooses once it has measured two optimizer steps.
+
+    In those steps the process's peak memory counters are reset at the beginning and end of each visit, and the host
+    waits for the device at the end of each.
+
+    Args:
+        streamed: the weights as they begin, with a budget of 0.
+        weights: the same, packed.
+        master: the bytes that they were packed into, on the host.
+        copier: how bytes move.
+        counters: the device's memory.
+        clock: the device's time.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedWeights,
+        weights: PackedWeights,
+        master: Tensor,
+        copier: Copier,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self.choice: Choice | None = None
+        self._follow(streamed, streamed.reason)
+        # Milliseconds of waiting, and visits, before the choice.
+        self._before = 0.0, 0
+        # The arguments of the choice; None afterwards, so that nothing keeps the host copy of resident weights.
+        self._undecided: tuple[StreamedWeights, Tensor] | None = (streamed, master)
+        self._weights = weights
+        self._copier = copier
+        self._counters = counters
+        self._clock = clock
+        self._outside_bytes = self._inside_bytes = 0
+        self._visit_s = float("inf")
+        self._begun: tuple[Any, float] = (None, 0.0)
+        self._optimizer_steps = 0
+        self._num_visits = 0
+        count = _counting(weakref.ref(self))
+        self._stop_counting = weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes that the weights hold on the device now."""
+        return self._inner.device_bytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most that they held, in the mode that is in force."""
+        return self._inner.peak_device_bytes
+
+    def predictions(self) -> dict[str, float | None]:
+        """Return the costs that the choice expects, and the measured ones."""
+        if self.choice is None:
+            return {}
+        stall_ms, num_visits = self._before
+        visits = self._num_visits - num_visits
+        return {
+            "predicted_device_bytes": self.choice.predicted_device_bytes,
+            "predicted_stall_ms": self.choice.predicted_stall_ms,
+            "stall_ms_per_visit": (self._copier.stall_ms() - stall_ms) / visits if visits else None,
+        }
+
+    def prefetch(self) -> None:
+        """Start the copy for the next visit."""
+        self._inner.prefetch()
+
+    def onload(self) -> None:
+        """Begin a visit, in the mode to stay with if enough was measured."""
+        if self._undecided is not None:
+            self._outside_bytes = max(self._outside_bytes, self._counters.read().peak_allocated_bytes)
+            if self._optimizer_steps >= _OPTIMIZER_STEPS and self._undecided[0].plan is not None:
+                self._settle(*self._undecided)
+        if self._undecided is not None:
+            self._counters.reset_peaks()
+            self._begun = self._clock.mark(), self._copier.stall_ms()
+        self._inner.onload()
+
+    def evict(self, finished: bool) -> None:
+        """End a visit."""
+        if self._undecided is not None:
+            self._measure_visit(finished)
+        self._num_visits += 1
+        self._inner.evict(finished)
+
+    def _measure_visit(self, finished: bool) -> None:
+        self._inside_bytes = max(self._inside_bytes, self._counters.read().peak_allocated_bytes)
+        self._counters.reset_peaks()
+        # Not the first visit, which is watched and slow.
+        if finished and self._num_visits:
+            begun, stalled_ms = self._begun
+            elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
+            self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._copier.stall_ms() - stalled_ms))
+
+    def _settle(self, streamed: StreamedWeights, master: Tensor) -> None:
+        free, _ = self._counters.free_and_total()
+        capacity_bytes = free + self._counters.read().reserved_bytes
+        room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes
+        plan = streamed.plan_within(room)
+        self.choice = choose(
+            StepMeasurements(
+                capacity_bytes=capacity_bytes,
+                outside_bytes=self._outside_bytes,
+                inside_bytes=self._inside_bytes,
+                weights_bytes=self._weights.num_bytes,
+                stream_bytes=plan.device_bytes,
+                stream_visit_bytes=plan.visit_bytes,
+                bytes_per_s=_bandwidth(master, self._copier, self._clock),
+                visit_s=self._visit_s,
+            )
+        )
+        if self.choice.mode == "stream":
+            streamed.adopt(plan)
+            self._follow(streamed, self.choice.reason)
+        else:
+            streamed.close()
+            self._follow(self._moved(self.choice, master), self.choice.reason)
+        self._undecided = None
+        self._stop_counting()
+        self._before = self._copier.stall_ms(), self._num_visits
+        logger.info(
+            "teacher: %s from now on; %s. Predicted: %.2f GiB on the device, %.1f ms of waiting per visit",
+            self.choice.mode,
+            self.reason,
+            self.choice.predicted_device_bytes / 2**30,
+            self.choice.predicted_stall_ms,
+        )
+
+    def _follow(self, placement: WeightPlacement, reason: str) -> None:
+        self._inner, self.reason = placement, reason
+        self.mode, self.host_bytes = placement.mode, placement.host_bytes
+
+    def _moved(self, choice: Choice, master: Tensor) -> WeightPlacement:
+        if choice.mode == "swap":
+            return SwappedWeights(self._weights, master, self._copier, choice.reason)
+        block = self._copier.empty_device(master.nbytes)
+        begun = self._clock.mark()
+        self._copier.to_device(master, block).wait()
+        # The last copy of all: nothing later would find it to be over, and give the host copy back.
+        self._clock.elapsed_s(begun, self._clock.mark())
+        return ResidentWeights(self._weights, block, choice.reason)
+
+
+def _bandwidth(master: Tensor, copier: Copier, clock: Clock) -> float:
+    """Measure how many bytes per second go from host to device; waits for the device."""
+    source = master[: min(PROBE_BYTES, master.nbytes)]
+    destination = copier.empty_device(source.nbytes)
+    speed = bytes_per_s(lambda: copier.to_device(source, destination), source.nbytes, clock, _PROBES)
+    copier.release(destination)
+    return speed
+
+
+def _counting(auto: "weakref.ref[AutoWeights]") -> Callable[..., None]:
+    def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = auto()
+        if found is not None:
+            found._optimizer_steps += 1
+
+    return count

@@ -1,0 +1,103 @@
+"""A student that is an adapter on its teacher: the teacher is the same model with its adapters switched off."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.weights.strategies.placement import WeightPlacement
+
+
+class SharedBase(WeightPlacement):
+    """Lets the base of a PEFT model be its own teacher. No second copy exists, and nothing moves.
+
+    Args:
+        student: a `peft.PeftModel`; its adapters are disabled for each visit, and the whole model is in evaluation mode
+            then, so that dropout is off. Both are as before afterwards.
+
+    Raises:
+        ValueError: with the adapters disabled the student would not compute the teacher's results of the start.
+    """
+
+    mode = "shared"
+    reason = "the teacher is the student with its adapters disabled"
+
+    def __init__(self, student: nn.Module) -> None:
+        why_not = why_base_differs(student)
+        if why_not:
+            raise ValueError(
+                f"the student's base cannot be its teacher: {why_not}; give the teacher a model of its own"
+            )
+        self._student = student
+        self._stack = ExitStack()
+        self.shared_bytes = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
+
+    def onload(self) -> None:
+        """Switch the adapters off.
+
+        Raises:
+            RuntimeError: the adapters were merged into the base since the start.
+        """
+        why_not = why_base_differs(self._student)
+        if why_not:
+            raise RuntimeError(f"the student's base is its teacher no longer: {why_not}")
+        self._stack.enter_context(_restored(self._student))
+        student: Any = self._student
+        self._stack.enter_context(student.disable_adapter())
+        self._student.train(False)
+
+    def evict(self, finished: bool) -> None:
+        """Switch the adapters on again."""
+        self._stack.close()
+
+
+def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
+    """Return whether `module` is the student, or inside it."""
+    return student is not None and any(module is part for part in student.modules())
+
+
+def why_base_differs(student: nn.Module) -> str | None:
+    """Say why a student with its adapters disabled is not its base as it was at the start; None if it is."""
+    if not hasattr(student, "disable_adapter"):
+        return f"{type(student).__name__} is not a PeftModel, whose disable_adapter() switches adapters off"
+    adapters = _adapter_parameters(student)
+    for name, parameter in student.named_parameters():
+        if hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param"):
+            return f"{name} is sharded, and FSDP gathers weights for one path through the model only"
+        if parameter.requires_grad and id(parameter) not in adapters:
+            return f"the student trains {name}, which belongs to the base (use bias='none')"
+    for name, module in student.named_modules():
+        if getattr(module, "merged", False):
+            return f"the adapter of {name} is merged into the base, and subtracting it again would round"
+        if getattr(module, "running_mean", None) is not None:
+            return f"{name} keeps running statistics, which the student's training changes"
+    return None
+
+
+def _adapter_parameters(student: nn.Module) -> set[int]:
+    """Return the parameters of PEFT's layers that are not used while adapters are disabled."""
+    found: set[int] = set()
+    for module in student.modules():
+        for layer in getattr(module, "adapter_layer_names", ()):
+            found |= {id(p) for p in _parameters(getattr(module, layer, None))}
+    return found
+
+
+def _parameters(layer: Any) -> Iterator[nn.Parameter]:
+    if isinstance(layer, nn.Module):  # a ModuleDict or a ParameterDict
+        yield from layer.parameters()
+
+
+@contextmanager
+def _restored(student: nn.Module) -> Iterator[None]:
+    """Put back `requires_grad` of weights and training mode of modules, which PEFT and evaluation mode change."""
+    trained = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
+    training = [(module, module.training) for module in student.modules()]
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        for module, flag in training:
+            module.training = flag

@@ -1,0 +1,144 @@
+"""Device memory that blocks of frozen weights pass through."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.weights.packed_weights import OffsetTensor, WeightSlice, bind, views
+from hf_memopt.weights.streaming.copy_schedule import Block
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a block's weights lie in its slot, and from where in the host memory they come.
+
+    Attributes:
+        num_bytes: size of the block.
+        offsets: its tensors and their offsets in the slot.
+        in_place: the views that the same tensors are bound to while the block is not on the device.
+        runs: (start in host memory, start in the slot, bytes) of each copy; neighbours travel in one.
+    """
+
+    num_bytes: int
+    offsets: tuple[OffsetTensor, ...]
+    in_place: tuple[Tensor, ...]
+    runs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass
+class _Slot:
+    """A block on the device, or on its way there."""
+
+    memory: Tensor
+    to_copy: list[tuple[int, int, int]]
+    on_their_way: list[Transfer] = field(default_factory=list)
+    bound: bool = False
+
+
+class Ring:
+    """Brings blocks to the device, binds the module's tensors to them, and drops them. Nothing is copied back.
+
+    Args:
+        copier: how bytes move.
+        master: the weights in host memory, `(n,)` uint8.
+        slices: where they lie in it.
+        in_place: of each slice, the views that its tensors are bound to while they are not on the device.
+        blocks: weights that travel together.
+        slot_bytes: size of a slot for a block that does not stay. All are equal, and taken from and given back to the
+            allocator together, so that it hands the same memory out again.
+
+    A slot that is still read through a view stays its reader's: it is memory of its own, not a part of a larger one, so
+    the next block gets another. Every method can be called again after an exception, and then finishes its work.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        master: Tensor,
+        slices: Sequence[WeightSlice],
+        in_place: Sequence[Sequence[Tensor]],
+        blocks: Sequence[Block],
+        slot_bytes: int,
+    ) -> None:
+        self._copier = copier
+        self._master = master
+        self._blocks = blocks
+        self._layouts = [_layout([(slices[i], in_place[i]) for i in block.slices]) for block in blocks]
+        self._slot_bytes = slot_bytes
+        self._slots: dict[int, _Slot] = {}
+        self.device_bytes = 0
+        self.peak_device_bytes = 0
+
+    @property
+    def present(self) -> list[int]:
+        """The blocks that are on the device or on their way, in the order in which they were fetched."""
+        return list(self._slots)
+
+    def is_bound(self, number: int) -> bool:
+        """Return whether the module's tensors point at this block on the device."""
+        return number in self._slots and self._slots[number].bound
+
+    def fetch(self, number: int) -> None:
+        """Start bringing a block, if that was not done."""
+        layout = self._layouts[number]
+        if number not in self._slots:
+            size = layout.num_bytes if self._blocks[number].stays else max(self._slot_bytes, layout.num_bytes)
+            self._slots[number] = _Slot(self._copier.empty_device(size), list(layout.runs))
+            self.device_bytes += size
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        slot = self._slots[number]
+        while slot.to_copy:
+            source, start, size = slot.to_copy[0]
+            destination = slot.memory[start : start + size]
+            slot.on_their_way.append(self._copier.to_device(self._master[source : source + size], destination))
+            slot.to_copy.pop(0)
+
+    def bind(self, number: int) -> None:
+        """Have the compute stream wait for a block that was fetched, and point the module's tensors at it."""
+        slot, layout = self._slots[number], self._layouts[number]
+        if not slot.bound:
+            _wait(slot)
+            bind(layout.offsets, views(layout.offsets, slot.memory))
+            slot.bound = True
+
+    def unbind(self, number: int) -> None:
+        """Point the module's tensors at where they lie between visits."""
+        slot, layout = self._slots[number], self._layouts[number]
+        if slot.bound:
+            bind(layout.offsets, layout.in_place)
+            slot.bound = False
+
+    def evict(self, number: int) -> None:
+        """Unbind a block and give its slot up. Work submitted so far may still read it."""
+        self.unbind(number)
+        slot = self._slots[number]
+        # A copy may be under way, after an exception or a wrong guess, and then its memory must not be reused yet.
+        _wait(slot)
+        self._copier.release(slot.memory)
+        self.device_bytes -= slot.memory.nbytes
+        del self._slots[number]
+
+
+def _wait(slot: _Slot) -> None:
+    while slot.on_their_way:
+        slot.on_their_way[0].wait()
+        slot.on_their_way.pop(0)
+
+
+def _layout(block: Sequence[tuple[WeightSlice, Sequence[Tensor]]]) -> _Layout:
+    offsets: list[OffsetTensor] = []
+    in_place: list[Tensor] = []
+    runs: list[tuple[int, int, int]] = []
+    filled = 0
+    for piece, views_in_place in block:
+        offsets += [(tensor, filled + start - piece.start) for tensor, start in piece.offsets]
+        in_place += views_in_place
+        if runs and runs[-1][0] + runs[-1][2] == piece.start:
+            source, start, size = runs.pop()
+            runs.append((source, start, size + piece.num_bytes))
+        else:
+            runs.append((piece.start, filled, piece.num_bytes))
+        filled += piece.num_bytes
+    return _Layout(filled, tuple(offsets), tuple(in_place), tuple(runs))

@@ -1,0 +1,119 @@
+"""transformers models as workloads: found, built from their configurations, and simulated with every lever."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from late_imports import LateModule
+from transformers_toys import BATCH, CARD, TOKENS, estimate
+
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
+
+causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
+
+
+def test_a_config_file_will_do(qwen3: str) -> None:
+    assert huggingface.HuggingFaceModel(f"{qwen3}/config.json", seq_len=TOKENS).kind == "causal"
+
+
+# ------------------------------------------------------------------------------------------------ the levers
+
+
+def test_checkpointing_trades_activations(qwen3: str, plain: MemoryEstimate) -> None:
+    selective, full = (estimate(qwen3, checkpointing, precision="bf16") for checkpointing in ("selective", "full"))
+    assert full.phases["forward"] < selective.phases["forward"] < plain.phases["forward"]
+    assert full.step_ms is not None
+    assert plain.step_ms is not None
+    assert full.step_ms > plain.step_ms
+
+
+def test_offloading_moves_activations_to_the_host(qwen3: str, plain: MemoryEstimate) -> None:
+    offloaded = estimate(qwen3, offload="all", precision="bf16")
+    inputs = estimate(qwen3, "full", "inputs", precision="bf16")
+    assert offloaded.host_bytes > inputs.host_bytes > plain.host_bytes
+    assert offloaded.peak_bytes < plain.peak_bytes
+    assert offloaded.stall_ms is not None
+
+
+@pytest.mark.slow
+def test_offloading_plans_for_a_card(qwen3: str) -> None:
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=BATCH)
+    assert workload.step_with("none", "auto", BATCH).num_steps == 5  # two are recorded, one is plain, one is timed
+    assert estimate(qwen3, offload="auto", precision="bf16").confidence == "medium"
+
+
+# ------------------------------------------------------------------------------------------- files and errors
+
+
+def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=8, precision="bf16")
+    settings = {"activations": "checkpointed, inputs offloaded"}
+    accelerate, chosen, flags = workload.write(settings, 2, tmp_path)
+    assert load_config_from_file(str(accelerate)).mixed_precision == "bf16"
+    assert yaml.safe_load(accelerate.read_text())["num_processes"] == 1
+    assert json.loads(chosen.read_text())["gradient_accumulation_steps"] == 4
+    options = causal_lm_options.parse("", ["--config_path", str(flags), f"--output_dir={tmp_path / 'run'}"])
+    assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
+    assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
+    assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)
+
+
+def test_gpus_share_a_model_and_its_batch(qwen3: str, plain: MemoryEstimate, tmp_path: Path) -> None:
+    shared = {"seq_len": TOKENS, "effective_batch": 8, "num_gpus": 2}
+    workload = huggingface.HuggingFaceModel(qwen3, **shared, engine="fsdp2")
+    assert workload.name == f"{qwen3} as Qwen3ForCausalLM, on each of 2 GPUs with fsdp2"
+    assert workload.micro_batches == [1, 2, 4]
+    assert {huggingface.ACTIVATIONS[name][1] for name in workload.levers[0].values} == {"off"}
+    sharded = run_isolated(lambda: simulate_step(workload.step_with("none", "off", BATCH), gpu=CARD))
+    for kind in ("parameters", "optimizer state"):
+        assert plain.breakdown[kind] / 2 <= sharded.breakdown[kind] < 0.6 * plain.breakdown[kind]
+    assert sharded.breakdown["gathered weights"] > 0
+    assert "communication buffers" in sharded.storage_kinds
+    written = workload.write({"activations": "kept"}, BATCH, tmp_path)
+    assert [path.name for path in written] == ["accelerate.yaml", "settings.json"]
+    assert load_config_from_file(str(written[0])).num_processes == 2
+    assert json.loads(written[1].read_text())["gradient_accumulation_steps"] == 2
+    with_copies = huggingface.HuggingFaceModel(qwen3, **shared).write({"activations": "kept"}, BATCH, tmp_path)
+    assert yaml.safe_load(with_copies[2].read_text())["training"]["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"optimizer": "sgd", "max_grad_norm": None}])
+def test_gpus_share_a_model_with_deepspeed(engine: str, options: dict[str, Any], qwen3: str, tmp_path: Path) -> None:
+    shared = {"seq_len": TOKENS, "effective_batch": 8, "num_gpus": 2, "precision": "fp16"}
+    workload = huggingface.HuggingFaceModel(qwen3, **shared, **options, engine=engine)
+    estimate = run_isolated(lambda: simulate_step(workload.step_with("full", "off", BATCH), gpu=CARD))
+    assert "communication buffers" in estimate.storage_kinds
+    assert estimate.unreached == ()
+    accelerate = workload.write({"activations": "kept"}, BATCH, tmp_path)[0]
+    assert load_config_from_file(str(accelerate)).deepspeed_config["gradient_accumulation_steps"] == 2
+
+
+def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4)
+    names = [path.name for path in workload.write({"activations": "kept"}, 1, tmp_path)]
+    assert names == ["accelerate.yaml", "settings.json"]
+    assert all(checkpointing in ("none", "selective", "full") for checkpointing, _ in huggingface.ACTIVATIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("most", "off", 1), "checkpointing='most' is unknown"),
+        (("none", "disk", 1), "offload='disk' is unknown"),
+        (("none", "inputs", 1), "use checkpointing='full'"),
+        (("none", "off", 3), "micro_batch=3 must be a divisor of effective_batch=8"),
+    ],
+)
+def test_steps_are_checked(arguments: tuple[str, str, int], message: str, qwen3: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS).step_with(*arguments)

@@ -1,0 +1,220 @@
+"""Plans: what is simulated, what is chosen, and that the choice is the fastest that fits."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt import ActivationOffloader
+from hf_memopt.estimate.gpus import Card, allowances
+from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.jobs import Lever, NothingFitsError, Row, SettingsPlan, plan
+from hf_memopt.jobs.settings_table import explain
+from hf_memopt.units import GIB
+
+MIB = 2**20
+KEPT = sum(allowances().values())
+WIDTH, DEPTH = 256, 6
+
+
+class Stack(nn.Module):
+    """Linear layers and nonlinearities, each pair of which may be checkpointed."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+class Toy:
+    """A workload of 16 samples of 1024 rows each: 1 MiB per sample and tensor."""
+
+    name = "toy"
+    effective_batch = 16
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+    def __init__(self, *levers: Lever) -> None:
+        self.levers = levers or (Lever("activations", ("kept", "checkpointed", "offloaded")),)
+        self.simulations: list[tuple[str, int]] = []
+
+    def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
+        self.simulations.append((settings["activations"], micro_batch))
+        num_micro_batches = min(2, self.effective_batch // micro_batch)
+
+        def setup(device: torch.device) -> Any:
+            with device:
+                model = Stack(settings["activations"] == "checkpointed")
+                batch = torch.zeros(micro_batch * 1024, WIDTH)
+            offloader = None
+            if settings["activations"] == "offloaded":
+                offloader = ActivationOffloader(mode="all", offload_threshold_mb=0.5)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batch, [offloader]
+
+        def step(state: Any) -> None:
+            model, optimizer, batch, (offloader,) = state
+            for _ in range(num_micro_batches):
+                with offloader.offload_context(model) if offloader else contextlib.nullcontext():
+                    loss = model(batch).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return SimulatedStep(setup, step, num_micro_batches=num_micro_batches)
+
+    def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
+        raise NotImplementedError
+
+    def command(self, written: list[Path]) -> str:
+        raise NotImplementedError
+
+
+def card_with(room_bytes: int) -> Card:
+    """A card whose allocator may have so many bytes."""
+    return Card("test", KEPT + room_bytes, 10e12, 20e12, 500e9, 25e9)
+
+
+def make_plan(room_bytes: int, **options: Any) -> SettingsPlan:
+    return plan(Toy(), gpu=card_with(room_bytes), num_workers=1, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def tight() -> SettingsPlan:
+    """For a card on which the whole batch does not fit as it is."""
+    return make_plan(100 * MIB)
+
+
+def test_plain_training_is_chosen_where_it_fits_and_nothing_else_is_simulated() -> None:
+    roomy = make_plan(2 * GIB)
+    assert (roomy.best.settings, roomy.best.micro_batch) == ({"activations": "kept"}, 16)
+    assert {row.settings["activations"] for row in roomy.rows} == {"kept"}
+    assert "not needed, since the whole batch fits without it" in "\n".join(explain(roomy))
+
+
+def test_nothing_else_is_simulated_where_the_one_micro_batch_that_may_be_chosen_fits() -> None:
+    toy = Toy()
+    toy.micro_batches = (4,)
+    roomy = plan(toy, gpu=card_with(2 * GIB), num_workers=1, progress=False)
+    assert [(row.settings["activations"], row.accumulation) for row in roomy.rows] == [("kept", 4)]
+    reasons = explain(roomy)
+    assert reasons[0] == "micro-batch 4: as given."
+    assert "activations kept, not offloaded: not needed, since the micro-batch fits without it." in reasons
+
+
+def test_one_worker_ends_with_the_first_combination_that_fits(tight: SettingsPlan) -> None:
+    toy = Toy()
+    toy.micro_batches = (max(row.micro_batch for row in tight.rows if row.fits and _is_checkpointed(row)),)
+    found = plan(toy, gpu=tight.card, num_workers=1, progress=False)
+    assert [(row.settings["activations"], row.fits) for row in found.rows] == [("checkpointed", True), ("kept", False)]
+
+
+def _is_checkpointed(row: Row) -> bool:
+    return bool(row.settings["activations"] == "checkpointed")
+
+
+def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tight: SettingsPlan) -> None:
+    best = tight.best
+    assert best.estimate.trace.fits(100 * MIB)
+    for row in tight.rows:
+        assert row.fits == row.estimate.trace.fits(100 * MIB)
+        assert row.fits == (row.needed_bytes <= KEPT + 100 * MIB)
+        if row.update_ms < best.update_ms:
+            assert not row.fits
+
+
+def test_all_combinations_are_compared_on_a_card_that_is_too_small_for_plain_training(tight: SettingsPlan) -> None:
+    assert {row.settings["activations"] for row in tight.rows} == {"kept", "checkpointed", "offloaded"}
+
+
+def test_each_combination_is_tried_with_the_largest_micro_batch_that_fits(tight: SettingsPlan) -> None:
+    for activations in ("kept", "checkpointed", "offloaded"):
+        rows = [row for row in tight.rows if row.settings["activations"] == activations]
+        largest = max(row.micro_batch for row in rows if row.fits)
+        assert largest == 16 or any(row.micro_batch == 2 * largest and not row.fits for row in rows)
+
+
+def test_what_one_micro_batch_needs_tells_which_is_tried_next() -> None:
+    kept = Lever("activations", ("kept",))
+    alone = Toy(kept)
+    alone.micro_batches = (4,)
+    needed = plan(alone, gpu=card_with(2 * GIB), num_workers=1, progress=False).best.needed_bytes
+    found = plan(Toy(kept), gpu=card_with(needed - KEPT + MIB), num_workers=1, progress=False)
+    assert {row.micro_batch for row in found.rows} == {1, 4, 8}
+    assert found.best.micro_batch == 4
+
+
+def test_rows_are_sorted_and_an_update_is_always_the_whole_batch(tight: SettingsPlan) -> None:
+    keys = [(not row.fits, row.update_ms) for row in tight.rows]
+    assert keys == sorted(keys)
+    assert all(row.micro_batch * row.accumulation == 16 for row in tight.rows)
+
+
+def test_checkpointing_takes_longer_and_needs_less(tight: SettingsPlan) -> None:
+    rows = {(row.settings["activations"], row.micro_batch): row for row in tight.rows}
+    kept, checkpointed = rows["kept", 1], rows["checkpointed", 1]
+    assert checkpointed.update_ms > kept.update_ms
+    assert checkpointed.estimate.peak_bytes < kept.estimate.peak_bytes
+
+
+def test_offloading_waits_for_a_slow_link_and_is_not_chosen() -> None:
+    slow, fast = (_offloaded_ms(bandwidth) for bandwidth in (0.1e9, 25e9))
+    assert slow > 3 * fast
+
+
+def _offloaded_ms(link_bytes_per_s: float) -> float:
+    card = replace(card_with(60 * MIB), link_bytes_per_s=link_bytes_per_s)
+    found = plan(Toy(Lever("activations", ("offloaded",))), gpu=card, num_workers=1, progress=False)
+    return min(row.update_ms for row in found.rows)
+
+
+def test_what_needs_more_host_memory_than_there_is_does_not_fit(tight: SettingsPlan) -> None:
+    poor = make_plan(100 * MIB, host="4MiB")
+    assert any(row.fits for row in tight.rows if row.settings["activations"] == "offloaded")
+    assert not any(row.fits for row in poor.rows if row.settings["activations"] == "offloaded")
+
+
+def test_where_nothing_fits_the_error_says_what_would_and_what_takes_the_memory() -> None:
+    with pytest.raises(NothingFitsError, match=r"no settings of toy fit\. The smallest need 0\.\d+ GiB") as caught:
+        make_plan(4 * MIB)
+    smallest = caught.value.smallest
+    assert not smallest.fits
+    assert smallest.micro_batch == 1
+    found = plan(Toy(), gpu=card_with(smallest.needed_bytes - KEPT), num_workers=1, progress=False)
+    assert found.best.needed_bytes <= smallest.needed_bytes
+
+
+def test_several_simulations_at_once_give_the_same_plan(tight: SettingsPlan) -> None:
+    parallel = plan(Toy(), gpu=card_with(100 * MIB), num_workers=3, progress=False)
+    assert {_key(row) for row in parallel.rows} == {_key(row) for row in tight.rows}
+    assert _key(parallel.best) == _key(tight.best)
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row.settings["activations"], row.micro_batch, row.update_ms, row.needed_bytes, row.fits
+
+
+def test_an_error_in_a_simulation_reaches_the_caller() -> None:
+    class Broken(Toy):
+        def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
+            def setup(device: torch.device) -> Any:
+                raise ValueError("layers=0 must be at least 1")
+
+            return SimulatedStep(setup, lambda state: None)
+
+    with pytest.raises(ValueError, match="layers=0 must be at least 1"):
+        plan(Broken(), gpu="8GiB", num_workers=1, progress=False)
+
+
+def test_a_card_smaller_than_what_it_keeps_for_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gpu='256MiB': .* kept for the device context"):
+        plan(Toy(), gpu="256MiB", num_workers=1, progress=False)

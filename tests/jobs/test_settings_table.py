@@ -1,0 +1,148 @@
+"""A plan in words, as a table and as JSON, from candidates whose figures are given."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.gpus import Card
+from hf_memopt.jobs import Lever, Row, SettingsPlan
+from hf_memopt.jobs.settings_table import as_json, explain, headline, table
+from hf_memopt.units import GIB
+
+CARD = Card("toy card", 8 * GIB, 10e12, 20e12, 500e9, 25e9)
+LEVERS = (Lever("checkpointing", ("none", "full")), Lever("offload", ("off", "auto", "all")))
+
+
+def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib: float, host_gib: float = 0.0) -> Row:
+    """A candidate for 16 samples per update, whose peak is half a GiB below what it needs."""
+    estimate = MemoryEstimate(
+        peak_bytes=round((needed_gib - 0.5) * GIB),
+        reserved_bytes=0,
+        phase="backward",
+        step=2,
+        phases={},
+        breakdown={"activations": GIB},
+        top=(),
+        host_bytes=round(host_gib * GIB),
+        confidence="high",
+        assumptions=(),
+        unreached=(),
+        step_ms=update_ms,
+        step_range_ms=(0.9 * update_ms, 1.2 * update_ms),
+        phases_ms={},
+        stall_ms=0.0,
+        trace=None,  # type: ignore[arg-type]
+        storage_kinds=(),
+        storage_makers=(),
+    )
+    names = (lever.name for lever in LEVERS)
+    chosen = dict(zip(names, settings, strict=True))
+    return Row(chosen, micro_batch, 16 // micro_batch, update_ms, round(needed_gib * GIB), needed_gib <= 8, estimate)
+
+
+def plan_of(*rows: Row) -> SettingsPlan:
+    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, rows)
+
+
+PLAN = plan_of(
+    row(("none", "auto"), 4, 200.0, 7.5, host_gib=3.0),
+    row(("full", "auto"), 16, 250.0, 6.25, host_gib=1.0),
+    row(("full", "off"), 8, 300.0, 8.0),
+    row(("none", "auto"), 8, 190.0, 12.0, host_gib=6.0),
+    row(("none", "off"), 1, 150.0, 9.0),
+    row(("none", "off"), 2, 140.0, 10.0),
+)
+
+
+def test_the_table_has_a_line_for_each_candidate_in_the_plans_order() -> None:
+    assert table(PLAN).splitlines() == [
+        "| micro-batch | checkpointing | offload | peak GiB | needs GiB | host GiB | peak in  | time | fits |",
+        "| ----------- | ------------- | ------- | -------- | --------- | -------- | -------  | ---- | ---- |",
+        "| 4 x 4       | none          | auto    | 7.00     | 7.50      | 3.00     | backward | 1.00 | yes  |",
+        "| 16 x 1      | full          | auto    | 5.75     | 6.25      | 1.00     | backward | 1.25 | yes  |",
+        "| 8 x 2       | full          | off     | 7.50     | 8.00      | 0.00     | backward | 1.50 | yes  |",
+        "| 8 x 2       | none          | auto    | 11.50    | 12.00     | 6.00     | backward | 0.95 | no   |",
+        "| 1 x 16      | none          | off     | 8.50     | 9.00      | 0.00     | backward | 0.75 | no   |",
+        "| 2 x 8       | none          | off     | 9.50     | 10.00     | 0.00     | backward | 0.70 | no   |",
+    ]
+
+
+def test_the_headline_names_the_choice_and_what_it_needs() -> None:
+    assert headline(PLAN) == (
+        "toy on toy card (8.0 GiB): micro-batch 4 x 4, checkpointing none, offload auto; peak 7.00 GiB allocated in "
+        "backward, needs 7.50 GiB; confidence high"
+    )
+
+
+def test_a_plan_prints_itself_in_full() -> None:
+    assert str(PLAN) == f"{headline(PLAN)}\n\n{table(PLAN)}"
+
+
+def test_each_other_value_is_explained_by_its_best_candidate() -> None:
+    assert explain(PLAN) == [
+        "micro-batch 4: 8 would need 12.00 GiB with these settings.",
+        "checkpointing none, not full: with full an update takes 1.25 times as long.",
+        "offload auto, not off: with off an update takes 1.50 times as long.",
+        "offload auto, not all: not needed, since the whole batch fits without it.",
+        "An update takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps, on cards of kinds that "
+        "were fitted, as this one is).",
+        "Kept free, assumed: device context 512 MiB, cuDNN and other workspaces 112 MiB.",
+    ]
+
+
+def test_a_value_with_which_nothing_fits_says_how_much_it_would_need() -> None:
+    rows = [each for each in PLAN.rows if each.settings != {"checkpointing": "full", "offload": "off"}]
+    lines = explain(plan_of(*rows))
+    assert "offload auto, not off: with off nothing fits; 9.00 GiB at least." in lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([row(("none", "off"), 16, 100.0, 7.0)], "micro-batch 16: the whole batch fits at once."),
+        (
+            [row(("none", "off"), micro_batch, ms, 7.0) for micro_batch, ms in ((4, 100.0), (16, 150.0), (8, 120.0))],
+            "micro-batch 4, not 8: an update takes 1.20 times as long.",
+        ),
+    ],
+)
+def test_the_next_larger_micro_batch_says_why_not(rows: list[Row], line: str) -> None:
+    assert explain(plan_of(*rows))[0] == line
+
+
+def test_what_was_assumed_and_what_did_not_run_is_said() -> None:
+    unreached = tuple(f"layer.{number}" for number in range(7))
+    best = PLAN.best
+    assumed = replace(best.estimate, assumptions=("a guess (2 times)", "another"), unreached=unreached)
+    lines = explain(plan_of(replace(best, estimate=assumed)))
+    assert lines[-3:] == [
+        "Assumed: a guess (2 times).",
+        "Assumed: another.",
+        "Got no gradient in the simulation: layer.0, layer.1, layer.2, layer.3, layer.4.",
+    ]
+
+
+def test_json_has_all_that_the_table_shows_in_bytes_and_milliseconds() -> None:
+    found: dict[str, Any] = json.loads(json.dumps(as_json(PLAN)))
+    assert (found["workload"], found["card"]["name"], found["host_bytes"]) == ("toy", "toy card", 32 * GIB)
+    assert sum(found["allowances"].values()) == 624 * 2**20
+    assert len(found["rows"]) == len(PLAN.rows)
+    assert found["rows"][0] == {
+        "settings": {"checkpointing": "none", "offload": "auto"},
+        "micro_batch": 4,
+        "accumulation": 4,
+        "fits": True,
+        "update_ms": 200.0,
+        "update_range_ms": [180.0, 240.0],
+        "needed_bytes": 7.5 * GIB,
+        "peak_bytes": 7 * GIB,
+        "host_bytes": 3 * GIB,
+        "phase": "backward",
+        "breakdown": {"activations": GIB},
+        "confidence": "high",
+        "assumptions": [],
+    }

@@ -1,0 +1,29 @@
+"""A vision tower that is frozen keeps nothing for backward, and has no adapters."""
+
+from collections.abc import Callable
+
+import pytest
+from late_imports import LateModule
+from vision_language_toys import CONFIGS, SIZES
+
+huggingface = LateModule("hf_memopt.jobs.huggingface")
+model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+FolderOf = Callable[..., str]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_nothing_of_it_is_trained(model_type: str, lora_rank: int | None, folder_of: FolderOf) -> None:
+    def trained(freeze: bool) -> set[str]:
+        options = huggingface.HuggingFaceModel(
+            folder_of(model_type), image_size=SIZES.get(model_type), lora_rank=lora_rank, freeze_vision_tower=freeze
+        )
+        model = model_building.build_model(options, options.config, "none")
+        tower = model.get_encoder(modality="image")
+        name = next(name for name, module in model.named_modules() if module is tower)
+        learning = {each for each, parameter in model.named_parameters() if parameter.requires_grad}
+        inside = {each for each in learning if each.startswith(f"{name}.")}
+        assert bool(inside) != freeze
+        return learning - inside
+
+    assert trained(True) == trained(False) != set()

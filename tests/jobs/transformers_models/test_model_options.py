@@ -1,0 +1,39 @@
+"""What a model is trained with: choices and ranges."""
+
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from transformers_toys import TOKENS
+
+huggingface = LateModule("hf_memopt.jobs.huggingface")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose from no, bf16, fp16"),
+        ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
+        ({"seq_len": 0}, "seq_len=0 must be at least 1"),
+        ({"seq_len": 10**6}, "longer than the model's max_position_embeddings"),
+        (
+            {"optimizer_in_backward": True},
+            "max_grad_norm=1.0: with optimizer_in_backward gradients are gone .* use none",
+        ),
+        (
+            {"optimizer_in_backward": True, "max_grad_norm": None, "precision": "fp16"},
+            "precision='fp16': its loss scaler .* use bf16",
+        ),
+        ({"loss": "half"}, "loss='half' is unknown; choose from full, chunked"),
+        (
+            {"loss": "chunked", "task": "sequence-classification"},
+            "loss='chunked' is for task='causal', not 'sequence-classification'",
+        ),
+        ({"quantize": "nf4"}, "quantize='nf4': for adapters; give a lora_rank"),
+        ({"use_dora": True, "lora_targets": "v_proj"}, "lora_targets='v_proj' and use_dora=True: for adapters"),
+        ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ = huggingface.HuggingFaceModel(qwen3, **{"seq_len": TOKENS, **options}).kind

@@ -1,0 +1,142 @@
+"""Interrupted, starved and shared: what `precompute` has finished stays, and nothing is done twice."""
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+from patience import HANG_S
+from two_processes import results_of_both, torchrun
+
+from hf_memopt import cli
+
+coupling_toys = LateModule("coupling_toys")
+source = LateModule("hf_memopt.lerobot.couplings.source")
+smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
+
+
+def complete_shards(folder: Path) -> set[str]:
+    """Files that count as complete, judged by this test and not by the code."""
+    found = set()
+    for note in folder.glob("data-*.json"):
+        data = note.with_suffix(".arrow")
+        if data.exists() and data.stat().st_size == json.loads(note.read_text())["num_bytes"]:
+            found.add(data.name)
+    return found
+
+
+def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
+    """Kill `precompute` again and again; a new folder is begun whenever one is finished.
+
+    Returns:
+        How many kills hit a process at work, and how many shards survived kills.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.source"])
+    rng = random.Random(0)
+    hits, survived, current = 0, 0, folder / "0"
+    for kill in range(num_kills):
+        before = complete_shards(current)
+        contents = {name: (current / name).read_bytes() for name in before}
+        started = context.Event()
+        process = context.Process(target=coupling_toys.precompute_slowly, args=(current, kill, started))
+        process.start()
+        assert started.wait(HANG_S)
+        if kill % 2:  # while the second shard is written, at the earliest
+            wait_for(partial(has_moved_on, current, before, process))
+        process.join(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        hits += process.exitcode != 0
+        after = complete_shards(current)
+        assert before <= after
+        assert all((current / name).read_bytes() == content for name, content in contents.items())
+        survived += len(after) if process.exitcode else 0
+        # Of all that was begun, only one shard's draft can be lost.
+        assert len(list(current.glob(".data-*.arrow-*"))) <= 1
+        if (current / "state.json").exists():
+            source.CouplingCache(current)
+            current = folder / str(kill + 1)
+    coupling_toys.write(current)
+    coupling_toys.assert_same(
+        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
+        source.CouplingSource.cached(current, coupling_toys.load),
+        2,
+    )
+    return hits, survived
+
+
+def has_moved_on(folder: Path, before: set[str], process: Any) -> bool:
+    return complete_shards(folder) != before or not process.is_alive()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_kill_loses_at_most_the_shard_in_flight(tmp_path: Path, num_kills: int) -> None:
+    hits, survived = kill_at_random(tmp_path, num_kills)
+    assert hits >= num_kills // 4
+    assert survived > 0
+
+
+def test_an_error_leaves_complete_shards_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, calls = os.fsync, 0
+
+    def full_disk(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise OSError(28, "No space left on device")
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match=r"\.arrow could not be written: .*No space left.* bytes free"):
+        coupling_toys.write(tmp_path / "cache")
+    assert len(complete_shards(tmp_path / "cache")) >= 1
+    assert not [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
+    assert coupling_toys.write(tmp_path / "cache") == []
+
+
+def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path, folder: Path) -> None:
+    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
+    assert coupling_toys.write(tmp_path / "cache", rank=0, world_size=2) == [
+        3,
+        5,
+    ]  # restarted with another number of processes
+    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=2) == []
+    for file in folder.glob("*.arrow"):
+        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_path: Path, folder: Path) -> None:
+    first, second = results_of_both(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", tmp_path)
+    assert first["weights"] == second["weights"]
+    assert not set(first["samples"]) & set(second["samples"])
+    assert first["solved"] + second["solved"] == coupling_toys.make_spec().num_batches
+    for file in folder.glob("*.arrow"):
+        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
+    flags = [f"--policy.path={toy_student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
+    flags += [*smolvla_toy.dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
+    shards = ["--shard-size", "5"]
+    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shards, "--", *flags)
+    assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
+    for file in (tmp_path / "one").glob("*.arrow"):
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+    assert source.CouplingCache(tmp_path / "two").spec == source.CouplingCache(tmp_path / "one").spec

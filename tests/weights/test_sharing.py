@@ -1,0 +1,62 @@
+"""What student and teacher have in common is held once, in the student's memory."""
+
+import copy
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+from teacher_toys import Network
+from torch import Tensor
+
+from hf_memopt.transfer import SyncCopier
+from hf_memopt.weights import OffloadedTeacher
+
+
+@pytest.fixture
+def pair(network: Network) -> tuple[Network, Network]:
+    """A teacher, and a student with frozen embeddings whose other weights are equal but trained."""
+    student = copy.deepcopy(network)
+    student.embed.weight.requires_grad_(False)
+    return network, student
+
+
+def test_frozen_equal_weights_are_held_once(pair: tuple[Network, Network], x: Tensor) -> None:
+    teacher, student = pair
+    want = teacher(x)
+    alone = OffloadedTeacher(copy.deepcopy(teacher), device="cpu", mode="swap", copier=SyncCopier())
+    offloaded = OffloadedTeacher(teacher, device="cpu", mode="swap", share_with=student, copier=AdversarialCopier())
+    assert teacher.embed.weight.data_ptr() == student.embed.weight.data_ptr()
+    assert teacher.low.weight.data_ptr() != student.low.weight.data_ptr()
+    assert offloaded.report().shared_bytes == student.embed.weight.nbytes
+    assert offloaded.report().host_bytes == alone.report().host_bytes - 256
+    with torch.no_grad():
+        student.low.weight.zero_()  # training the student
+    with offloaded.onload() as module:
+        assert torch.equal(module(x), want)
+
+
+def test_sharing_follows_the_student_when_it_moves(pair: tuple[Network, Network], x: Tensor) -> None:
+    teacher, student = pair
+    want = teacher(x)
+    offloaded = OffloadedTeacher(teacher, device="cpu", mode="swap", share_with=student, copier=SyncCopier())
+    student.embed.weight.data = student.embed.weight.data.clone()  # what Module.to does
+    with offloaded.onload() as module:
+        assert module.embed.weight.data_ptr() == student.embed.weight.data_ptr()
+        assert torch.equal(module(x), want)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.requires_grad_(True),
+        lambda weight: weight.add_(1),
+        lambda weight: setattr(weight, "data", weight.data.double()),
+    ],
+    ids=["unfrozen", "written", "cast"],
+)
+def test_changed_shared_weights_are_refused(pair: tuple[Network, Network], change: object) -> None:
+    teacher, student = pair
+    offloaded = OffloadedTeacher(teacher, device="cpu", mode="swap", share_with=student, copier=SyncCopier())
+    change(student.embed.weight)
+    with pytest.raises(RuntimeError, match=r"'embed.weight'.*load the teacher again"), offloaded.onload():
+        pass
