@@ -35,10 +35,16 @@ def test_workflows_can_run(workflow: Path) -> None:
 
 def test_called_targets_exist_and_nothing_that_ci_runs_is_left_out() -> None:
     called = {name for workflow in WORKFLOWS for step in steps_of(workflow) for name in made(step.get("run", ""))}
+    called |= {name for workflow in WORKFLOWS for name in targets_of_matrices(workflow)}
     assert called <= TARGETS
-    assert {"quality", "docs", "test", "test-fake-gpu", "test-slow", "test-gpu", "wheel"} <= called
-    assert {"canaries", "test-latest"} <= called
+    assert {"quality", "docs", "test", "test-e2e", "test-ranks", "test-fake-gpu", "test-slow", "test-gpu"} <= called
+    assert {"canaries", "test-canaries", "test-latest", "wheel"} <= called
     assert made((ROOT / ".ci" / "run").read_text()) <= called
+
+
+def targets_of_matrices(workflow: Path) -> set[str]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return {name for job in jobs for name in job.get("strategy", {}).get("matrix", {}).get("target", [])}
 
 
 def made(text: str) -> set[str]:

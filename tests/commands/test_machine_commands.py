@@ -96,6 +96,7 @@ def test_without_matplotlib_nothing_is_written(
     assert main(["report", str(tmp_path), "--json"]) == 0  # needs no figures
 
 
+@pytest.mark.e2e
 def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
@@ -111,6 +112,7 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "file").read_text() == "precious"
 
 
+@pytest.mark.e2e
 def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_run(tmp_path / "demo")
     causal_lm_run(tmp_path / "sweep" / "first")

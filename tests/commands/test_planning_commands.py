@@ -49,6 +49,7 @@ def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, t
     assert not re.search(r'(?:src|href)="(?!data:)', html)
 
 
+@pytest.mark.e2e
 def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -> None:
     assert main(["estimate", model, *SMALL, "--offload", "all", "--accumulation", "2"]) == 0
     printed = capsys.readouterr().out
@@ -57,6 +58,7 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
     assert "Time of a step" not in printed
 
 
+@pytest.mark.e2e
 def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
     arguments = ["estimate", model, *SMALL, "--gpu", "640MiB"]
     assert main(arguments) == 0
@@ -65,6 +67,7 @@ def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
     assert main([*arguments[:-1], "8GiB", "--check"]) == 0
 
 
+@pytest.mark.e2e
 def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +84,7 @@ def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
     assert "Settings that fit" not in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     def step_ms(accumulation: int) -> float:
         file = tmp_path / "estimate.json"
@@ -92,6 +96,7 @@ def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     assert 6 * twice < often < 8 * twice
 
 
+@pytest.mark.e2e
 def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, capsys: Capture) -> None:
     ranks = ["--num-gpus", "2", "--engine", "fsdp2", "--seq-len", "32", "--precision", "bf16"]
     assert main(["estimate", model, *ranks, "--batch-size", "2", "--gpu", "640MiB"]) == 0

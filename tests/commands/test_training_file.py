@@ -76,6 +76,7 @@ def test_a_flag_without_a_field_is_refused() -> None:
         training_file._changes(parsed("--training-args", "a.yaml", "--checkpointing", "selective"))
 
 
+@pytest.mark.e2e
 def test_estimate_says_what_is_trained_and_flags_win(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for words in ([], ["--batch-size", "1", "--seq-len", "96"], ["--checkpointing", "none"]):
@@ -90,6 +91,7 @@ def test_estimate_says_what_is_trained_and_flags_win(file: Path, capsys: pytest.
     assert abs(longer - given) < 2**18 < kept - given
 
 
+@pytest.mark.e2e
 def test_where_it_does_not_fit_the_plan_for_the_same_file_is_named(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_where_it_does_not_fit_the_plan_for_the_same_file_is_named(
     assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
 
 
+@pytest.mark.e2e
 def test_plan_writes_the_file_with_what_it_chooses(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = file.with_name("plan")
     assert main(["plan", "--training-args", str(file), "--gpu", "rtx4090", "--output", str(folder)]) == 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
+pytestmark = pytest.mark.e2e
+
 SCRIPTS = Path(__file__).parents[2] / "recipes" / "by_feature"
 LONGEST = 80
 MARK = "# hf_memopt"

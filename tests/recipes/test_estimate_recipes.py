@@ -19,6 +19,8 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 
+pytestmark = pytest.mark.e2e
+
 # Live storages, to the byte, in the same program: only what an operation keeps for itself may differ.
 TOLERANCE = 0.001
 

@@ -12,6 +12,8 @@ from late_imports import LateModule
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+pytestmark = pytest.mark.e2e
+
 out_of_memory = LateModule("hf_memopt.recipes.common.out_of_memory")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 lgt_config = LateModule("hf_memopt.recipes.lgt.options")

@@ -34,7 +34,7 @@ datasets = LateModule("datasets")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
 transformers = LateModule("transformers")
 
-pytestmark = pytest.mark.usefixtures("quick_plans")
+pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,6 +27,8 @@ from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
 from hf_memopt.training.compile import compile_module
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -22,6 +22,8 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 
+pytestmark = pytest.mark.e2e
+
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
 neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")

@@ -61,6 +61,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path
     assert found.host_bytes == expected.host_bytes > 2**20
 
 
+@pytest.mark.e2e
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
     step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))
