@@ -13,7 +13,7 @@ import hf_memopt
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PAGES = [*ROOT.glob("*.md"), ROOT / ".github" / "pull_request_template.md"]
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def steps_of(workflow: Path) -> list[dict[str, Any]]:
@@ -48,11 +48,11 @@ def targets_of_matrices(workflow: Path) -> set[str]:
 
 
 def made(text: str) -> set[str]:
-    return set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    return set(re.findall(r"^make ([a-z0-9-]+)", text, re.MULTILINE))
 
 
 def test_contributors_and_the_readme_name_targets_that_exist() -> None:
-    quoted = re.compile(r"`make ([a-z-]+)|^make ([a-z-]+)(?= {2,}|$)", re.MULTILINE)
+    quoted = re.compile(r"`make ([a-z0-9-]+)|^make ([a-z0-9-]+)(?= {2,}|$)", re.MULTILINE)
     named = {name for page in PAGES for found in quoted.findall(page.read_text()) for name in found if name}
     assert {"setup", "test", "docs"} <= named <= TARGETS
 
