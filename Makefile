@@ -9,7 +9,7 @@ EXTRAS ?= dev
 PYTHON_VERSION ?= 3.12
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1	/' | expand -t 22
 
 setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PYTHON_VERSION=3.13
 
