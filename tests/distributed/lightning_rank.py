@@ -1,6 +1,6 @@
 """What each process of test_lightning_two_processes.py runs: `lightning_rank.py <folder>`.
 
-Trains by Lightning's Trainer under DDP, plainly and with our callbacks, and leaves what came of it in
+Trains by Lightning's Trainer under DDP, plainly and offloaded, and leaves what came of it in
 `<folder>/rank<number>.json`.
 """
 
@@ -14,9 +14,7 @@ from alone import leave
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_toys import Regression, loader, offloader, trainer
 
-from hf_memopt.integrations.lightning import ActivationOffloading, MemoryMonitor
-
-MORE_ON_THE_SECOND_MIB = 256
+from hf_memopt.integrations.lightning import ActivationOffloading
 
 
 def trained(folder: Path, *callbacks: Any, model: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
@@ -27,7 +25,6 @@ def trained(folder: Path, *callbacks: Any, model: dict[str, Any] | None = None, 
     return {
         "weights": [parameter.tolist() for parameter in module.parameters()],
         "losses": [loss.item() for loss in module.losses],
-        "memory": {name: float(value) for name, value in run.logged_metrics.items() if name.startswith("memory/")},
         "replaced": "training_step" in vars(run.strategy),
     }
 
@@ -37,7 +34,7 @@ def outcomes(folder: Path, **settings: Any) -> dict[str, Any]:
     found = {"plain": trained(folder, **settings)}
     for mode in ("all", "auto"):
         offloading = ActivationOffloading(offloader(mode))
-        found[mode] = trained(folder, offloading, MemoryMonitor(), **settings)
+        found[mode] = trained(folder, offloading, **settings)
         found[mode]["moved"] = offloading.offloader.stats.bytes_moved
     return found
 
@@ -50,9 +47,6 @@ def main() -> None:
         "manual optimization": outcomes(folder, model={"manual": True}),
     }
     rank = torch.distributed.get_rank()
-    more = torch.ones(rank * MORE_ON_THE_SECOND_MIB, 2**20, dtype=torch.uint8)
-    results["more on the second"] = trained(folder, MemoryMonitor())["memory"]
-    assert more.numel() == rank * MORE_ON_THE_SECOND_MIB * 2**20
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
 
 

@@ -2,7 +2,7 @@
 
 - `dpo`: preferences, with TRL.
 - `grpo`: rewards, with TRL, which has no activation offloading for it.
-- `lightning_trainer`: callbacks for Lightning.
+- `lightning_trainer`: a callback for Lightning.
 - `denoising`: diffusers' UNet and DiT on Accelerate.
 - `sentence_embeddings`: any loss of sentence-transformers in micro-batches.
 """
