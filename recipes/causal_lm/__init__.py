@@ -4,7 +4,6 @@
 - `data`: texts, tokenizer, blocks.
 - `model`: a pretrained model, or one from scratch.
 - `step`: the optimizer and one update, with the offloader around the forward pass.
-- `trainer`: the same training by transformers' Trainer.
 - `report`: results and figure.
 - `plan`: the update on fake tensors.
 """
