@@ -8,7 +8,7 @@ Read in this order:
 - `doctor/`: the abilities of this machine.
 """
 
-from hf_memopt.report.run_page import write_report
+from hf_memopt.report.html_page import write_report
 from hf_memopt.report.runs import Run, read_run, run_folders
 
 __all__ = ["Run", "read_run", "run_folders", "write_report"]
