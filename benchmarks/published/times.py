@@ -1,5 +1,6 @@
 """Step times that others have measured: in which halves they are fitted, and how far off predictions of them are."""
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -123,11 +124,16 @@ def _families(predicted: dict[str, float]) -> Iterator[str]:
 
 def _misses(predicted: dict[str, float]) -> Iterator[str]:
     in_half = halves(timed())
-    yield f"Off by more than {_MISS:.0%}:"
-    yield ""
+    missed: dict[str, list[tuple[float, str]]] = {}
     for row in timed():
         if row.step_s and row.name in in_half and abs(predicted[row.name] / row.step_s - 1) > _MISS:
-            yield f"- {row.name} ({row.gpu}): {row.step_s:.3g} s measured, {predicted[row.name]:.3g} s predicted"
+            text = f"{row.id}: {row.step_s:.3g}, {predicted[row.name]:.3g}"
+            of_card = missed.setdefault(f"{row.source} ({row.gpu})", [])
+            of_card.append((abs(math.log(predicted[row.name] / row.step_s)), text))
+    yield f"Off by more than {_MISS:.0%}, with the worst of each source and card, in seconds measured and predicted:"
+    yield ""
+    for name, found in missed.items():
+        yield f"- {len(found)} of {name}; {max(found)[1]}"
 
 
 def _signs(predicted: dict[str, float]) -> Iterator[str]:
