@@ -1,11 +1,4 @@
-"""Counts the uses of memory. Read in this order:
-
-- `device_counters`, `saved_bytes`: where figures come from.
-- `tracker`: peaks by phase of a training step. `logger`, `metrics_file`: those figures in words, logs and files.
-- `attribution`, `oom`: the uses of live tensors, and the report when memory runs out.
-- `leaks/`: tensors that stay behind at every step, and their holders.
-- `ranks`: the processes that train together.
-"""
+"""Counts the uses of memory: peaks by phase, owners when it runs out, leaks."""
 
 from hf_memopt.memory.device_counters import Counters, DeviceMemory, HostMemory
 from hf_memopt.memory.leaks.detect import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks

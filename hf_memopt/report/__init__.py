@@ -1,12 +1,4 @@
-"""The cost of a run, as one HTML page with figures. Only writing it needs matplotlib (extra `report`).
-
-Read in this order:
-
-- `runs`: reads a run's folder.
-- `tables`, `figures`: its figures as rows and as pictures.
-- `html_page`, `run_page`: pages of HTML from `templates/`, and the one about a run.
-- `doctor/`: the abilities of this machine.
-"""
+"""The cost of a run, as one HTML page with figures. Only writing it needs matplotlib (extra `report`)."""
 
 from hf_memopt.report.html_page import write_report
 from hf_memopt.report.runs import Run, read_run, run_folders
