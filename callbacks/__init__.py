@@ -6,7 +6,8 @@ from hf_memopt.callbacks.cache_clearing import ClearCacheOnSaveCallback
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.callbacks.offloading import ActivationOffloadCallback
-from hf_memopt.callbacks.stop_on_non_finite import NonFiniteGradientError, StopOnNonFiniteCallback
+from hf_memopt.callbacks.stop_on_non_finite import StopOnNonFiniteCallback
+from hf_memopt.training import NonFiniteGradientError
 
 __all__ = [
     "ActivationOffloadCallback",

@@ -75,7 +75,11 @@ class MemoryEstimate:
     storage_makers: tuple[tuple[str, str], ...] = field(repr=False)
 
     def __str__(self) -> str:
-        return text(self)
+        return self.text()
+
+    def text(self, card: Card | None = None) -> str:
+        """Return the words that `hf-memopt estimate` prints; with a card, also whether the step fits, and its time."""
+        return text(self, card)
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes: only its time changes."""

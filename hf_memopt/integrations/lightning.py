@@ -8,6 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done, make_offloader
 
+__all__ = ["ActivationOffloading"]
+
 
 class ActivationOffloading(Callback):
     """Offloads tensors that training steps save for backward; gradients are bitwise those without it.

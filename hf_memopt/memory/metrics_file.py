@@ -1,6 +1,6 @@
 """Memory figures of a run in a file: one JSON object per line and logged step.
 
-A line is `{"step": 40, "memory/allocated_gib": 3.1, ...}`, with the keys of `hf_memopt.memory.logger.memory_metrics`,
+A line is `{"step": 40, "memory/allocated_gib": 3.1, ...}`, with the keys of `hf_memopt.memory.memory_metrics`,
 which carry their units.
 """
 

@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import estimate_peak_memory  # hf_memopt
-from hf_memopt.estimate import estimate_report
-from hf_memopt.estimate.gpus import find_card
+from hf_memopt.estimate import find_card
 
 BATCH, LENGTH = 8, 512
 
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="rtx4090", help="a card's name, or a size such as 8GiB (default: %(default)s)")
     card = find_card(parser.parse_args().gpu)
     estimate = estimate_peak_memory(setup, step, gpu=card)  # hf_memopt: before the first backward on a GPU
-    print(estimate_report.text(estimate, card))  # hf_memopt: with the verdict, does it fit?
+    print(estimate.text(card))  # hf_memopt: with the verdict, does it fit?
     if not torch.cuda.is_available():
         print("No GPU here: nothing to compare with.")
         return
