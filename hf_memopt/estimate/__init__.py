@@ -2,7 +2,6 @@
 
 from hf_memopt.estimate.estimate import estimate_peak_memory
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
-from hf_memopt.estimate.gpus import Card, find_card
 from hf_memopt.estimate.simulation.child_process import IsolatedError
 
-__all__ = ["Card", "IsolatedError", "LargeTensor", "MemoryEstimate", "estimate_peak_memory", "find_card"]
+__all__ = ["IsolatedError", "LargeTensor", "MemoryEstimate", "estimate_peak_memory"]
