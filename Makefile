@@ -70,8 +70,25 @@ app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.
 	$(PY) space/app.py
 
 # Work is stolen in blocks, so that most modules' fixtures and imports happen in one process only.
-test: $(READY) ## the default test suite (CPU, no network)
-	$(PY) -m pytest -n 2 --dist worksteal
+PYTEST := $(PY) -m pytest -n auto --dist worksteal
+QUICK := not gpu and not multi_gpu and not slow
+
+test: $(READY) ## the unit tests (CPU, no network), in 8 minutes on two cores
+	$(PYTEST) -m "$(QUICK) and not e2e and not ranks and not fake_gpu and not canary"
+
+test-e2e: $(READY) ## whole commands and recipes, and others that take more than 5 s each
+	$(PYTEST) -m "$(QUICK) and e2e and not ranks and not fake_gpu and not canary"
+
+test-ranks: $(READY) ## two and more processes that train together; they need both cores, so one test at a time
+	$(PY) -m pytest -m "$(QUICK) and ranks"
+
+test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime (Linux)
+	$(PYTEST) -m "$(QUICK) and fake_gpu" tests/test_fake_gpu.py
+
+test-canaries: $(READY) ## the behaviour of other libraries that we rely on, with the versions in constraints.txt
+	$(PYTEST) -m "$(QUICK) and canary" tests/canaries
+
+test-all: test test-e2e test-ranks test-fake-gpu ## all of these but the canaries, which change with constraints.txt only
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m slow
@@ -82,9 +99,6 @@ test-gpu: ## the tests that need a GPU; PYTHON=python3 for the interpreter at ha
 
 gpu-bundle: $(READY) ## wheels and a head script for a GPU machine without a network: .whl and .gpu
 	$(PY) -m benchmarks.gpu_bundle --pip "$(UV)" tool run pip
-
-test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime: a part of make test (Linux)
-	$(PY) -m pytest -n 2 tests/test_fake_gpu.py
 
 style: $(READY) ## format and fix
 	.venv/bin/ruff check --fix .
@@ -120,7 +134,7 @@ canaries: latest ## what we rely on in torch, transformers and others, tried wit
 	$(LATEST_PYTEST) -m canary tests/canaries
 
 test-latest: latest ## the suite's core with the newest versions of everything but lerobot, in .newest/latest
-	$(LATEST_PYTEST) -n 2 --dist worksteal $(CORE:%=tests/%)
+	$(LATEST_PYTEST) -n auto --dist worksteal $(CORE:%=tests/%)
 
 wheel: $(READY) ## source archives and wheels in dist: the library, and its plug-in for lerobot
 	rm -rf dist
@@ -150,4 +164,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-slow test-gpu gpu-bundle test-fake-gpu style quality canaries test-latest wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel docs docs-serve bench rehearse clean

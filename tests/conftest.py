@@ -23,6 +23,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.
 SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 
+# Markers by folder or file: `make test` leaves these kinds out, and targets of their own run them.
+KINDS = {"distributed": "ranks", "test_fake_gpu.py": "fake_gpu", "canaries": "canary"}
+
 # These need a process that runs on the fake CUDA runtime: tests/test_fake_gpu.py starts it.
 collect_ignore_glob = [] if "FAKE_CUDA_LIBRARIES" in os.environ else ["fake_cuda/*"]
 
@@ -42,7 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most of each sweep as slow, before the marker expression is applied."""
+    """Mark tests by their kind, and most of each sweep as slow, before the marker expression is applied."""
+    for item in items:
+        folder, *_ = item.path.relative_to(Path(__file__).parent).parts
+        if folder in KINDS:
+            item.add_marker(KINDS[folder])
     sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):

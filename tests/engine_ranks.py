@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from late_imports import LateModule
-from two_processes import TESTS, torchrun
+from ranks import on_ranks
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
@@ -21,15 +21,14 @@ def check_first_rank(folder: Path, num_ranks: int, ways: str) -> dict[str, set[s
 
     Returns what its storages are for, by way.
     """
-    torchrun(TESTS / "distributed" / "engine_rank.py", str(folder), ways, num_processes=num_ranks)
-    real = json.loads((folder / "rank0.json").read_text())
+    real, *others = on_ranks("distributed.engine_rank:outcomes", ways, num_ranks=num_ranks)
     seen, kinds = {}, {}
     for name, way in getattr(rank_steps, ways).items():
         seen[name], kinds[name] = simulated_rank(way, num_ranks, folder)
     assert seen == real, f"{seen} is not {real}"
     # Others hold no more: where a length cannot be divided, the last ones have less.
-    for rank in range(1, num_ranks):
-        for name, other in json.loads((folder / f"rank{rank}.json").read_text()).items():
+    for rank in others:
+        for name, other in rank.items():
             assert all(num_bytes <= real[name]["held"][what] for what, num_bytes in other["held"].items())
     return kinds
 

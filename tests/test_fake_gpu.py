@@ -34,5 +34,5 @@ def fake_gpu() -> None:
 def test_files_pass_on_the_fake_gpu(file: Path) -> None:
     schedule = [] if file.parts[0] == "fake_cuda" else ["--schedule-seed", SCHEDULE]
     run = run_pytest([str(TESTS / file), "-m", "not slow", "-q", *schedule], max_delay_s=LONGEST_DELAY_S, devices=2)
-    if run.returncode not in PASSED:
-        pytest.fail(f"{file} on the fake GPU, {' '.join(schedule)}:\n{run.stdout}", pytrace=False)
+    if run.status or run.returned not in PASSED:
+        pytest.fail(f"{file} on the fake GPU, {' '.join(schedule)}:\n{run.output}", pytrace=False)

@@ -1,21 +1,15 @@
-"""What each process of test_ddp_modes.py runs: `ddp_rank.py <folder>`.
+"""Steps in the modes of DDP that ask for something of their own, and on a rank whose data has ended.
 
-Steps in the modes of DDP that ask for something of their own, and on a rank whose data has ended. What came of each
-case on this rank goes to `<folder>/rank<number>.json`.
+One function for each case, for test_ddp_modes.py.
 """
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from alone import leave
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
@@ -217,17 +211,12 @@ def reentrant() -> float:
     return run.difference(run.halving_step, ONE_FIRST)
 
 
-def main() -> None:
-    results = {
+def outcomes() -> dict[str, Any]:
+    """Return the results of all cases on this rank."""
+    return {
         "join": refused_in_join(),
         "without data": without_data(),
         "refused static": refused_with_a_static_graph(),
         "static": dict(static_graphs()),
         "reentrant": reentrant(),
     }
-    (Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

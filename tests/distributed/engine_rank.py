@@ -1,19 +1,12 @@
-"""What each process of tests that simulate the first rank runs: `engine_rank.py <folder> <WAYS or ZERO_WAYS>`.
+"""Real steps of one rank in the ways of `rank_steps`, for tests that simulate the first rank."""
 
-Trains a small Llama in each of these ways of `rank_steps`, and leaves what it held in `<folder>/rank<number>.json`.
-"""
-
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import rank_steps
 import torch
-from alone import leave
 from collective_names import ALL_GATHERS, REDUCE_SCATTERS
 from rank_steps import Way, setup, step
 from torch import Tensor, distributed
@@ -96,12 +89,7 @@ def observed(way: Way) -> dict[str, Any]:
     return {"held": held[-1], "peaks": log.closed().trace().peaks_by_phase()}
 
 
-def main() -> None:
+def outcomes(ways: str) -> dict[str, Any]:
+    """Train a small Llama in each of the ways in `rank_steps.<ways>`; return what this rank held, by way."""
     distributed.init_process_group("gloo")
-    seen = {name: observed(way) for name, way in getattr(rank_steps, sys.argv[2]).items()}
-    Path(sys.argv[1], f"rank{distributed.get_rank()}.json").write_text(json.dumps(seen))
-    leave()
-
-
-if __name__ == "__main__":
-    main()
+    return {name: observed(way) for name, way in getattr(rank_steps, ways).items()}

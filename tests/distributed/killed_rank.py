@@ -1,28 +1,23 @@
-"""What each process of test_killed_ranks.py runs: `killed_rank.py <folder> <attempt> <is the last> <is sharded>`.
+"""A run in two ranks, one of which is killed at a random moment, saving or not, for test_killed_ranks.py."""
 
-One rank of each attempt but the last is killed at a random moment, saving or not. What came of all of them goes to
-`<folder>/rank<number>.json`.
-"""
-
-import json
 import os
 import random
 import signal
-import sys
 import threading
 from pathlib import Path
+from typing import Any
 
-from alone import leave
 from toy_run import ToyRun
 
 LONGEST_S = 0.4  # until a rank is killed: some twenty checkpoints
 STEPS_AT_THE_END = 3
 
 
-def main() -> None:
-    folder, attempt, is_last, sharded = Path(sys.argv[1]), *map(int, sys.argv[2:])
+def attempt_to_train(run_folder: str, attempt: int, is_last: bool, sharded: bool) -> dict[str, Any]:
+    """Resume and train until this rank or the other is killed; the last attempt trains to the end."""
+    folder = Path(run_folder)
     os.fsync = lambda descriptor: None  # nothing here outlives a reboot
-    run = ToyRun(folder / "run", seed=attempt, sharded=bool(sharded))
+    run = ToyRun(folder / "run", seed=attempt, sharded=sharded)
     if attempt:
         run.resume()
     else:
@@ -35,19 +30,13 @@ def main() -> None:
         run.train(10**6, save=True)
     resumed_at = run.num_steps
     run.train(run.num_steps + STEPS_AT_THE_END, save=True)
-    uninterrupted = ToyRun(folder / "uninterrupted", sharded=bool(sharded))
+    uninterrupted = ToyRun(folder / "uninterrupted", sharded=sharded)
     uninterrupted.train(run.num_steps)
     got, want = run.state(), uninterrupted.state()
     differing = sorted(name for name in got if got[name] != want[name])
-    result = {"resumed at": resumed_at, "differing": differing}
-    (folder / f"rank{run.accelerator.process_index}.json").write_text(json.dumps(result))
+    return {"resumed at": resumed_at, "differing": differing}
 
 
 def die(note: Path) -> None:
     note.touch()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()
-    leave()

@@ -1,16 +1,8 @@
-"""What each process of test_lightning_two_processes.py runs: `lightning_rank.py <folder>`.
+"""Training by Lightning's Trainer under DDP, plainly and offloaded, for test_lightning_two_processes.py."""
 
-Trains by Lightning's Trainer under DDP, plainly and offloaded, and leaves what came of it in
-`<folder>/rank<number>.json`.
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from alone import leave
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_toys import Regression, loader, offloader, trainer
 
@@ -29,7 +21,7 @@ def trained(folder: Path, *callbacks: Any, model: dict[str, Any] | None = None, 
     }
 
 
-def outcomes(folder: Path, **settings: Any) -> dict[str, Any]:
+def outcomes_of_modes(folder: Path, **settings: Any) -> dict[str, Any]:
     """By how it was trained."""
     found = {"plain": trained(folder, **settings)}
     for mode in ("all", "auto"):
@@ -39,17 +31,11 @@ def outcomes(folder: Path, **settings: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    results = {
-        "plain": outcomes(folder),
-        "accumulation and clipping": outcomes(folder, accumulate_grad_batches=2, gradient_clip_val=0.1),
-        "manual optimization": outcomes(folder, model={"manual": True}),
+def outcomes(run_folder: str) -> dict[str, Any]:
+    """Return the results of all ways to train on this rank."""
+    folder = Path(run_folder)
+    return {
+        "plain": outcomes_of_modes(folder),
+        "accumulation and clipping": outcomes_of_modes(folder, accumulate_grad_batches=2, gradient_clip_val=0.1),
+        "manual optimization": outcomes_of_modes(folder, model={"manual": True}),
     }
-    rank = torch.distributed.get_rank()
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

@@ -1,17 +1,12 @@
-"""What each process of test_memory_two_processes.py runs: `memory_rank.py <folder>`.
+"""Training by Trainer with and without MemoryLoggingCallback, for test_memory_two_processes.py.
 
-Trains with and without MemoryLoggingCallback, on counters that say that this rank holds its number + 1 GiB, and leaves
-what it saw in `<folder>/rank<number>.json`.
+The counters say that this rank holds its number + 1 GiB.
 """
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from alone import leave
 from counted_allocator import FakeCounters
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -30,11 +25,11 @@ class Regression(nn.Module):
         return {"loss": (prediction - labels).square().mean(), "logits": prediction}
 
 
-def make_trainer(folder: Path, *callbacks: Any) -> Trainer:
+def make_trainer(folder: str, *callbacks: Any) -> Trainer:
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(32)]
     arguments = TrainingArguments(
-        str(folder),
+        folder,
         max_steps=4,
         logging_steps=2,
         eval_strategy="steps",
@@ -63,23 +58,17 @@ def logged_by_accelerate(counters: FakeCounters) -> dict[str, float]:
     return dict(memory.log(0) or {})
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def outcomes(folder: str) -> dict[str, Any]:
+    """Return the weights of both runs and what was logged on this rank."""
     plain = trained_weights(make_trainer(folder))
     rank = torch.distributed.get_rank()
     counters = FakeCounters(total_bytes=8 * 2**30)
     counters.move((rank + 1) * 2**30)
     watched = make_trainer(folder, MemoryLoggingCallback(counters=counters))
-    result = {
+    return {
         "world_size": torch.distributed.get_world_size(),
         "plain": plain,
         "watched": trained_weights(watched),
         "history": watched.state.log_history,
         "accelerate": logged_by_accelerate(counters),
     }
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

@@ -1,17 +1,12 @@
-"""What each process of test_non_finite_two_processes.py runs: `non_finite_rank.py <folder>`.
+"""Training by Trainer under DDP and FSDP2, for test_non_finite_two_processes.py.
 
-Trains under DDP and under FSDP2 until the second micro-batch of the third step has a NaN gradient on rank 1 alone, and
-leaves what happened in `<folder>/rank<number>.json`.
+The second micro-batch of the third step has a NaN gradient on rank 1 alone.
 """
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerators import engines_on_the_cpu
-from alone import leave
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -54,11 +49,11 @@ def parameters(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in whole]).tolist()
 
 
-def stopped(folder: Path, **settings: Any) -> dict[str, Any]:
+def stopped(folder: str, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(64)]
     arguments = TrainingArguments(
-        str(folder),
+        folder,
         max_steps=6,
         save_strategy="no",
         report_to=[],
@@ -81,15 +76,10 @@ def stopped(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"message": message, "before": snapshot.parameters, "after": parameters(trainer.model)}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def outcomes(folder: str) -> dict[str, Any]:
+    """Return the message and the parameters before and after, by engine."""
     results = {"ddp": stopped(folder, use_cpu=True)}
     with engines_on_the_cpu():
         blocks = {"version": 2, "transformer_layer_cls_to_wrap": ["Linear"]}
         results["fsdp2"] = stopped(folder, fsdp="full_shard auto_wrap", fsdp_config=blocks)
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()
+    return results

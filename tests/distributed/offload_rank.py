@@ -1,10 +1,6 @@
-"""What each process of test_offload_two_processes.py runs: `offload_rank.py <folder>`.
-
-Leaves weights, gradients and byte counts in `<folder>`, in files named after the case and this rank.
-"""
+"""Activation offloading under DDP and FSDP2, for test_offload_two_processes.py."""
 
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adversarial_copier import AdversarialCopier
-from alone import leave
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,8 +180,9 @@ def keep_a_budget(folder: Path) -> None:
         (folder / f"budget_{name}_{dist.get_rank()}.json").write_text(json.dumps(outcome))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def train(run_folder: str) -> None:
+    """Leave weights, gradients and byte counts in a folder, in files named after the case and this rank."""
+    folder = Path(run_folder)
     for how in ("plain", "attach", "callback"):
         train_under_ddp(folder, how)
     for precision in ("fp32", "bf16"):
@@ -194,8 +190,3 @@ def main() -> None:
             train_under_fsdp(folder, how, precision)
     penalty_on_sharded_weights(folder)
     keep_a_budget(folder)
-
-
-if __name__ == "__main__":
-    main()
-    leave()

@@ -1,19 +1,12 @@
-"""What each process of test_run_state_two_processes.py runs: `run_state_rank.py <folder>`.
-
-Each function is one situation; what came of it on this rank goes to `<folder>/rank<number>.json`.
-"""
+"""Checkpoints of two ranks, one function for each situation, for test_run_state_two_processes.py."""
 
 import errno
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState
-from alone import leave
 from toy_run import ToyRun
 
 from hf_memopt.checkpoint import files
@@ -86,13 +79,7 @@ def refusal(call: Any) -> str:
     raise AssertionError("went on")
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def outcomes(folder: str) -> dict[str, Any]:
+    """Return the results of all situations on this rank."""
     situations = [resumed, full_disk_on_one_rank, damaged, signal_on_one_rank]
-    results = {each.__name__: each(folder) for each in situations}
-    (folder / f"rank{PartialState().process_index}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()
+    return {each.__name__: each(Path(folder)) for each in situations}

@@ -1,19 +1,13 @@
-"""What each process of test_sharded_offload.py runs: `sharded_offload_rank.py <folder> <case> ...`.
+"""Offloading in a small Llama in two shards or under tensor parallelism, for test_sharded_offload.py.
 
-Each case trains a small Llama, in two shards or by tensor parallelism, plainly and with offloading; what came of it on
-this rank goes to `<folder>/rank<number>.json`. A case is a mode and conditions, such as `auto+lora+bf16`; one more is
-`teachers`.
+A case is a mode and conditions, such as `auto+lora+bf16`; one more is `teachers`.
 """
 
-import json
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from adversarial_copier import AdversarialCopier
-from alone import leave
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,13 +129,7 @@ def teachers() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder, *cases = sys.argv[1:]
+def outcomes(*cases: str) -> dict[str, Any]:
+    """Return what came of each case on this rank."""
     distributed.init_process_group("gloo")
-    results = {case: teachers() if case == "teachers" else outcome(case) for case in cases}
-    Path(folder, f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()
+    return {case: teachers() if case == "teachers" else outcome(case) for case in cases}

@@ -1,21 +1,15 @@
-"""What each process of test_sharded_state.py runs: `sharded_state_rank.py <folder>`, in two, four and one processes.
+"""Checkpoints of a run that FSDP2 shards, for test_sharded_state.py."""
 
-Two save in the middle of a run sharded by FSDP2 and resume; four and one try to. What came of it on each rank goes to
-`<folder>/rank<number>_of_<processes>.json`.
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import load_fsdp_model
-from alone import leave
-from torch import distributed
 from toy_run import ToyRun
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(run_folder: str) -> dict[str, Any]:
+    """Save in the middle of a run, resume, and train to the end."""
+    folder = Path(run_folder)
     whole = ToyRun(folder / "whole", sharded=True)
     whole.train()
     ToyRun(folder / "run", keep_last=9, sharded=True).train(3, save=True)
@@ -27,7 +21,9 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {**found, "differing": [name for name in ours if ours[name] != theirs[name]]}
 
 
-def elsewhere(folder: Path) -> dict[str, Any]:
+def elsewhere(run_folder: str) -> dict[str, Any]:
+    """Try to resume in another number of processes, then read the weights alone."""
+    folder = Path(run_folder)
     run = ToyRun(folder / "run", seed=2, sharded=True)
     try:
         run.resume("step-000003")
@@ -41,16 +37,3 @@ def elsewhere(folder: Path) -> dict[str, Any]:
 
 def weights(run: ToyRun) -> dict[str, Any]:
     return {name: value for name, value in run.state().items() if name.startswith("model.")}
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    saved = folder / "run" / "step-000003"
-    result = elsewhere(folder) if saved.exists() else resumed(folder)
-    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
-    (folder / f"rank{rank}_of_{num_ranks}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

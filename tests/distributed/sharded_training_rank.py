@@ -1,20 +1,13 @@
-"""What each process of test_sharded_training.py runs: `sharded_training_rank.py <folder>`.
+"""Exact steps under FSDP2, one function for each situation, for test_sharded_training.py."""
 
-Each function is one situation under FSDP2; what came of it on this rank goes to `<folder>/rank<number>.json`.
-"""
-
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from accelerators import sharding_on_the_cpu
-from alone import leave
 from collective_names import REDUCE_SCATTERS
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -259,9 +252,9 @@ def micro_batcher() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    results: dict[str, Any] = {
+def outcomes() -> dict[str, Any]:
+    """Return the results of all situations on this rank."""
+    return {
         "splits": splits(),
         "splits by hand": splits(by_hand=True),
         "splits, each batch": splits(each_batch=True),
@@ -273,9 +266,3 @@ def main() -> None:
         "gradient cache": gradient_cache(),
         "micro-batcher": micro_batcher(),
     }
-    (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

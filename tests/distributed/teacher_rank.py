@@ -1,19 +1,15 @@
-"""What each process of test_teacher_ranks.py runs: `teacher_rank.py <folder>`.
+"""Teachers of 32 MiB on several ranks, for test_teacher_ranks.py.
 
-Makes a teacher of 32 MiB in each of the modes that keep it on the host, then one from weights that differ by rank, and
-leaves what it saw in `<folder>/rank<number>.json`.
+One in each of the modes that keep it on the host, then one from weights that differ by rank.
 """
 
 import copy
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from alone import leave
 from torch import distributed, nn
 
 from hf_memopt.transfer import SyncCopier
@@ -71,21 +67,16 @@ def refusal(module: nn.Module) -> str:
     return "none"
 
 
-def main() -> None:
+def outcomes() -> dict[str, Any]:
+    """Return the bytes, files and messages that this rank saw."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     visit("stream", width=8)  # imports and buffers that come with first use
     different = copy.deepcopy(network(seed=0))
     different[3].weight[5, 7] += rank == 1
-    seen = {
+    return {
         "swap": visit("swap"),
         "stream": visit("stream"),
         "refusal": refusal(different),
         "named": [str(file) for file in Path("/dev/shm").glob("*hf_memopt*")],
     }
-    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(seen))
-    leave()
-
-
-if __name__ == "__main__":
-    main()

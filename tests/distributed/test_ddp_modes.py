@@ -1,21 +1,19 @@
 """Two processes on the CPU: DDP with a static graph or within `Join`, and a rank whose data has ended."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import results_of_both
+from ranks import on_ranks
 
-FOLDER = Path(__file__).parent
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
-Results = tuple[dict[str, Any], dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of the two ranks found."""
-    return results_of_both(FOLDER / "ddp_rank.py", tmp_path_factory.mktemp("ddp"))
+def results() -> Results:
+    """Return what each of the two ranks found."""
+    return on_ranks("ddp_rank:outcomes")
 
 
 def test_join_is_refused_on_both_until_it_is_off(results: Results) -> None:

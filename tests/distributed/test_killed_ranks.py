@@ -1,20 +1,17 @@
 """One of two ranks is killed again and again; started anew, both train on as if nothing had been."""
 
-import json
 from pathlib import Path
 
 import pytest
-from two_processes import torchrun
-
-SCRIPT = Path(__file__).parent / "killed_rank.py"
+from ranks import ends_of_ranks, on_ranks
 
 
 def train(folder: Path, num_kills: int, sharded: bool) -> None:
     for attempt in range(num_kills):
-        torchrun(SCRIPT, str(folder), str(attempt), "0", str(int(sharded)), is_to_succeed=False)
+        ends = ends_of_ranks("killed_rank:attempt_to_train", str(folder), attempt, False, sharded)
+        assert all(end.status for end in ends)
         assert (folder / f"killed-{attempt}").exists()
-    torchrun(SCRIPT, str(folder), str(num_kills), "1", str(int(sharded)))
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks("killed_rank:attempt_to_train", str(folder), num_kills, True, sharded)
     assert first["resumed at"] == second["resumed at"] > 0
     assert first["differing"] == []
     # Registered objects and positions are the main process's; everything else is each rank's own.

@@ -1,24 +1,20 @@
 """Lightning's Trainer under DDP in two processes on the CPU: the plain run's weights."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import results_of_both
-
-FOLDER = Path(__file__).parent
+from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What came of it on each of the two ranks."""
-    folder = tmp_path_factory.mktemp("lightning")
-    return results_of_both(FOLDER / "lightning_rank.py", folder)
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each of the two ranks found."""
+    return on_ranks("lightning_rank:outcomes", str(tmp_path_factory.mktemp("lightning")))
 
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 @pytest.mark.parametrize("how", ["plain", "accumulation and clipping", "manual optimization"])
-def test_weights_are_those_of_the_plain_run(results: tuple[dict[str, Any], ...], how: str, mode: str) -> None:
+def test_weights_are_those_of_the_plain_run(results: list[dict[str, Any]], how: str, mode: str) -> None:
     first, second = (rank[how] for rank in results)
     for rank in (first, second):
         assert rank[mode]["weights"] == rank["plain"]["weights"]

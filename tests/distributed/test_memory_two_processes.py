@@ -1,27 +1,23 @@
 """Two processes on the CPU log the memory of the one that holds most."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import results_of_both
-
-FOLDER = Path(__file__).parent
+from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each rank saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return results_of_both(FOLDER / "memory_rank.py", folder)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank saw."""
+    return on_ranks("memory_rank:outcomes", str(tmp_path_factory.mktemp("ranks")))
 
 
-def test_training_is_bitwise_unchanged_on_every_rank(ranks: tuple[dict[str, Any], ...]) -> None:
+def test_training_is_bitwise_unchanged_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert [rank["world_size"] for rank in ranks] == [2, 2]
     assert ranks[0]["plain"] == ranks[0]["watched"] == ranks[1]["watched"]
 
 
-def test_the_largest_of_all_ranks_is_logged_on_each(ranks: tuple[dict[str, Any], ...]) -> None:
+def test_the_largest_of_all_ranks_is_logged_on_each(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         logged = [entry for entry in rank["history"] if "loss" in entry]
         assert [entry["step"] for entry in logged] == [2, 4]
@@ -30,7 +26,7 @@ def test_the_largest_of_all_ranks_is_logged_on_each(ranks: tuple[dict[str, Any],
     assert ranks[0]["history"][0]["memory/host_rss_gib"] == ranks[1]["history"][0]["memory/host_rss_gib"]
 
 
-def test_accelerate_logs_the_same_on_each_rank_whatever_its_phases(ranks: tuple[dict[str, Any], ...]) -> None:
+def test_accelerate_logs_the_same_on_each_rank_whatever_its_phases(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["accelerate"] for rank in ranks)
     assert first == second
     assert first["memory/peak_allocated_gib"] == 2.0

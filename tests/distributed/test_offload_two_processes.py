@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from safetensors.torch import load_file
-from two_processes import torchrun
-
-FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which both processes have left what they computed."""
     folder = tmp_path_factory.mktemp("offload")
-    torchrun(FOLDER / "offload_rank.py", str(folder))
+    on_ranks("offload_rank:train", str(folder))
     return folder
 
 

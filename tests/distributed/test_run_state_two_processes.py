@@ -4,13 +4,11 @@ import json
 import re
 from pathlib import Path
 
-from two_processes import results_of_both
-
-FOLDER = Path(__file__).parent
+from ranks import on_ranks
 
 
 def test_two_ranks_save_resume_fail_and_stop_together(tmp_path: Path) -> None:
-    first, second = results_of_both(FOLDER / "run_state_rank.py", tmp_path)
+    first, second = on_ranks("run_state_rank:outcomes", str(tmp_path))
     assert first["resumed"]["differing"] == []
     # Registered objects and positions are the main process's; everything else is each rank's own.
     assert second["resumed"]["differing"] == ["average", "losses"]

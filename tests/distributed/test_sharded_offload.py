@@ -1,13 +1,11 @@
 """Activation offloading in two processes that shard a model by FSDP2, or share its layers by tensor parallelism."""
 
-import json
 from itertools import combinations
-from pathlib import Path
+from typing import Any
 
 import pytest
-from two_processes import torchrun
+from ranks import on_ranks
 
-SCRIPT = Path(__file__).parent / "sharded_offload_rank.py"
 CONDITIONS = ("lora", "checkpointing", "bf16", "unequal")
 # Each mode with each condition, and each two conditions together, once.
 PAIRS = (
@@ -32,10 +30,9 @@ PRODUCT = [
 ]
 
 
-def check(folder: Path, cases: tuple[str, ...] | list[str]) -> None:
+def check(ranks: list[dict[str, Any]], cases: tuple[str, ...] | list[str]) -> None:
     """Gradients are bitwise those of the plain run on both ranks, something moved, and nothing is left."""
-    for rank in (0, 1):
-        results = json.loads((folder / f"rank{rank}.json").read_text())
+    for rank, results in enumerate(ranks):
         for case in cases:
             found = results[case]
             assert (found["equal"], found["learns"], found["live"]) == (True, True, 0), f"{case}, rank {rank}"
@@ -43,21 +40,18 @@ def check(folder: Path, cases: tuple[str, ...] | list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which both processes have left what they found."""
-    folder = tmp_path_factory.mktemp("sharded_offload")
-    torchrun(SCRIPT, str(folder), *PAIRS, "teachers")
-    return folder
+def results() -> list[dict[str, Any]]:
+    """Return what both ranks found, by case."""
+    return on_ranks("sharded_offload_rank:outcomes", *PAIRS, "teachers")
 
 
-def test_each_mode_under_each_pair_of_conditions(results: Path) -> None:
+def test_each_mode_under_each_pair_of_conditions(results: list[dict[str, Any]]) -> None:
     check(results, PAIRS)
 
 
-def test_a_teacher_on_the_host_beside_a_sharded_student(results: Path) -> None:
+def test_a_teacher_on_the_host_beside_a_sharded_student(results: list[dict[str, Any]]) -> None:
     """Gradients are bitwise those with the whole teacher; a student that is sharded cannot be its own teacher."""
-    for rank in (0, 1):
-        found = json.loads((results / f"rank{rank}.json").read_text())["teachers"]
+    for found in (rank["teachers"] for rank in results):
         assert (found["equal"], found["learns"]) == ({"swap": True, "stream": True}, True)
         assert "is sharded, and FSDP gathers weights" in found["refusal"]
 
@@ -70,6 +64,5 @@ def test_the_pairs_are_all_there() -> None:
 
 
 @pytest.mark.slow
-def test_each_mode_under_all_conditions(tmp_path: Path) -> None:
-    torchrun(SCRIPT, str(tmp_path), *PRODUCT)
-    check(tmp_path, PRODUCT)
+def test_each_mode_under_all_conditions() -> None:
+    check(on_ranks("sharded_offload_rank:outcomes", *PRODUCT), PRODUCT)

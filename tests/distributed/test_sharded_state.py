@@ -3,15 +3,12 @@
 import json
 from pathlib import Path
 
-from two_processes import torchrun
-
-SCRIPT = Path(__file__).parent / "sharded_state_rank.py"
+from ranks import on_ranks
 
 
 def test_a_sharded_run_is_resumed_exactly_or_not_at_all(tmp_path: Path) -> None:
     """Weights alone can be read by any number of processes, each of which gets its shard of them."""
-    torchrun(SCRIPT, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"rank{rank}_of_2.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks("sharded_state_rank:resumed", str(tmp_path))
     assert first["at"] == second["at"] == 3
     assert first["differing"] == []
     # Registered objects and positions are the main process's; everything else is each rank's own.
@@ -21,8 +18,6 @@ def test_a_sharded_run_is_resumed_exactly_or_not_at_all(tmp_path: Path) -> None:
     assert shards | {"pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"} <= manifest["files"].keys()
 
     for num_processes in (4, 1):
-        torchrun(SCRIPT, str(tmp_path), num_processes=num_processes)
-        for rank in range(num_processes):
-            found = json.loads((tmp_path / f"rank{rank}_of_{num_processes}.json").read_text())
+        for found in on_ranks("sharded_state_rank:elsewhere", str(tmp_path), num_ranks=num_processes):
             assert f"was saved with num_processes=2, and this run has {num_processes}" in found["message"]
             assert found["weights"] == first["weights"]

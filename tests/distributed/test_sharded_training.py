@@ -1,27 +1,24 @@
 """Two processes on the CPU, the model sharded by FSDP2: exact gradients, and decisions that both take together."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from two_processes import results_of_both
+from ranks import on_ranks
 
 training_rank = LateModule("training_rank")
 
-FOLDER = Path(__file__).parent
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 FLOAT32_LOSS = 1e-6  # transformers takes the loss of language models in float32
 NUM_SHARDED = 3  # two blocks, and what is outside of them
 
-Results = tuple[dict[str, Any], dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of the two ranks found."""
-    folder = tmp_path_factory.mktemp("sharded_training")
-    return results_of_both(FOLDER / "sharded_training_rank.py", folder)
+def results() -> Results:
+    """Return what each of the two ranks found."""
+    return on_ranks("sharded_training_rank:outcomes")
 
 
 @pytest.mark.parametrize("how", ["splits", "splits by hand", "splits, each batch"])

@@ -1,21 +1,14 @@
 """All processes of a machine keep one copy of the teacher in host memory."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import HANG_S
-from two_processes import TESTS, torchrun
-
-SCRIPT = Path(__file__).parent / "teacher_rank.py"
+from ranks import on_ranks
 
 
-def check(folder: Path, num_ranks: int) -> None:
-    seen: list[dict[str, Any]] = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+def check(seen: list[dict[str, Any]]) -> None:
+    num_ranks = len(seen)
     for mode in ("swap", "stream"):
         assert all(one[mode]["equal"] for one in seen)
         private_bytes = num_ranks * seen[0][mode]["weights_bytes"]
@@ -30,15 +23,11 @@ def check(folder: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name, which Linux has")
-def test_two_processes_hold_one_copy(tmp_path: Path) -> None:
-    torchrun(SCRIPT, str(tmp_path))
-    check(tmp_path, num_ranks=2)
+def test_two_processes_hold_one_copy() -> None:
+    check(on_ranks("teacher_rank:outcomes"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name, which Linux has")
-def test_four_processes_hold_at_most_three_tenths_of_four_copies(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(SCRIPT)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    subprocess.run([*launch, str(tmp_path)], env=environment, timeout=HANG_S, check=True)
-    check(tmp_path, num_ranks=4)
+def test_four_processes_hold_at_most_three_tenths_of_four_copies() -> None:
+    check(on_ranks("teacher_rank:outcomes", num_ranks=4))

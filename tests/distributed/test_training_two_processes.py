@@ -1,23 +1,20 @@
 """Two processes on the CPU: exact gradients under DDP, and decisions that both take together."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 from training_rank import BAD, SPLITS
-from two_processes import results_of_both
 
-FOLDER = Path(__file__).parent
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
-Results = tuple[dict[str, Any], dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of the two ranks found."""
-    folder = tmp_path_factory.mktemp("training")
-    return results_of_both(FOLDER / "training_rank.py", folder)
+def results() -> Results:
+    """Return what each of the two ranks found."""
+    return on_ranks("training_rank:outcomes")
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -1,21 +1,18 @@
 """Two processes on the CPU: each rank offloads by itself, however many passes the other makes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import results_of_both
+from ranks import on_ranks
 from uneven_rank import BUDGET_GIB, CASES
 
-FOLDER = Path(__file__).parent
-
-Results = tuple[dict[str, Any], dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of the two ranks found."""
-    return results_of_both(FOLDER / "uneven_rank.py", tmp_path_factory.mktemp("uneven"))
+def results() -> Results:
+    """Return what each of the two ranks found."""
+    return on_ranks("uneven_rank:outcomes")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,12 +1,11 @@
 """Two processes on the CPU under DeepSpeed's ZeRO-2 and ZeRO-3: exact steps, and stops that both take together."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from two_processes import deepspeed_results
+from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -17,21 +16,20 @@ FLOAT32 = 1e-6  # of numbers around 1; sums over samples are taken in another or
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
-    """What each rank has found, by stage."""
-    folder = tmp_path_factory.mktemp("zero_training")
-    return deepspeed_results(Path(__file__).parent / "zero_training_rank.py", folder)
+def ranks() -> list[dict[str, Any]]:
+    """Return what each rank has found, by stage."""
+    return on_ranks("zero_training_rank:outcomes", DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_loss_and_norm_are_those_of_all_samples(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_weights_loss_and_norm_are_those_of_all_samples(ranks: list[dict[str, Any]], stage: str) -> None:
     for found in (rank[stage]["splits"] for rank in ranks):
         assert found.keys() == training_rank.SPLITS.keys()
         assert all(len(differences) == 6 and max(differences) <= FLOAT32 for differences in found.values())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_deepspeed_clips_by_the_norm_of_all(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_deepspeed_clips_by_the_norm_of_all(ranks: list[dict[str, Any]], stage: str) -> None:
     for found in (rank[stage]["clipped"] for rank in ranks):
         assert max(found["differences"]) <= FLOAT32
         assert (
@@ -40,7 +38,7 @@ def test_deepspeed_clips_by_the_norm_of_all(ranks: tuple[dict[str, Any], ...], s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: list[dict[str, Any]], stage: str) -> None:
     for first, second in zip(*(rank[stage]["non-finite"] for rank in ranks), strict=True):
         assert first == second
         assert first["unchanged"]
@@ -53,7 +51,7 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(ranks: tuple[di
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_cache_takes_the_step_of_all_samples(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_a_gradient_cache_takes_the_step_of_all_samples(ranks: list[dict[str, Any]], stage: str) -> None:
     for found in (rank[stage]["cached"] for rank in ranks):
         assert len(found["differences"]) == 6
         assert max(found["differences"]) <= FLOAT32
@@ -61,7 +59,7 @@ def test_a_gradient_cache_takes_the_step_of_all_samples(ranks: tuple[dict[str, A
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_cache_stops_both_before_the_update(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_a_gradient_cache_stops_both_before_the_update(ranks: list[dict[str, Any]], stage: str) -> None:
     for found in (rank[stage]["cached"] for rank in ranks):
         assert "NonFiniteGradientError: Non-finite gradient at step 3." in found["bad"]
         assert "rank 0, micro-batch 1: 4." in found["bad"]
@@ -70,14 +68,14 @@ def test_a_gradient_cache_stops_both_before_the_update(ranks: tuple[dict[str, An
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_micro_batcher_steps_as_train_step_and_cannot_go_back(ranks: tuple[dict[str, Any], ...], stage: str) -> None:
+def test_a_micro_batcher_steps_as_train_step_and_cannot_go_back(ranks: list[dict[str, Any]], stage: str) -> None:
     for found in (rank[stage]["micro-batcher"] for rank in ranks):
         assert max(found["differences"]) <= FLOAT32
         (note,) = found["notes"]
         assert "cannot halve it under FSDP2 and DeepSpeed" in note
 
 
-def test_what_is_refused(ranks: tuple[dict[str, Any], ...]) -> None:
+def test_what_is_refused(ranks: list[dict[str, Any]]) -> None:
     for refused in (rank["refused"] for rank in ranks):
         assert (
             "ValueError: zero_optimization.stage=1 does not allow exact steps; use 2 or 3, or DDP" in refused["stage"]

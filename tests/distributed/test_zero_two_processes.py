@@ -1,11 +1,10 @@
 """Activation offloading under DeepSpeed's ZeRO in two processes on the CPU, by Accelerate and by Trainer."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import deepspeed_results
+from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -14,18 +13,15 @@ MODES = ("all", "auto")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
-    """What each rank has found, by way, stage and mode."""
-    folder = tmp_path_factory.mktemp("zero")
-    return deepspeed_results(Path(__file__).parent / "zero_rank.py", folder)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank has found, by way, stage and mode."""
+    return on_ranks("zero_rank:outcomes", str(tmp_path_factory.mktemp("zero")), DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["accelerate", "trainer"])
-def test_training_ends_with_the_plain_weights(
-    ranks: tuple[dict[str, Any], ...], way: str, stage: int, mode: str
-) -> None:
+def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: str, stage: int, mode: str) -> None:
     for found in (rank[f"{way} {stage} {mode}"] for rank in ranks):
         assert found["learned"]
         assert found["equal"]
@@ -33,7 +29,7 @@ def test_training_ends_with_the_plain_weights(
         assert found["live"] == 0
 
 
-def test_of_gathered_weights_none_move(ranks: tuple[dict[str, Any], ...]) -> None:
+def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
     """As many bytes as beside whole weights, and what DeepSpeed's linear function saves after others have saved it."""
     for rank in ranks:
         stage_2, stage_3 = (rank[f"accelerate {stage} all"] for stage in (2, 3))
@@ -41,6 +37,6 @@ def test_of_gathered_weights_none_move(ranks: tuple[dict[str, Any], ...]) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_none_of_them_stay_until_backward(ranks: tuple[dict[str, Any], ...], mode: str) -> None:
+def test_none_of_them_stay_until_backward(ranks: list[dict[str, Any]], mode: str) -> None:
     """ZeRO-3 frees them after forward, also in the steps that are recorded for a plan."""
     assert [rank[f"accelerate 3 {mode}"]["gathered_left"] for rank in ranks] == [0, 0]

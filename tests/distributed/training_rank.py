@@ -1,20 +1,13 @@
-"""What each process of test_training_two_processes.py runs: `training_rank.py <folder>`.
+"""Exact steps under DDP, one function for each situation, for test_training_two_processes.py."""
 
-Each function is one situation; what came of it on this rank goes to `<folder>/rank<number>.json`.
-"""
-
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
-from alone import leave
 from torch import Tensor, nn
 
 from hf_memopt.training import GradientCache, MicroBatcher, NonFiniteGradientError, find_micro_batch, train_step
@@ -290,9 +283,9 @@ def sliced_wasserstein(output: Tensor, directions: Tensor) -> Tensor:
     return ((output @ directions).sort(0).values - target).square().mean()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    results: dict[str, Any] = {
+def outcomes() -> dict[str, Any]:
+    """Return the results of all situations on this rank."""
+    return {
         "splits": dict(splits()),
         "weightless": weightless(),
         "non-finite": non_finite(),
@@ -308,9 +301,3 @@ def main() -> None:
         "search": search(),
         "gradient cache": gradient_cache(),
     }
-    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()

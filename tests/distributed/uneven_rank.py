@@ -1,21 +1,13 @@
-"""What each process of test_uneven_ranks.py runs: `uneven_rank.py <folder>`.
+"""Two ranks of DDP that make unequal numbers of passes, or have unequal budgets, for test_uneven_ranks.py."""
 
-Two ranks of DDP that make unequal numbers of passes, or have unequal budgets. What came of each case on this rank goes
-to `<folder>/rank<number>.json`.
-"""
-
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from adversarial_copier import AdversarialCopier
-from alone import leave
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
@@ -136,12 +128,7 @@ def outcome(train: Callable[[Run], None], budgets_gib: tuple[float | None, float
         )
 
 
-def main() -> None:
-    results = {name: list(outcome(*case)) for name, case in CASES.items()}
-    (Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
+def outcomes() -> dict[str, Any]:
+    """Return the plain and the offloaded run of all cases on this rank."""
     Accelerator(cpu=True)  # makes the process group
-    main()
-    leave()
+    return {name: list(outcome(*case)) for name, case in CASES.items()}

@@ -1,16 +1,12 @@
-"""What each process of test_zero_two_processes.py runs: `zero_rank.py <folder>`.
+"""Activation offloading under DeepSpeed's ZeRO-2 and ZeRO-3, for test_zero_two_processes.py.
 
-Trains a small Llama under DeepSpeed's ZeRO-2 and ZeRO-3, by Accelerate and by Trainer, plainly and with offloading.
-What came of it on this rank goes to `<folder>/rank<number>.json`.
+A small Llama trains by Accelerate and by Trainer, plainly and with offloading.
 """
 
 import importlib
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import DeepSpeedPlugin
 from accelerators import engines_on_the_cpu
-from alone import leave
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -83,7 +78,7 @@ def whole_weights(model: nn.Module) -> list[Tensor]:
         return [parameter.detach().float() for parameter in model.parameters()]
 
 
-def with_accelerate(folder: Path, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
+def with_accelerate(folder: str, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
     """The weights in the end, and how many gathered ones were left between a forward and its backward, at most."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(stage)))
@@ -103,10 +98,10 @@ def with_accelerate(folder: Path, stage: int, offloader: ActivationOffloader | N
     return whole_weights(model), left
 
 
-def with_trainer(folder: Path, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
+def with_trainer(folder: str, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(64, (LENGTH,), generator=generator) for _ in range(4 * NUM_STEPS)]
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": str(folder)}
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": folder}
     arguments = TrainingArguments(
         deepspeed=zero(stage),
         max_steps=NUM_STEPS,
@@ -132,7 +127,7 @@ def shared_inputs() -> int:
     return NUM_STEPS * SIZES["num_hidden_layers"] * in_each_layer
 
 
-def outcomes(folder: Path) -> dict[str, Any]:
+def outcomes_by_way(folder: str) -> dict[str, Any]:
     start = [parameter.detach() for parameter in llama().parameters()]
     found = {}
     for name, train in {"accelerate": with_accelerate, "trainer": with_trainer}.items():
@@ -164,13 +159,7 @@ def deepspeed_on_the_cpu() -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def outcomes(folder: str) -> dict[str, Any]:
+    """Return what this rank has found, by way, stage and mode."""
     with deepspeed_on_the_cpu():
-        found = outcomes(folder)
-    (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
-    leave()
+        return outcomes_by_way(folder)

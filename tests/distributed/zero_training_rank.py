@@ -1,13 +1,6 @@
-"""What each process of test_zero_training.py runs: `zero_training_rank.py <folder>`.
+"""Exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside a plain one, for test_zero_training.py."""
 
-Takes exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside one on all samples in one process. What came of it on
-this rank goes to `<folder>/rank<number>.json`.
-"""
-
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
-from alone import leave
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from training_rank import SPLITS, error_of, mean_loss, notes_of_running_out, samples
 from zero_rank import deepspeed_on_the_cpu, zero
 
@@ -182,7 +174,8 @@ def refused() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def outcomes() -> dict[str, Any]:
+    """Return the results of all situations on this rank, by stage."""
     with deepspeed_on_the_cpu():
         results: dict[str, Any] = {
             str(stage): {
@@ -195,9 +188,4 @@ def main() -> None:
             for stage in (2, 3)
         }
         results["refused"] = refused()
-    Path(sys.argv[1], f"rank{distributed.get_rank()}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
-    leave()
+    return results

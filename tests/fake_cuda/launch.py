@@ -1,14 +1,18 @@
 """Processes on the fake CUDA runtime."""
 
+import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from fork_server import Call, Ended, ForkServer
 
 from fake_cuda.build import built
 from fake_cuda.device import LIBRARIES
 
 TESTS = Path(__file__).parent.parent
+
+PRELOADED = ("fake_cuda.unseen", "pytest", "accelerate", "transformers.trainer", "hf_memopt")
 
 
 def environment(**settings: object) -> dict[str, str]:
@@ -27,12 +31,21 @@ def environment(**settings: object) -> dict[str, str]:
     }
 
 
-def run_pytest(arguments: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
-    """pytest in a child process; its output and errors together."""
-    command = [sys.executable, "-m", "pytest", "-p", "fake_cuda.plugin", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(
-        command, env=environment(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+def run_pytest(arguments: list[str], **settings: object) -> Ended:
+    """Run pytest in a process of its own, and return its exit code with its output and errors.
+
+    Processes with the same settings are forked from a server that has imported torch.
+    """
+    plugins = ["-p", "fake_cuda.plugin", "-p", "no:cacheprovider"]
+    # Libraries have imported some plugins of pytest, whose assertions are not rewritten then.
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    (ended,) = _server(**settings).run([Call("pytest:main", [[*plugins, *quiet, *arguments]])])
+    return ended
+
+
+@functools.cache
+def _server(**settings: object) -> ForkServer:
+    return ForkServer(PRELOADED, environment(**settings))
 
 
 def main() -> None:

@@ -107,8 +107,8 @@ def failures(file: Path, seed: int, only: list[str]) -> list[str]:
     """The tests of a file that fail in a process of their own."""
     tests = [f"{file}::{name}" for name in only] or [str(file)]
     run = run_pytest([*tests, "--schedule-seed", str(seed), "-q", "-rf"], max_delay_s=MAX_DELAY_S)
-    assert run.returncode in [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED], run.stdout
-    lines = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+    assert run.returned in [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED], run.output
+    lines = [line for line in run.output.splitlines() if line.startswith("FAILED")]
     return [line.split("::")[1].split(" ")[0] for line in lines]
 
 

@@ -1,0 +1,59 @@
+"""Runs a function in two or more processes that talk to each other on the CPU."""
+
+import functools
+import os
+import socket
+from typing import Any
+
+from fork_server import Call, Ended, ForkServer, called
+
+PRELOADED = ("torch", "torch.distributed.fsdp", "accelerate", "transformers.trainer", "safetensors.torch", "hf_memopt")
+
+
+def on_ranks(function: str, *arguments: Any, num_ranks: int = 2, **environ: str) -> list[Any]:
+    """Return the results of a function on each rank; arguments as for `ends_of_ranks`."""
+    ends = ends_of_ranks(function, *arguments, num_ranks=num_ranks, **environ)
+    failed = [f"rank {rank}: status {end.status}\n{end.output}" for rank, end in enumerate(ends) if end.status]
+    assert not failed, "\n".join(failed)[-6000:]
+    return [end.returned for end in ends]
+
+
+def ends_of_ranks(function: str, *arguments: Any, num_ranks: int = 2, **environ: str) -> list[Ended]:
+    """Call a function on each rank; the first that fails ends the others.
+
+    The ranks have as many threads as this process, since results are compared bit by bit.
+
+    Args:
+        function: `"module:name"`; the module lies beside the test or in `tests/`.
+        arguments: values that JSON can hold.
+        num_ranks: number of processes.
+        environ: more environment variables.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",  # tells Lightning that the ranks are started already
+        **environ,
+    }
+    ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return _server().run([Call("ranks:_on_this_rank", (function, *arguments), of_rank) for of_rank in ranks])
+
+
+def _on_this_rank(function: str, *arguments: Any) -> Any:
+    import torch.distributed
+
+    returned = called(function, *arguments)
+    # A rank that is gone makes one abort that still talks to it.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return returned
+
+
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer(PRELOADED, {**os.environ, "ACCELERATE_USE_CPU": "true"})
