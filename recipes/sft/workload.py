@@ -17,6 +17,8 @@ from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
 
+__all__ = ["workload"]
+
 # The planner's names of Trainer's optimizers.
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw",

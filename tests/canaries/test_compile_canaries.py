@@ -1,4 +1,4 @@
-"""What torch.compile takes and counts, on which `hf_memopt.training.compile` relies."""
+"""What torch.compile takes and counts, on which `recipes/lgt/model.py` relies."""
 
 import pytest
 import torch

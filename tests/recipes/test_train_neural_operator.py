@@ -248,6 +248,8 @@ def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -
         (["--loop=neuralop", "--checkpointing_steps=1"], "checkpointing_steps=1 is not for loop='neuralop'; use"),
         (["--checkpointing_steps=-1"], "checkpointing_steps=-1 must be at least 0"),
         (["--loop=neuralop", "--micro_batch_size=2"], "micro_batch_size=2 is not for loop='neuralop'"),
+        (["--loop=neuralop", "--auto_micro_batch"], "auto_micro_batch=True is not for loop='neuralop'; use"),
+        (["--loop=neuralop", "--plan=auto"], "plan='auto' is not for loop='neuralop'; use --loop accelerate"),
         (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
     ],
 )

@@ -168,6 +168,7 @@ REFUSED = {
     ("--dataset=/nowhere",): "dataset='/nowhere' cannot be loaded",
     ("--budget_gib=1", "--offload=all"): "budget_gib=1.0 needs offload=auto",
     ("--resume_from_checkpoint=/nowhere",): "resume_from_checkpoint='/nowhere': no such folder",
+    ("--resume_from_checkpoint=latest",): "resume_from_checkpoint='latest': no such folder",
 }
 
 

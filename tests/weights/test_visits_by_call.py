@@ -10,7 +10,7 @@ from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
 from hf_memopt import OffloadedTeacher, SyncCopier
-from hf_memopt.weights.visits_by_call import VisitsByCall
+from hf_memopt.weights import VisitsByCall
 
 SIZE = 64  # of which a bias fills the 256 bytes that packed weights are aligned to
 NUM_LAYERS = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.training.compile import compile_module, compile_seconds
+from hf_memopt.recipes.lgt.model import compile_module, compile_seconds
 
 
 class Network(nn.Module):
