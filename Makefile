@@ -133,8 +133,8 @@ docs: $(READY) installed-tree ## the site, with the API from the docstrings, in 
 docs-serve: $(READY) installed-tree ## the site on this machine, rebuilt at each change
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 
-bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
-	$(PY) -m benchmarks.campaign --minutes 28
+bench: $(READY) ## GPU tests and benchmarks, the most valuable first, within an hour: results in outputs/benchmarks
+	$(PY) -m benchmarks.run_all --minutes 60
 
 # The newest transformers that the benchmarks are known to run with, beside the pinned one.
 NEWEST_TRANSFORMERS := 5.23.0
@@ -145,7 +145,7 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest tra
 	  grep -v -E "^(transformers|tokenizers|huggingface-hub)==" constraints.txt > .newest/constraints.txt && \
 	  "$(UV)" pip install --python $(PY) --target $(NEWEST) --constraint .newest/constraints.txt \
 	    transformers==$(NEWEST_TRANSFORMERS); fi
-	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.campaign --dry-run --minutes 20 --output outputs/rehearsal
+	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.run_all --dry-run --overwrite --minutes 30
 
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import slug, write_results
-from benchmarks.targets import Verdict
 
 # Errors of cells that another run may measure: they had no time, or nobody let them end.
 UNFINISHED = ("not run", "not finished")
@@ -67,17 +66,13 @@ class Report:
 
     Attributes:
         targets: its limits, as they stand in the results.
-        judge: adds to rows what follows from comparing them, such as whether gradients are equal.
         show: prints the tables and targets of all results.
-        verdicts: each target with what was found.
-        pointless: why a cell with these settings has nothing to add to these rows, or None.
+        judge: adds to rows the entries that come from comparing them, such as `gradients_equal`.
     """
 
     targets: Any
-    judge: Callable[[list[Row]], None]
     show: Callable[[dict[str, Any]], None]
-    verdicts: Callable[[dict[str, Any]], Iterable[Verdict]]
-    pointless: Callable[[dict[str, Any], list[Row]], str | None] = lambda settings, rows: None
+    judge: Callable[[list[Row]], None] = lambda rows: None
 
 
 def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit_s: float) -> dict[str, Any]:
@@ -97,8 +92,7 @@ def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit
         results = {**facts(folder), "benchmark": benchmark, "targets": report.targets, "cells": [], "complete": False}
         for cell in cells:
             left_s = time_limit_s - (time.perf_counter() - begun)
-            reason = report.pointless(cell.settings, results["cells"])
-            row = {"error": f"not run: {reason}"} if reason else found_by(cell, folder, left_s)
+            row = found_by(cell, folder, left_s)
             results["cells"].append({**cell.settings, **row})
             report.judge(results["cells"])
             write_results(results, output)
@@ -132,8 +126,8 @@ def found_by(cell: Cell, folder: Path, limit_s: float) -> Row:
     return isolated(cell, folder, limit_s)
 
 
-def preload(*benchmarks: str) -> None:
-    """Start the server, which imports these benchmarks and what this process has imported of them.
+def preload() -> None:
+    """Start the server, which imports the benchmarks that this process has imported.
 
     The module that is run itself is left out: each process imports it anew, under another name.
     """
@@ -141,7 +135,6 @@ def preload(*benchmarks: str) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     run = getattr(sys.modules["__main__"].__spec__, "name", "")
     names = {name for name in sys.modules if name.startswith("benchmarks.") and name != run}
-    names |= {f"benchmarks.{name}" for name in benchmarks}
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.blind", *sorted(names)])
     forkserver.ensure_running()
 
@@ -200,15 +193,13 @@ def compare(rows: Sequence[Row], found: str, verdict: str, work: Sequence[str], 
         row[verdict] = None if reference is None else row[found] == reference
 
 
-def own_failures(
-    rows: Sequence[Row], is_ours: Callable[[Row], bool], excused: Sequence[str] = ("OutOfMemoryError", *UNFINISHED)
-) -> list[Row]:
+def own_failures(rows: Sequence[Row], is_ours: Callable[[Row], bool]) -> list[Row]:
     """This library's rows that failed for another reason than memory or time, or whose gradients differ."""
     return [
         row
         for row in rows
         if is_ours(row)
-        and not row.get("error", "").startswith(tuple(excused))
+        and not row.get("error", "").startswith(("OutOfMemoryError", *UNFINISHED))
         and ("error" in row or row.get("gradients_equal") is False)
     ]
 

@@ -172,20 +172,11 @@ def temporary_bytes(work: Work, device: torch.device) -> int | None:
 
 
 def compared(step: Callable[[], object], model: nn.Module) -> dict[str, Any]:
-    """The digest of the gradients of one step under deterministic kernels, or why there is none."""
-
-    def digest() -> dict[str, Any]:
-        step()
-        return {"gradient_digest": gradient_digest(model)}
-
-    return deterministically(digest)
-
-
-def deterministically(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `find` finds under deterministic kernels; where torch has none for an operation, that as `not_compared`."""
+    """Return the digest of the gradients of a deterministic step, or the operation that has no such kernel."""
     try:
         with deterministic():
-            return find()
+            step()
+        return {"gradient_digest": gradient_digest(model)}
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -202,8 +193,7 @@ def gradient_digest(model: nn.Module) -> str:
 
 
 def _sums(gradient: Tensor) -> tuple[int, int]:
-    bits = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    bits = bits.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
+    bits = gradient.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
     positions = torch.arange(1, bits.numel() + 1, device=bits.device)
     return int(bits.sum()), int(bits.mul_(positions).sum())
 

@@ -29,7 +29,7 @@ from benchmarks.activations.model import (
     temporary_bytes,
 )
 from benchmarks.activations.modes import MODES, ON_SLOWER_LINKS, OURS, Handling, Setting, settle
-from benchmarks.activations.report import TARGETS, print_report, verdicts
+from benchmarks.activations.report import TARGETS, print_report
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
 from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
 from benchmarks.timing import first_step_s, timed
@@ -105,7 +105,7 @@ def judge(rows: list[Row]) -> None:
     compare(rows, "gradient_digest", "gradients_equal", ["num_tokens"], ["none", "checkpointing"])
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:

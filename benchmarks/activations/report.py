@@ -55,20 +55,12 @@ def print_report(results: dict[str, Any]) -> None:
         for mode in shown:
             if "error" in by_mode[mode]:
                 print(f"{mode}: {by_mode[mode]['error'].splitlines()[0]}")
-        for verdict in _verdicts_of(results["targets"], num_tokens, shown, by_mode):
+        for verdict in _verdicts(results["targets"], num_tokens, shown, by_mode):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
         print(
             "\nNo accelerator: step times and device memory were not measured; what is saved is the offloader's count."
         )
-
-
-def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Every target at every length and link."""
-    for divisor, num_tokens, shown, by_mode in _groups(results["cells"]):
-        for verdict in _verdicts_of(results["targets"], num_tokens, shown, by_mode):
-            link = "" if divisor == 1 else f", link 1/{divisor}"
-            yield Verdict(f"{num_tokens} tokens{link}, {verdict.what}", verdict.value, verdict.target)
 
 
 def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
@@ -80,7 +72,7 @@ def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
         yield divisor, num_tokens, list(own), by_mode | own
 
 
-def _verdicts_of(targets: list[dict[str, Any]], num_tokens: int, shown: list[str], cells: Cells) -> Iterator[Verdict]:
+def _verdicts(targets: list[dict[str, Any]], num_tokens: int, shown: list[str], cells: Cells) -> Iterator[Verdict]:
     for target in targets:
         if target["mode"] in shown and target.get("tokens", num_tokens) == num_tokens:
             value = QUANTITIES[target["quantity"]](cells[target["mode"]], cells)

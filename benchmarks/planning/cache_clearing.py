@@ -111,7 +111,7 @@ def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
     yield Verdict(slower, emptied, results["targets"][slower], at_least=True)
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:

@@ -26,7 +26,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
 from benchmarks.common import RESULTS_FOLDER, current_device, results_path, slug
 from benchmarks.planning import estimates
-from benchmarks.planning.estimate_report import TARGETS, print_report, verdicts
+from benchmarks.planning.estimate_report import TARGETS, print_report
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
 from benchmarks.timing import first_step_s, timed
 from hf_memopt.estimate.gpus import CARDS, card_named
@@ -94,7 +94,7 @@ def judge(rows: list[Row]) -> None:
         again["same_bytes"] = all(again[name] == rows[0].get(name) for name in names)
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:

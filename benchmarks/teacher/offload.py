@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
 from benchmarks.teacher.modes import MODES, ON_SLOWER_LINKS, OTHER_LIBRARIES, Batch, Handling, Source
-from benchmarks.teacher.report import TARGETS, print_report, verdicts
+from benchmarks.teacher.report import TARGETS, print_report
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from benchmarks.timing import NoDeviceActivityError, PhasePeaks, copied_bytes, first_step_s, timed
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
@@ -205,11 +205,7 @@ def compare(answer: Answer, reference: Answer | None) -> Row:
     }
 
 
-def judge(rows: list[Row]) -> None:
-    """Nothing to add: each cell has compared itself with the resident teacher's answer."""
-
-
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:

@@ -44,17 +44,10 @@ def print_report(results: dict[str, Any]) -> None:
         for name, cell in cells.items():
             if "error" in cell:
                 print(f"{name}: {cell['error'].splitlines()[0]}")
-        for verdict in _verdicts_of(results["targets"], cells):
+        for verdict in _verdicts(results["targets"], cells):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
         print("\nNo accelerator: step times, peaks and copies of other libraries were not measured.")
-
-
-def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Every target at every dtype and batch size."""
-    for dtype, batch_size, cells in _groups(results["cells"]):
-        for verdict in _verdicts_of(results["targets"], cells):
-            yield Verdict(f"{dtype}, batch {batch_size}, {verdict.what}", verdict.value, verdict.target)
 
 
 def _groups(cells: list[Cell]) -> Iterator[tuple[str, int, Cells]]:
@@ -69,7 +62,7 @@ def _name(cell: Cell) -> str:
     return str(cell["mode"]) if link is None else f"{cell['mode']} {link:g} GB/s"
 
 
-def _verdicts_of(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
+def _verdicts(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
     for target in targets:
         if target["mode"] in cells:
             what = f"{target['mode']} / {target['over']}, {target['quantity']}"
