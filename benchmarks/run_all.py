@@ -27,7 +27,7 @@ import torch
 from benchmarks.cells import facts, preload
 from benchmarks.common import print_table, write_results
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 LAST_LINES = 15  # of a failed job's log
 SPARE_S = 40  # of its limit, for a benchmark's imports and report
 
@@ -111,7 +111,7 @@ JOBS = (
         7,
         "benchmarks.activations.offload --tokens 32768 --link-divisors 1 --modes none checkpointing 'ours inputs'"
         " 'ours auto 20 %' TRL 'checkpoint offload' save_on_cpu",
-        "benchmarks.activations.offload --size toy --layers 2 --tokens 64 --steps 2 --link-divisors 1 2",
+        "benchmarks.activations.offload --size toy --layers 8 --tokens 64 --steps 2 --link-divisors 1 2",
     ),
     Job(
         "teacher-bf16-32",
