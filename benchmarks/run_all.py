@@ -105,7 +105,7 @@ def compared(name: str, minutes: float, real: str, toy: str | None = None) -> Jo
 # Limits are about twice the time on an H100.
 JOBS = (
     Job("probe", 2, "benchmarks.probe", "benchmarks.probe --size toy"),
-    Job("tests", 8, "pytest -m gpu tests/gpu -q --durations=15", "pytest -m gpu tests/gpu -q --collect-only"),
+    Job("tests", 7, "pytest -m gpu tests/gpu -q --durations=15", "pytest -m gpu tests/gpu -q --collect-only"),
     Job(
         "activations-32k",
         7,
@@ -217,7 +217,7 @@ def run(options: argparse.Namespace, begun: float) -> list[list[str]]:
             ended, when = {"outcome": f"not begun: needs {job.minutes:g} min", "seconds": 0.0}, ""
         else:
             found, ended = measured(job, options)
-            write_results({**where, **found, "run": ended}, file)
+            write_results({**found, **where, "run": ended}, file)
             when = ""
         rows.append([job.name, ended["outcome"] + when, f"{ended['seconds']:.0f} s"])
         print(f"{time.time() - begun:6.0f} s  {job.name}: {rows[-1][1]}", flush=True)

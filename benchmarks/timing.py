@@ -32,7 +32,7 @@ def timed(step: Callable[[], object], device: torch.device, *, max_steps: int, m
     """Return step times, the allocator's peaks meanwhile, and the clocks; nothing on the CPU.
 
     Returns:
-        `step_ms` (median, minimum, maximum, number), `peak_bytes` allocated, `peak_over_start_bytes` (over what was
+        `step_ms` (median, minimum, maximum, number), `peak_bytes` allocated, `peak_over_start_bytes` (over the bytes
         allocated between steps), `reserved_bytes` at most, `num_alloc_retries` of the process, and `clocks`.
     """
     if device.type == "cpu":

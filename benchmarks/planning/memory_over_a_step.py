@@ -5,7 +5,7 @@
 A small Llama trains on the CPU, which stands in for the device. Measured: every allocation and release of torch's CPU
 allocator, by torch's profiler; host memory of the offloader is taken from the system and does not count. Predicted
 before the run: the peak by `estimate_peak_memory(like="cpu")`. Under a budget, the estimate of the plain step less its
-saved activations, plus what the plan, made after two recorded steps, lets them hold. Needs matplotlib.
+saved activations, plus their planned bytes, known after two recorded steps. Needs matplotlib.
 """
 
 import argparse
