@@ -1,6 +1,11 @@
-"""Facts that every figure depends on, in well under a minute: link, page-locking, matrix products, attention."""
+"""Facts that every figure depends on, in well under a minute: link, page-locking, matrix products, attention.
 
+python -m benchmarks.probe
+"""
+
+import argparse
 import mmap
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.activations.model import deterministic, flash_attention
-from benchmarks.cells import Report, Row
-from benchmarks.common import current_device, print_table
+from benchmarks.common import current_device, environment, print_table, results_path, write_results
 from benchmarks.timing import median_and_spread, step_times_ms
 
 GIB = 2**30
@@ -24,12 +28,11 @@ HEAD_DIM = 128
 ATTENTION = ("flash", "fmha", "sdpa", "cudnn", "attention")
 
 
-def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Speeds of this machine, and whether gradients repeat. Nothing on the CPU."""
-    device = current_device()
+def measure(size_name: str, device: torch.device) -> dict[str, Any]:
+    """Return speeds of this machine, and whether gradients repeat; nothing on the CPU."""
     if device.type == "cpu":
         return {}
-    size = SIZES[settings["size"]]
+    size = SIZES[size_name]
     speeds = page_locking(size["page_locked_bytes"], device) | {"half_flops": half_flops(size["width"], device)}
 
     def gradients() -> list[Tensor]:
@@ -43,13 +46,13 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
         **speeds,
         "memory_bytes": list(torch.accelerator.get_memory_info(device)),
         "cudnn": torch.backends.cudnn.version(),
-        "attention_kernels": kernels_of(gradients) if settings["size"] == "real" else None,
+        "attention_kernels": kernels_of(gradients) if size_name == "real" else None,
         "differing_gradients": {"as torch chooses": differing(gradients), "flash": flash, "deterministic": exact},
     }
 
 
 def page_locking(num_bytes: int, device: torch.device) -> dict[str, Any]:
-    """How fast host memory is page-locked, what `cudaHostUnregister` returns, and what the link then carries."""
+    """Return the speed of page-locking host memory, its return codes, and the speed of the link from that memory."""
     runtime = torch.cuda.cudart()
     pages = mmap.mmap(-1, num_bytes)
     block = torch.frombuffer(pages, dtype=torch.uint8)
@@ -99,14 +102,14 @@ def _both_ways_gb_per_s(block: Tensor, there: Tensor, device: torch.device) -> f
 
 
 def half_flops(width: int, device: torch.device) -> float:
-    """Multiplications and additions of a bfloat16 matrix product per second."""
+    """Return multiplications and additions per second of a bfloat16 matrix product."""
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = step_times_ms(lambda: a @ b, device, max_steps=10, max_seconds=2)
     return 2 * width**3 / (1e-3 * median_and_spread(times)["median"])
 
 
 def attention_gradients(num_tokens: int, num_heads: int, device: torch.device) -> list[Tensor]:
-    """Of causal attention with a quarter as many keys as queries, from seed 0."""
+    """Return the gradients of causal attention with a quarter as many key heads as query heads, from seed 0."""
     torch.manual_seed(0)
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     heads = num_heads, num_heads // 4, num_heads // 4
@@ -117,13 +120,13 @@ def attention_gradients(num_tokens: int, num_heads: int, device: torch.device) -
 
 
 def differing(gradients: Callable[[], list[Tensor]], times: int = 3) -> int:
-    """How many of the gradients of some repetitions are not bit for bit those of the first."""
+    """Return how many gradients of some repetitions differ from those of the first in a bit."""
     first = gradients()
     return sum(not torch.equal(one, other) for _ in range(times) for one, other in zip(first, gradients(), strict=True))
 
 
 def kernels_of(gradients: Callable[[], list[Tensor]]) -> list[str]:
-    """Names of the kernels that compute attention where torch chooses."""
+    """Return the names of the kernels that compute attention where torch chooses."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         gradients()
         torch.accelerator.synchronize()
@@ -132,14 +135,18 @@ def kernels_of(gradients: Callable[[], list[Tensor]]) -> list[str]:
     )
 
 
-def judge(rows: list[Row]) -> None:
-    """There is nothing to compare."""
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="real", help="of buffers and matrices (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    device = current_device()
+    found = measure(options.size, device)
+    print_table(["fact", "found"], [[name, str(value)] for name, value in found.items()])
+    results = {**environment(device), "benchmark": "probe", "size": options.size, "facts": found}
+    print("wrote", write_results(results, options.output or results_path("probe", device)))
+    return 0
 
 
-def print_report(results: dict[str, Any]) -> None:
-    """One line for each fact."""
-    for cell in results["cells"]:
-        print_table(["fact", "found"], [[name, str(value)] for name, value in cell.items()])
-
-
-REPORT = Report({}, judge, print_report, lambda results: ())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,12 @@
-"""The recipes' benchmarks' part for accelerators, at toy size: they run to their end and measure what they promise."""
+"""The teacher benchmark's part for accelerators, at toy size."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmark_runs import NO_LIMIT, Load, cells_of, environ_of_processes, results_of
+from benchmark_runs import NO_LIMIT, Load, results_of
 from fake_cuda.device import is_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -65,52 +63,3 @@ def test_accelerates_weights_are_page_locked(load: Load, tmp_path: Path, monkeyp
     policy, checkpoint = benchmark.start(benchmark.SIZES["toy"], tmp_path)
     modes.MODES["accelerate"](modes.Source(policy, checkpoint, torch.device("cuda", 0), torch.float32))
     assert all(tensor.is_pinned() for tensor in offload.call_args.kwargs["state_dict"].values())
-
-
-def test_lgt_memory(load: Load, output: Path) -> None:
-    """All cells in this process; but a plan wants one in which no backward has run on a GPU."""
-    benchmark = load("lgt.memory")
-    modes = ["plain", "checkpointed", "offloaded"]
-    sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
-    assert benchmark.main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
-    _, *cells = cells_of(output)
-    assert [cell["mode"] for cell in cells] == [*modes, "plain again"]
-    for cell in cells:
-        assert cell["losses_equal"] is True
-        assert cell["step_ms"]["num_steps"] == 2
-        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
-        assert cell["num_alloc_retries"] == 0
-        assert cell["first_step_s"] > 0
-
-
-def test_lgt_as_planned_for_the_card_that_runs(output: Path) -> None:
-    """In processes of their own, as a user starts it."""
-    sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
-    command = [sys.executable, "-m", "benchmarks.lgt.memory", *sizes, NO_LIMIT, "--output", str(output)]
-    environ = {"FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3", **environ_of_processes()}
-    subprocess.run([*command, "--modes", "plain", "planned"], env=environ, check=True)
-    cells = [cell for cell in cells_of(output) if cell["num_accumulated"] == 1]
-    assert [cell["mode"] for cell in cells] == ["plain", "planned", "plain again"]
-    assert all(cell["losses_equal"] for cell in cells)
-    assert 0 < cells[1]["peak_bytes"] <= cells[0]["peak_bytes"]
-
-
-def test_fluxflow_memory(load: Load, output: Path) -> None:
-    """All cells in this process."""
-    sizes = ["--size", "toy", "--resolution", "16", "--batch-sizes", "2", "--cards", "2", "--steps", "2"]
-    growth = ["--allocators", "default", "--growth-size", "toy", "--growth-resolution", "16", "--growth-steps", "3"]
-    variants = ["--variants", "plain", "ours offloaded"]
-    arguments = [*sizes, *variants, *growth, "--no-lpips", NO_LIMIT, "--output", str(output)]
-    assert load("fluxflow.memory").main(arguments) == 0
-    *steps, grown = cells_of(output)
-    variants_on = [(cell["card_gb"], cell["variant"]) for cell in steps]
-    assert variants_on[:3] == [(None, "plain"), (None, "ours offloaded"), (None, "plain again")]
-    assert variants_on[3:] == [(2.0, "plain"), (2.0, "ours offloaded")]
-    for cell in steps:
-        assert cell["gradients_equal"] is True
-        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
-        assert cell["step_ms"]["median"] > 0
-        assert cell["first_step_s"] > 0
-        assert {"num_alloc_retries", "clocks"} <= cell.keys()
-    assert grown["num_steps"] == 3
-    assert grown["last"]["reserved_bytes"] > 0
