@@ -102,7 +102,7 @@ def compared(name: str, minutes: float, real: str, toy: str | None = None) -> Jo
 
 
 # First the facts and the tests that all figures rest on, then the headlines of each subject, then their details.
-# Limits are about twice the time on an H100.
+# Limits are guesses until the jobs have run on a GPU.
 JOBS = (
     Job("probe", 2, "benchmarks.probe", "benchmarks.probe --size toy"),
     Job("tests", 7, "pytest -m gpu tests/gpu -q --durations=15", "pytest -m gpu tests/gpu -q --collect-only"),
