@@ -2,5 +2,4 @@
 
 - `autocast`: operations that autocast runs in another dtype on CUDA.
 - `attention`: the kernel that torch would choose, and the tensors that it keeps.
-- `fused_head`: TRL's output layer, whose kernels on CUDA work in place.
 """
