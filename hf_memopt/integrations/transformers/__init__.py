@@ -4,7 +4,7 @@
 - `trainer_batches`: which of its batches are simulated.
 - `simulated_trainer`: the trainer on an accelerator without hardware.
 - `argument_file`, `file_trainer`: a file of arguments, and the trainer that it describes.
-- `file_workload`: the same as a workload that can be planned.
+- `file_workload`: the same, and a spec's `training_args`, as a workload that can be planned.
 """
 
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile, read_argument_file

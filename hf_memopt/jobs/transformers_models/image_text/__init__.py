@@ -2,5 +2,4 @@
 
 - `image_layouts`: tensors and tokens of an image, as each family's processor makes them.
 - `image_text_batch`: these beside text.
-- `vision_tower`: the part that sees, which may be frozen.
 """
