@@ -40,7 +40,7 @@ def line_of(status: int, capsys: Capture) -> str:
 # with a file `file` and the configuration of a small model.
 COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "estimate": ({}, ["PLACE"]),
-    "plan": ({"--model": "PLACE", "--gpu": "8GiB"}, []),
+    "plan": ({"--gpu": "8GiB"}, ["PLACE"]),
     "prepare-student": ({"--teacher": "PLACE", "--output": "new"}, []),
     "precompute": ({"--output": "new"}, ["--", "--policy.path=x"]),
     "evaluate": ({"--policy": "PLACE", "--output": "new"}, []),
@@ -53,6 +53,8 @@ COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
 GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70)), "--steps": (str(2**70),)}
 BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "estimate": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
+        "--model": ("PLACE/missing",),
         "--recipe": ("a.b", "../x"),
         "--training-args": ("missing", "PLACE", "PLACE/file"),
         "--task": ("x",),
@@ -73,6 +75,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--snapshot": ("PLACE", "missing/file"),
     },
     "plan": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
         "--config": ("missing", "PLACE/file"),
         "--training-args": ("missing", "PLACE/file"),
         "--model": ("PLACE/missing",),
@@ -155,10 +158,8 @@ def test_options_of_commands(command: str, place: Path, capsys: Capture, monkeyp
     for name, values in bad.items():
         for value in set(values) - set(GOOD.get(name, ())):
             named = required | {name: value}
-            if name in ("--config", "--recipe"):
-                named.pop("--model", None)
             flags = [each for pair in named.items() for each in pair]
-            arguments = [command, *flags, *([] if name == "--recipe" else positional)]
+            arguments = [command, *flags, *([] if name in ("--config", "--model", "--recipe") else positional)]
             line = line_of(main([each.replace("PLACE", str(place)) for each in arguments]), capsys)
             assert line.startswith(f"hf-memopt {command}: error: ")
             shown = value.replace("PLACE", str(place))

@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedModel,  # noqa: F401 (half of the imports of a model, once for all cells)
 )
 
-from hf_memopt.commands.recipe_workloads import recipe_workload
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs.workloads import recipe_workload
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {

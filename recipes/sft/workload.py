@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 
-from hf_memopt.integrations.transformers.argument_names import current_names, set_fields
+from hf_memopt.integrations.transformers.argument_file import current_names, set_fields
 from hf_memopt.jobs import Lever, Row
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.huggingface import ACTIVATIONS, HuggingFaceModel

@@ -110,10 +110,10 @@ def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({"max_length": None}, {}, "max_length is none.*--seq-len"),
+        ({"max_length": None}, {}, "max_length is none.*seq_len"),
         (SFT, {"seq_len": 65}, "seq_len=65 is longer than the model's max_position_embeddings=64"),
         ({"bf16": True}, {"seq_len": 8, "task": "image-classification"}, "task='image-classification'"),
-        ({"bf16": True}, {}, "name one with --seq-len"),
+        ({"bf16": True}, {}, "name one with seq_len"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
