@@ -1,4 +1,4 @@
-"""The recipes' benchmarks' part for accelerators, at toy size: they run to their end and measure what they promise."""
+"""Runs of the accelerator part of the recipes' benchmarks, at toy size, with all their measurements."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = load("teacher.offload")
-    if is_loaded():  # which has no profiler
+    if is_loaded():  # the fake GPU has no profiler
 
         def without_profiler(step: Callable[[], object]) -> dict[str, int]:
             step()
@@ -44,7 +44,7 @@ def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["diffusers-block", "accelerate"])
 def test_another_librarys_teacher_gives_bitwise_the_resident_target(mode: str, load: Load, tmp_path: Path) -> None:
-    """Twice, since diffusers prefetches from the second time on. Two Euler steps will do."""
+    """Compare two targets with two Euler steps each: diffusers prefetches from the second target on."""
     benchmark, modes = load("teacher.offload"), load("teacher.modes")
     size, targets = benchmark.SIZES["toy"], {}
     for name in ("resident", mode):
@@ -68,7 +68,7 @@ def test_accelerates_weights_are_page_locked(load: Load, tmp_path: Path, monkeyp
 
 
 def test_lgt_memory(load: Load, output: Path) -> None:
-    """All cells in this process; but a plan wants one in which no backward has run on a GPU."""
+    """Run all cells in this process, except the planned one, which needs a process without an earlier backward."""
     benchmark = load("lgt.memory")
     modes = ["plain", "checkpointed", "offloaded"]
     sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
@@ -84,7 +84,7 @@ def test_lgt_memory(load: Load, output: Path) -> None:
 
 
 def test_lgt_as_planned_for_the_card_that_runs(output: Path) -> None:
-    """In processes of their own, as a user starts it."""
+    """Run the planned cell from a command, with a process of its own for each cell."""
     sizes = ["--size", "toy", "--batch-sizes", "2", "--euler-steps", "1", "--steps", "2", "--card-gb", "2"]
     command = [sys.executable, "-m", "benchmarks.lgt.memory", *sizes, NO_LIMIT, "--output", str(output)]
     environ = {"FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3", **environ_of_processes()}
@@ -96,7 +96,7 @@ def test_lgt_as_planned_for_the_card_that_runs(output: Path) -> None:
 
 
 def test_fluxflow_memory(load: Load, output: Path) -> None:
-    """All cells in this process."""
+    """Run all cells in this process."""
     sizes = ["--size", "toy", "--resolution", "16", "--batch-sizes", "2", "--cards", "2", "--steps", "2"]
     growth = ["--allocators", "default", "--growth-size", "toy", "--growth-resolution", "16", "--growth-steps", "3"]
     variants = ["--variants", "plain", "ours offloaded"]
