@@ -287,7 +287,7 @@ def _differences(run: Run, want: Run) -> Iterator[str]:
             yield "another loss or gradient than plain"
             return
     if run.error and "modified by an inplace operation" in run.error[1] and run.steps_between:
-        return  # no offloaded run recomputes from changed parameters; plain torch is right if autograd has not saved them
+        return  # no run recomputes from changed parameters; plain torch is right if autograd has not saved them
     if (run.error is None) != (want.error is None):
         yield f"pass {run.where}: {run.error}; plain in pass {want.where}: {want.error}"
     elif run.error and want.error:

@@ -1,4 +1,4 @@
-"""Try random programs, and print shrunk failures:
+"""Try random programs, and print shrunk failures.
 
 python tests/programs/try_programs.py --programs 500 --seed 3 --without slices "forward AD"
 """
