@@ -1,4 +1,4 @@
-"""The rehearsal of the campaign: every GPU benchmark at toy size, each cell in a process of its own."""
+"""The campaign's rehearsal: every GPU benchmark at toy size, each cell in a process of its own."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_every_cell_is_measured(tmp_path: Path, part: str) -> None:
     assert content["facts"]["hardware"]["device"] == "cuda"
     entries = content["entries"]
     failed = {title: entry["found"]["error"] for title, entry in entries.items() if "error" in entry["found"]}
-    if is_loaded() and part == "1/1":  # no plan is made for an unknown card
+    if is_loaded() and part == "1/1":  # no plan is made for a card that nobody knows
         assert failed.pop("lgt.memory: 2 x 1, planned").startswith("not run: 'Fake GPU 0' is none of the cards")
     assert failed == {}
     for title, entry in entries.items():
