@@ -36,7 +36,7 @@ def test_a_killed_simulation_is_an_error() -> None:
         estimate_peak_memory(mlp_setup, dies)
 
 
-# On any machine, autograd's device threads exist before the fork.
+# Forks after autograd's threads have started, on a machine with or without an accelerator.
 TOO_LATE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
