@@ -1,4 +1,4 @@
-"""Tests of the context that `attach` puts around a trainer's loss, of its refusals, and of a clean end."""
+"""Tests of the context that `attach` puts around a trainer's loss, of its refusals, and of its removal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_a_model_that_model_init_makes(make: Any) -> None:
 
 
 def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) -> None:
-    """Check that `attach` refuses at once, or the callback at the begin of training."""
+    """Check that `attach` refuses at once, or the callback at the start of training."""
     callback = callbacks.ActivationOffloadCallback(offloader)
     begin = (trainer.args, trainer.state, trainer.control)
     refusal = pytest.raises(ValueError, match=match)

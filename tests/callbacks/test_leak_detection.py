@@ -93,7 +93,7 @@ def test_a_sound_training_is_left_alone(tmp_path: Path, collects: bool) -> None:
 
 
 def test_counts_anew_when_training_begins_again(tmp_path: Path) -> None:
-    """Begin again without an end, as auto_find_batch_size does, and resume."""
+    """Restart training before it has ended, as auto_find_batch_size does, and resume."""
     callback = leak_detection.LeakDetectionCallback(every_n_steps=1)
     trainer = make_trainer(
         trainer_toys.LeakyTrainer, tmp_path, callback, max_steps=30, save_strategy="steps", save_steps=30

@@ -250,7 +250,7 @@ def test_training_again_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_retry_with_smaller_batches(tmp_path: Path) -> None:
-    # On a retry train() begins twice, without an end in between.
+    # On a retry train() starts a second time before the first training has ended.
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     trainer = make_trainer(
         tmp_path, memory_logging.MemoryLoggingCallback(), trainer_toys.FailsOnce(error), auto_find_batch_size=True

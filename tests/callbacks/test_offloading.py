@@ -151,7 +151,7 @@ def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
 
 
 def test_auto_find_batch_size_starts_over(make: Any) -> None:
-    """Check a training that begins again with a smaller batch, without an end of the first training."""
+    """Check that Trainer restarts with a smaller batch, though it never reports the end of the first training."""
     ends = []
     for how in ("plain", *HOWS):
         offloader = everything()

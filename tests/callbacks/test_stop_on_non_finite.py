@@ -104,7 +104,7 @@ def test_training_is_bitwise_what_it_is_without(tmp_path: Path) -> None:
 
 
 def test_resumes_and_starts_over(tmp_path: Path) -> None:
-    """Check that steps count from the start of training, and that a second begin leaves one set of hooks."""
+    """Check that steps count from the start of training, and that a second start leaves one set of hooks."""
     make_trainer(tmp_path, None, max_steps=2, save_strategy="steps", save_steps=2).train()
     callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, {3: float("nan")}, callback)
