@@ -39,7 +39,7 @@ class Phases:
         start = len(self._timeline)
         with self.tracker.phase(name):
             result = action()
-        # The last entry before the phase has the bytes allocated at its begin.
+        # The last entry before the phase has the bytes allocated at its start.
         self.seen[name] = max(self.seen.get(name, 0), *self._timeline[start - 1 :])
         return result
 
