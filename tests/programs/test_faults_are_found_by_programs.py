@@ -36,7 +36,7 @@ class Fault:
 
 
 def views_have_no_offset(patch: pytest.MonkeyPatch) -> None:
-    """Plant: all views begin at the begin of their storage."""
+    """Plant: all views begin at the start of their storage."""
     sound = autograd_state.ViewMeta.__init__
 
     def init(self: Any, tensor: Tensor) -> None:
