@@ -192,7 +192,7 @@ def test_freezing_ends_with_an_error_too() -> None:
 
 
 def test_one_decoding_keeps_less() -> None:
-    """Compare the bytes alive at the begin of backward: two decodings, LPIPS and discriminator, or one decoding."""
+    """Compare the bytes alive at the start of backward: two decodings, LPIPS and discriminator, or one decoding."""
 
     def saved(levers: Any) -> int:
         gan = make_gan(levers)
