@@ -20,7 +20,6 @@ import hf_memopt
 from hf_memopt import activations, checkpoint, estimate, jobs, memory, training, weights
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.memory.leaks.detect import LeakMonitor
 from hf_memopt.ranges import Range, ranges_in
 
 Capture = pytest.CaptureFixture[str]
@@ -41,7 +40,7 @@ def line_of(status: int, capsys: Capture) -> str:
 # and the configuration of a small model.
 COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "estimate": ({}, ["PLACE"]),
-    "plan": ({"--model": "PLACE", "--gpu": "8GiB"}, []),
+    "plan": ({"--gpu": "8GiB"}, ["PLACE"]),
     "prepare-student": ({"--teacher": "PLACE", "--output": "new"}, []),
     "precompute": ({"--output": "new"}, ["--", "--policy.path=x"]),
     "evaluate": ({"--policy": "PLACE", "--output": "new"}, []),
@@ -54,6 +53,8 @@ COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
 GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70)), "--steps": (str(2**70),)}
 BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "estimate": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
+        "--model": ("PLACE/missing",),
         "--recipe": ("a.b", "../x"),
         "--training-args": ("missing", "PLACE", "PLACE/file"),
         "--task": ("x",),
@@ -74,6 +75,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--snapshot": ("PLACE", "missing/file"),
     },
     "plan": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
         "--config": ("missing", "PLACE/file"),
         "--training-args": ("missing", "PLACE/file"),
         "--model": ("PLACE/missing",),
@@ -156,10 +158,8 @@ def test_options_of_commands(command: str, place: Path, capsys: Capture, monkeyp
     for name, values in bad.items():
         for value in set(values) - set(GOOD.get(name, ())):
             named = required | {name: value}
-            if name in ("--config", "--recipe"):
-                named.pop("--model", None)
             flags = [each for pair in named.items() for each in pair]
-            arguments = [command, *flags, *([] if name == "--recipe" else positional)]
+            arguments = [command, *flags, *([] if name in ("--config", "--model", "--recipe") else positional)]
             line = line_of(main([each.replace("PLACE", str(place)) for each in arguments]), capsys)
             assert line.startswith(f"hf-memopt {command}: error: ")
             shown = value.replace("PLACE", str(place))
@@ -284,11 +284,12 @@ SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s
 CALLS: dict[str, Callable[..., object]] = {
     "ActivationOffloader": hf_memopt.ActivationOffloader,
     "Checkpoints": lambda **bad: hf_memopt.Checkpoints(None, "x", **bad),
-    "LeakMonitor": LeakMonitor,
+    "LeakMonitor": memory.LeakMonitor,
     "MemoryLoggingCallback": lambda **bad: hf_memopt.MemoryLoggingCallback(**bad),
     "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
+    "append_metrics": lambda **bad: memory.append_metrics(Path("x"), metrics={}, **bad),
     "chunked_loss": loss_in_chunks,
     "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),
     "endless_batches": lambda **bad: next(checkpoint.endless_batches(None, None, **bad)),
@@ -302,7 +303,7 @@ CALLS: dict[str, Callable[..., object]] = {
 # Results that this library makes of checked values.
 RESULTS = {
     *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
-    *("TeacherReport", "SettingsPlan", "CouplingSource"),
+    *("TeacherReport", "SettingsPlan"),
     *("Culprit", "DeviceMemory", "HostMemory", "LargeTensor", "PhasePeak", "Row", "SimulatedStep"),
 }
 

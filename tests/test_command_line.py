@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
 
-from hf_memopt.command_line import check_output_file, check_output_folder, number, one_line_errors, or_none
+from hf_memopt.command_line import check_output_file, check_output_folder, number, one_line_errors
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range
 
 Capture = pytest.CaptureFixture[str]
@@ -131,7 +131,6 @@ def test_a_range_takes_what_is_in_it(allowed: Range, value: object) -> None:
 
 def test_numbers_of_a_command_line() -> None:
     assert number(COUNT)("3") == 3
-    assert or_none(number(POSITIVE))("none") is None
     with pytest.raises(argparse.ArgumentTypeError, match="0 must be at least 1"):
         number(COUNT)("0")
     with pytest.raises(ValueError, match="invalid literal"):

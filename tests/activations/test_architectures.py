@@ -129,6 +129,7 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
     assert stats.host_bytes_live == 0
 
 
+@pytest.mark.e2e
 @pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "unet2d"])
 def test_fifty_adamw_steps_end_on_bitwise_the_plain_weights(name: str) -> None:

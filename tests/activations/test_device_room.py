@@ -77,6 +77,7 @@ def size_for_all(smallest: int) -> int:
     return peak_bytes(steps)
 
 
+@pytest.mark.e2e
 @pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize(("smallest", "num_steps"), [(LARGEST_BATCH, 100), (8, 1000)])
 def test_what_fits_only_with_everything_offloaded_runs_on(

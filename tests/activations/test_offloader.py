@@ -1,4 +1,4 @@
-"""Tests of ActivationOffloader: bitwise gradients for all saved tensors and times of copies, with nothing left behind."""
+"""Tests of ActivationOffloader: bitwise gradients for all saved tensors and times of copies, and nothing left over."""
 
 import gc
 import logging

@@ -117,6 +117,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results(folder / "results.pt")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["variable", "module", "launch"])
 def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: Path) -> None:
     module = "hf_memopt.callbacks.every_trainer"
@@ -141,6 +142,7 @@ def python_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.e2e
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
     """Check the script's name, arguments, folder on the path, and exception with its traceback."""
     (tmp_path / "beside.py").write_text("NUMBER = 7\n")

@@ -73,6 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str) -> None:
     want = trained(make(**SETTINGS[settings]))

@@ -1,4 +1,4 @@
-"""Canaries of `hf_memopt.training.compile` in torch.compile's arguments and counts."""
+"""Canaries of `recipes/lgt/model.py` in torch.compile's arguments and counts."""
 
 import pytest
 import torch

@@ -34,7 +34,6 @@ AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/kernels/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
 FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
-FUSED_HEAD = "hf_memopt/estimate/simulation/kernels/fused_head.py"
 RANKS = "hf_memopt/estimate/simulation/ranks/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
@@ -91,7 +90,7 @@ def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    with relied_on_by(FUSED_HEAD):
+    with relied_on_by(DEVICE):
         code = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
         assert {"_forward_tile", "_backward_tile", "_addmm_fp32"} <= set(re.findall(r"\w+", code))
         assert "_use_triton(hidden_states.device)" in inspect.getsource(utils.add_fused_lm_head)

@@ -1,4 +1,4 @@
-"""Tests of Lightning's Trainer under DDP in two processes: the plain run's weights, and the ranks' largest memory."""
+"""Tests that Lightning's Trainer under DDP in two processes gives the plain run's weights."""
 
 from typing import Any
 
@@ -23,11 +23,3 @@ def test_weights_are_those_of_the_plain_run(results: list[dict[str, Any]], how: 
         assert not rank[mode]["replaced"]
     assert first[mode]["weights"] == second[mode]["weights"]
     assert first[mode]["losses"] != second[mode]["losses"]  # losses of each rank's own samples
-
-
-def test_logged_memory_is_the_largest_of_the_ranks(results: list[dict[str, Any]]) -> None:
-    """Check the first rank's log after the second rank has taken a quarter of a GiB more."""
-    assert results[0]["more on the second"] == results[1]["more on the second"]
-    before, after = (results[0][how] for how in ("manual optimization", "more on the second"))
-    assert all(after[name] > before["auto"]["memory"][name] + 0.2 for name in after if name.endswith("rss_gib"))
-    assert {"memory/forward_host_rss_gib", "memory/backward_host_rss_gib"} < after.keys()

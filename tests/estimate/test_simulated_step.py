@@ -134,6 +134,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(
     assert few.host_bytes > 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"use_dora": True, "optimizer": "paged-adamw-8bit"}, marks=pytest.mark.slow)],
@@ -144,6 +145,7 @@ def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
     check(repeated(step), whole(step))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("model", "options"),
     [("llama", {"optimizer": "adamw-8bit"}), ("qwen3", {"num_hidden_layers": 4})],

@@ -72,18 +72,24 @@ def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.Monkey
     assert all(speed > 0 for speed in results_of(output)["link_gb_per_s"].values())
 
 
-def test_neural_operator(load: Load, output: Path) -> None:
-    """Check the cells with and without a card's memory limit."""
-    modes = ["plain", "ours all", "ours auto"]
-    sizes = ["--size", "toy", "--nodes", "16", "--batch-size", "2", "--batch-sizes", "2", "--cards", "2"]
-    arguments = [*sizes, "--steps", "2", NO_LIMIT, "--output", str(output), "--modes", *modes]
-    assert load("operators.memory").main(arguments) == 0
-    cells = cells_of(output)
-    assert [cell["mode"] for cell in cells] == 2 * modes
-    for cell in cells:
-        assert cell["gradients_equal"] is True
+def test_longest_sequence(load: Load, output: Path) -> None:
+    """Run on an emulated card, up to the last length to try."""
+    sizes = ["--size", "toy", "--workloads", "layers", "--cards", "2", "--to-tokens", "96", "--steps", "2"]
+    modes = ["--modes", "none", "checkpointing", "ours inputs", "ours auto"]
+    assert load("activations.longest").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
+    for cell in cells_of(output):
+        assert cell["longest_tokens"] == 96
         assert cell["step_ms"]["num_steps"] == 2
-        assert cell["peak_bytes"] > 0
+        assert cell["tokens_per_s"] > 0
+        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
+
+
+def test_probe(load: Load, output: Path) -> None:
+    assert load("probe").main(["--size", "toy", "--output", str(output)]) == 0
+    found = results_of(output)["facts"]
+    assert found["return_codes"] == {"register": 0, "unregister": 0}
+    assert found["differing_gradients"]["deterministic"] == 0
+    assert all(found[name] > 0 for name in ("page_lock_gib_s", "half_flops", "to_device_gb_s", "to_host_gb_s"))
 
 
 def test_cache_clearing(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +112,7 @@ IMPORTS = """
 import importlib
 import benchmarks.blind
 import torch
-for name in ("activations.offload", "teacher.offload", "lgt.memory", "fluxflow.memory", "operators.memory"):
+for name in ("activations.offload", "activations.longest", "teacher.offload", "planning.estimate"):
     importlib.import_module(f"benchmarks.{name}")
 assert not torch.cuda.is_initialized()
 benchmarks.blind.see()

@@ -32,7 +32,7 @@ def empty_cache() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def sound_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the host's limits, so that all problems are the device's."""
-    monkeypatch.setattr("hf_memopt.report.doctor.host.cgroup_limits", lambda cgroups, membership: [])
+    monkeypatch.setattr("hf_memopt.report.doctor.cgroup_limits", lambda cgroups, membership: [])
 
 
 def test_the_page_has_each_device(capsys: Capture) -> None:

@@ -8,8 +8,7 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.transfer import StreamCopier
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.visits_by_call import VisitsByCall
+from hf_memopt.weights import OffloadedTeacher, VisitsByCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

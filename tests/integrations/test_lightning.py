@@ -38,7 +38,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_weights_are_those_of_the_plain_run(tmp_path: Path, settings: dict[str, Any], mode: str) -> None:
     offloading = ours.ActivationOffloading(toys.offloader(mode))
-    assert equal(trained(tmp_path, offloading, ours.MemoryMonitor(), **settings), trained(tmp_path, **settings))
+    assert equal(trained(tmp_path, offloading, **settings), trained(tmp_path, **settings))
     assert offloading.offloader.stats.bytes_moved > 0
 
 
@@ -101,23 +101,3 @@ def test_two_offloaders_are_refused(tmp_path: Path) -> None:
     handle.remove()
     with pytest.raises(ValueError, match="neither an ActivationOffloader nor"):
         ours.ActivationOffloading(3)
-
-
-def test_memory_is_in_the_log(tmp_path: Path) -> None:
-    trainer = toys.trainer(tmp_path, ours.MemoryMonitor(), log_every_n_steps=4)
-    trainer.fit(toys.Regression(), toys.loader(), toys.loader(1))
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    phases = {f"memory/{phase}_host_rss_gib" for phase in ("forward", "backward", "optimizer", "evaluation")}
-    assert phases < set(logged)
-    assert all(value > 0 for name, value in logged.items() if name.endswith("rss_gib"))
-    with pytest.raises(ValueError, match="warn_at=2"):
-        ours.MemoryMonitor(warn_at=2)
-
-
-def test_a_lack_of_memory_is_explained(tmp_path: Path) -> None:
-    trainer = toys.trainer(tmp_path, ours.MemoryMonitor(), ours.ActivationOffloading(toys.offloader()))
-    with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
-        trainer.fit(toys.Regression(fail_at=1, error=torch.OutOfMemoryError), toys.loader())
-    (note,) = caught.value.__notes__
-    assert note.startswith("Out-of-memory report: the forward phase, in layers")
-    assert "the forward phase" in (tmp_path / "out_of_memory_rank0.txt").read_text()

@@ -17,6 +17,8 @@ from patience import HANG_S
 
 import hf_memopt
 
+pytestmark = pytest.mark.e2e
+
 lerobot_runs = LateModule("lerobot_runs")
 
 NAME = "lerobot_policy_smolvla_reflow"

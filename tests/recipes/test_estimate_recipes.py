@@ -19,6 +19,8 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 
+pytestmark = pytest.mark.e2e
+
 # Both count live storages of the same program to the byte; only an operation's internal memory may differ.
 TOLERANCE = 0.001
 

@@ -17,6 +17,8 @@ from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan
 
+pytestmark = pytest.mark.e2e
+
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
 fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")

@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.report import read_run
 
+pytestmark = pytest.mark.e2e
+
 runs = LateModule("lerobot_runs")
 modeling = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")

@@ -34,7 +34,7 @@ datasets = LateModule("datasets")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
 transformers = LateModule("transformers")
 
-pytestmark = pytest.mark.usefixtures("quick_plans")
+pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,19 +193,6 @@ def test_a_process_ends_with_the_status_of_its_signal(tmp_path: Path) -> None:
     assert results["final"]["update"] == num_updates + 1
 
 
-def test_the_trainers_loop_gives_the_same_weights_with_and_without_offloading(tmp_path: Path) -> None:
-    flags = (*ACCUMULATED, "--loop=trainer", "--max_steps=5", "--gradient_accumulation_steps=2")
-    plain = train(tmp_path / "off", *flags, "--offload=off")
-    offloaded = train(tmp_path / "all", *flags, "--offload=all", "--cpu_copies", "--checkpointing_steps=3")
-    assert offloaded["training_cost"].moved_mib > 0.1
-    assert equal(weights(tmp_path / "all"), weights(tmp_path / "off"))
-    assert [entry["update"] for entry in plain["history"] if "eval_loss" in entry] == [5]
-    assert plain["final"] == offloaded["final"]
-    shutil.copytree(tmp_path / "all" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
-    train(tmp_path / "resumed", *flags, "--offload=all", "--cpu_copies", "--resume_from_checkpoint=latest")
-    assert equal(weights(tmp_path / "resumed"), weights(tmp_path / "off"))
-
-
 def test_text_of_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     sentences = (ROOT / "LICENSE").read_text().split(".")
@@ -262,7 +249,6 @@ def test_a_run_that_offloads_nothing_says_why(tmp_path: Path, caplog: pytest.Log
         (["--checkpoints_total_limit=0"], "checkpoints_total_limit=0 must be at least 1"),
         (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
         (["--resume_from_checkpoint=other"], "resume_from_checkpoint='other': checkpoint 'other': no such folder"),
-        (["--loop=trainer", "--resume_from_checkpoint=latest"], "resume_from_checkpoint='latest': no such folder"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(flags: list[str], message: str, tmp_path: Path) -> None:

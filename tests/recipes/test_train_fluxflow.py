@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from hf_memopt import detect_leaks
 from hf_memopt.recipes.fluxflow.options import parse
 
+pytestmark = pytest.mark.e2e
+
 diffusers = LateModule("diffusers")
 train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 

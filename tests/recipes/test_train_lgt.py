@@ -22,10 +22,12 @@ from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.landscapes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
+from hf_memopt.recipes.lgt.model import compile_module
 from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
-from hf_memopt.training.compile import compile_module
+
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(autouse=True)

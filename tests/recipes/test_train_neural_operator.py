@@ -22,6 +22,8 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 
+pytestmark = pytest.mark.e2e
+
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
 neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
@@ -246,6 +248,8 @@ def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -
         (["--loop=neuralop", "--checkpointing_steps=1"], "checkpointing_steps=1 is not for loop='neuralop'; use"),
         (["--checkpointing_steps=-1"], "checkpointing_steps=-1 must be at least 0"),
         (["--loop=neuralop", "--micro_batch_size=2"], "micro_batch_size=2 is not for loop='neuralop'"),
+        (["--loop=neuralop", "--auto_micro_batch"], "auto_micro_batch=True is not for loop='neuralop'; use"),
+        (["--loop=neuralop", "--plan=auto"], "plan='auto' is not for loop='neuralop'; use --loop accelerate"),
         (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
     ],
 )

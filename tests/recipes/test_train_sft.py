@@ -25,7 +25,7 @@ sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
 model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
 
-pytestmark = pytest.mark.usefixtures("quick_plans")
+pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
 
 RECIPES = Path(recipes.__file__).parent
 TINY = ("--max_steps=3", "--logging_steps=1", "--learning_rate=0.01", "--per_device_train_batch_size=4")
@@ -168,6 +168,7 @@ REFUSED = {
     ("--dataset=/nowhere",): "dataset='/nowhere' cannot be loaded",
     ("--budget_gib=1", "--offload=all"): "budget_gib=1.0 needs offload=auto",
     ("--resume_from_checkpoint=/nowhere",): "resume_from_checkpoint='/nowhere': no such folder",
+    ("--resume_from_checkpoint=latest",): "resume_from_checkpoint='latest': no such folder",
 }
 
 

@@ -10,7 +10,7 @@ from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
 from hf_memopt import OffloadedTeacher, SyncCopier
-from hf_memopt.weights.visits_by_call import VisitsByCall
+from hf_memopt.weights import VisitsByCall
 
 SIZE = 64  # so that a bias fills 256 bytes, to which packed weights are aligned
 NUM_LAYERS = 4

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
-from hf_memopt.estimate.accounting.communication import exchanged
+from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, exchanged
 from hf_memopt.estimate.accounting.operation import Operation
 
 

@@ -91,6 +91,7 @@ def plain(found: AllocationHistory) -> Any:
     return records, [change[:3] for change in found.changes], found.backwards, found.step_begins
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("build", "layers"),
     [

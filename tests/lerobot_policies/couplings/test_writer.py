@@ -84,6 +84,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("num_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_kill_loses_at_most_the_shard_in_flight(tmp_path: Path, num_kills: int) -> None:
     hits, survived = kill_at_random(tmp_path, num_kills)

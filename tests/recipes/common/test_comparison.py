@@ -40,6 +40,7 @@ def options_of(name: str, folder: Path, *more: str) -> Any:
     return recipe_modules[name].parse("", [*FLAGS[name], "--cpu_copies", place, *data, *more], compared=["off", "all"])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", FLAGS)
 def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     options = options_of(name, tmp_path / "run")
@@ -88,6 +89,7 @@ class EndsItsProcess:
         return os._exit, (9,)
 
 
+@pytest.mark.e2e
 def test_a_process_that_is_killed_is_a_result() -> None:
     options = SimpleNamespace(offload=SimpleNamespace(offload="all"), end=EndsItsProcess())
     cost, where = comparison._in_a_new_process("train_lgt", options, 4)

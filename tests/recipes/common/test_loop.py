@@ -15,11 +15,9 @@ from tqdm import tqdm
 
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.memory import MemoryLogger
-from hf_memopt.recipes.causal_lm.options import TrainingOptions
 from hf_memopt.recipes.common.loop import Progress, advance, is_due, pins_memory, record, writing_to
 from hf_memopt.recipes.fluxflow.options import DataOptions
 
-causal_lm_trainer = LateModule("hf_memopt.recipes.causal_lm.trainer")
 fluxflow_data = LateModule("hf_memopt.recipes.fluxflow.data")
 
 
@@ -66,4 +64,3 @@ def test_batches_are_pinned_for_devices_with_memory_of_their_own(
     assert pins_memory() is pinned
     loader = fluxflow_data.make_loader(fluxflow_data.load(DataOptions(num_drawn=2), 4, 0), DataOptions(), 1, 0, 0, 1)(0)
     assert loader.pin_memory is pinned
-    assert causal_lm_trainer.training_arguments(TrainingOptions()).dataloader_pin_memory is pinned

@@ -18,6 +18,8 @@ from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs import NothingFitsError
 
+pytestmark = pytest.mark.e2e
+
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")

@@ -15,6 +15,7 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND, first_of
 
 
+@pytest.mark.ranks
 def test_three_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
     check_first_rank(tmp_path, 3, "WAYS")
 
