@@ -1,4 +1,4 @@
-"""A user's mistake becomes one line, in one place; what is no mistake of the user's stays a traceback."""
+"""Tests that a user's mistake becomes one line, and that any other error stays a traceback."""
 
 import argparse
 import errno
@@ -168,7 +168,7 @@ RECIPES = ("train_causal_lm", "train_neural_operator", "train_lgt", "train_fluxf
 @pytest.mark.parametrize("name", [*RECIPES, "reflow.demo", "metaworld_demo.demo"])
 def test_an_unknown_flag_of_a_recipe_is_one_line(name: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = importlib.import_module(f"hf_memopt.recipes.{name}")
-    capsys.readouterr()  # what libraries say when they are imported
+    capsys.readouterr()  # drops the libraries' warnings at import
     monkeypatch.setattr("sys.argv", [name])
     assert recipe.one_line_errors(name, recipe.main, ["--no_such_flag=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

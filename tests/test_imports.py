@@ -1,4 +1,4 @@
-"""Imports point one way: each part of the project imports only what lies below it, and few libraries."""
+"""Tests that each part of the project imports only parts below it, and few libraries."""
 
 import ast
 import sys
@@ -34,7 +34,7 @@ LAYERS = (
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
-# What each part may import besides the standard library; recipes may import anything.
+# The libraries that each part may import besides the standard library; recipes may import any.
 LIBRARIES = {
     "ranges": set(),
     "text_table": set(),
@@ -93,11 +93,11 @@ LIBRARIES = {
     "callbacks": {"torch", "transformers", "accelerate"},
 }
 
-# The package's face and its command with its subcommands name everything, so they import nothing before it is used.
+# The package's public face and its command with subcommands name all parts, and import each part at its use.
 LAZY = ("", "cli", "commands")
-# The libraries that these use themselves, within functions only.
+# The libraries that the lazy parts use themselves, within functions only.
 OF_LAZY = {"cli": {"shtab"}}
-# What these may import at once; `tests/jobs/test_spec.py` holds that the last imports no library.
+# Modules that the lazy parts may import at once; `tests/jobs/test_spec.py` checks that the last imports no library.
 LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.jobs.spec")
 
 
@@ -158,7 +158,7 @@ def test_what_is_allowed_is_not_complained_of(tmp_path: Path, file: str, source:
 
 
 def violations(root: Path) -> list[str]:
-    """One line for each import below `root` that breaks a rule."""
+    """Return a line for each import below `root` that breaks a rule."""
     found = []
     for module, file in modules(root).items():
         importer = _part(module)
@@ -202,7 +202,7 @@ def _complaint_about_part(importer: str, part: str, imported: Import) -> str | N
 
 
 def _part(module: str) -> str:
-    """`hf_memopt.weights.offload` is of part `weights`; integrations are parts of their own."""
+    """Return a module's part, `weights` for `hf_memopt.weights.offload`; each integration is a part of its own."""
     _, *names = module.split(".")
     return ".".join(names[: 2 if names[:1] == ["integrations"] else 1])
 

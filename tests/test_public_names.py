@@ -1,4 +1,4 @@
-"""Public names: a module lists its own in `__all__`, and users are shown no others."""
+"""Tests that modules list their public names in `__all__`, and that users are shown no other names."""
 
 import ast
 import importlib
@@ -79,7 +79,7 @@ def test_users_are_shown_imports_of_public_names_alone(page: str) -> None:
 
 
 def test_users_are_told_of_public_names_alone() -> None:
-    """In pages, and in all sentences of the code: docstrings, messages, help."""
+    """Check pages, and all sentences of the code: docstrings, messages, help."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     texts = [(file.name, file.read_text()) for file in pages if file.name not in ("LOG.md", "decisions.md")]
     texts += [(name, text) for name, file in modules().items() for text in _sentences(file)]

@@ -1,4 +1,4 @@
-"""What surrounds the code: workflows call targets that exist, forms are valid, links lead somewhere."""
+"""Tests of the files around the code: workflows call existing targets, forms are valid, links have targets."""
 
 import ast
 import re
@@ -88,7 +88,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_page_claims_that_the_package_is_on_the_index() -> None:
     pages = [*PAGES, *(ROOT / "docs").rglob("*.md")]
     claims = [page.name for page in pages if re.search(r"pip install [\"']?hf[_-]memopt", page.read_text())]
-    assert set(claims) <= {"CONTRIBUTING.md", "LOG.md", "decisions.md"}  # which say that no page does
+    assert set(claims) <= {"CONTRIBUTING.md", "LOG.md", "decisions.md"}  # these pages say that no page has the command
 
 
 def test_the_readme_names_scripts_that_exist() -> None:

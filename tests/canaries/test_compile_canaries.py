@@ -1,4 +1,4 @@
-"""What torch.compile takes and counts, on which `recipes/lgt/model.py` relies."""
+"""Canaries of `recipes/lgt/model.py` in torch.compile's arguments and counts."""
 
 import pytest
 import torch

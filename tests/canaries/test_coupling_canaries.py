@@ -1,4 +1,4 @@
-"""What couplings and their evaluation rely on in torch, datasets and lerobot. A failure names who relies on it."""
+"""Canaries of couplings and their evaluation in torch, datasets and lerobot. A failure names the module concerned."""
 
 import inspect
 import json
@@ -34,7 +34,7 @@ def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> 
     with relied_on_by(KEY):
         first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
         assert torch.equal(torch.randn(3, generator=first), torch.randn(3, generator=second))
-        # Another stream would give folders that were written before other noise than their targets belong to.
+        # With another stream of numbers, the noise would no longer fit the targets in older folders.
         drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(drawn, torch.tensor([1.5409961, -0.2934289, -2.1787894]), rtol=0, atol=1e-6)
 
@@ -76,7 +76,7 @@ def test_a_table_over_a_mapped_file_copies_nothing_and_outlives_the_files_name(t
         table = datasets_table.InMemoryTable.from_buffer(content)
         rows = datasets.Dataset(datasets_table.concat_tables([table, table]), fingerprint="given")
         assert pyarrow.total_allocated_bytes() - before < 100_000
-        assert rows._fingerprint == "given"  # else all data is hashed once more
+        assert rows._fingerprint == "given"  # without a fingerprint all data would be hashed again
         (tmp_path / "2").replace(file)
         assert rows[:2]["x"] == [0, 1]
 
@@ -104,7 +104,7 @@ def test_a_policy_in_training_is_told_its_dataset(
 
 def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
     with relied_on_by(f"{INTEGRATION}/reflow/precompute_pairs.py"):
-        # From 0.6.2 on in a function of its own.
+        # From 0.6.2 on, lerobot has a function for this.
         source = inspect.getsource(getattr(lerobot_train, "_preprocess_dataset_batch", lerobot_train.train))
         convert = source.index(".to(dtype=torch.float32) / 255.0")
         assert convert < source.index("preprocessor(batch)", convert)

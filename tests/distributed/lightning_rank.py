@@ -22,7 +22,7 @@ def trained(folder: Path, *callbacks: Any, model: dict[str, Any] | None = None, 
 
 
 def outcomes_of_modes(folder: Path, **settings: Any) -> dict[str, Any]:
-    """By how it was trained."""
+    """Train plainly and in two modes of offloading, and return the outcomes by mode."""
     found = {"plain": trained(folder, **settings)}
     for mode in ("all", "auto"):
         offloading = ActivationOffloading(offloader(mode))

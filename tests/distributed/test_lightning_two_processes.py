@@ -1,4 +1,4 @@
-"""Lightning's Trainer under DDP in two processes on the CPU: the plain run's weights."""
+"""Tests that Lightning's Trainer under DDP in two processes gives the plain run's weights."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("lightning_rank:outcomes", str(tmp_path_factory.mktemp("lightning")))
 
 
@@ -22,4 +22,4 @@ def test_weights_are_those_of_the_plain_run(results: list[dict[str, Any]], how: 
         assert rank[mode]["moved"] > 0
         assert not rank[mode]["replaced"]
     assert first[mode]["weights"] == second[mode]["weights"]
-    assert first[mode]["losses"] != second[mode]["losses"]  # of their own samples
+    assert first[mode]["losses"] != second[mode]["losses"]  # losses of each rank's own samples

@@ -1,4 +1,4 @@
-"""Each benchmark's part for accelerators, at the smallest size: it runs to its end and measures what it promises."""
+"""Runs of each benchmark's accelerator part, at the smallest size, with all its measurements."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def run_estimate(*options: str) -> None:
-    """In a process of its own, whose cells have their own too: an estimate is made before the GPU is asked."""
+    """Run the estimate benchmark in its own process, because an estimate comes before the first CUDA call."""
     steps = ["--models", "bert", "--recipes", "--sizes", "toy", "--card", "h100"]
     command = [sys.executable, "-m", "benchmarks.planning.estimate", *steps, *options]
     run = subprocess.run(command, env=environ_of_processes(), capture_output=True, text=True, check=False)
@@ -24,7 +24,6 @@ def run_estimate(*options: str) -> None:
 
 @pytest.mark.slow  # the next test measures the same cells
 def test_estimate(output: Path) -> None:
-    """Estimated and measured in the same cells."""
     run_estimate(NO_LIMIT, "--output", str(output))
     check_measured(cells_of(output))
 
@@ -74,7 +73,7 @@ def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.Monkey
 
 
 def test_longest_sequence(load: Load, output: Path) -> None:
-    """On an emulated card, until the lengths to try are over."""
+    """Run on an emulated card, up to the last length to try."""
     sizes = ["--size", "toy", "--workloads", "layers", "--cards", "2", "--to-tokens", "96", "--steps", "2"]
     modes = ["--modes", "none", "checkpointing", "ours inputs", "ours auto"]
     assert load("activations.longest").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
@@ -94,7 +93,7 @@ def test_probe(load: Load, output: Path) -> None:
 
 
 def test_cache_clearing(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variant whose allocator wants a process of its own."""
+    """Check all variants but the one whose allocator needs a process of its own."""
     benchmark = load("planning.cache_clearing")
     monkeypatch.setattr(benchmark, "SIZES", range(32, 65, 32))
     monkeypatch.setattr(benchmark, "EVERY", 1)
@@ -144,7 +143,7 @@ print(torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"])
 
 
 def test_the_allocator_reads_its_settings_when_cuda_starts() -> None:
-    """Not when torch or a benchmark is imported: cells set them in a process that has imported both."""
+    """Check that an import of torch or of a benchmark reads none: cells set them after both imports."""
     environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     run = run_script(ALLOCATOR_SETTINGS, environ)
     assert run.stdout.split() == [str(64 * 2**20)], run.stderr

@@ -1,4 +1,4 @@
-"""The teacher benchmark's part for accelerators, at toy size."""
+"""Runs of the teacher benchmark's part for accelerators, at toy size."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = load("teacher.offload")
-    if is_loaded():  # which has no profiler
+    if is_loaded():  # the fake GPU has no profiler
 
         def without_profiler(step: Callable[[], object]) -> dict[str, int]:
             step()
@@ -42,7 +42,7 @@ def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["diffusers-block", "accelerate"])
 def test_another_librarys_teacher_gives_bitwise_the_resident_target(mode: str, load: Load, tmp_path: Path) -> None:
-    """Twice, since diffusers prefetches from the second time on. Two Euler steps will do."""
+    """Compare two targets with two Euler steps each: diffusers prefetches from the second target on."""
     benchmark, modes = load("teacher.offload"), load("teacher.modes")
     size, targets = benchmark.SIZES["toy"], {}
     for name in ("resident", mode):

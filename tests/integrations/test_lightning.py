@@ -1,4 +1,4 @@
-"""Lightning's Trainer with activation offloading: the plain run's weights, and the strategy as it was."""
+"""Tests that Lightning's Trainer with offloading gives the plain run's weights, and gets its strategy back."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from late_imports import LateModule
 ours = LateModule("hf_memopt.integrations.lightning")
 toys = LateModule("lightning_toys")
 
-# Lightning's own: advice about workers and validation, and what its pytree helper calls.
+# Lightning's own warnings: advice about workers and validation, and calls of its pytree helper.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")]
 
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_goes_on_as_the_plain_one_does(tmp_path: Path) -> None:
 
     checkpoint, saved = tmp_path / "half.ckpt", []
     assert equal(resumed(ours.ActivationOffloading(toys.offloader())), resumed())
-    assert saved[0]["callbacks"] == saved[1]["callbacks"]  # nothing of it
+    assert saved[0]["callbacks"] == saved[1]["callbacks"]  # without the callback
 
 
 def test_after_an_exception_the_strategy_is_as_it_was_and_the_next_run_is_right(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_after_an_exception_the_strategy_is_as_it_was_and_the_next_run_is_right(
 
 
 def test_validation_is_left_alone(tmp_path: Path) -> None:
-    """Also where it records gradients."""
+    """Check a validation that records gradients."""
     offloading = ours.ActivationOffloading(toys.offloader())
     trainer = toys.trainer(tmp_path, offloading, inference_mode=False)
     trainer.fit(module := toys.Regression(), toys.loader())

@@ -1,4 +1,4 @@
-"""The scripts of `recipes/by_feature`: each runs as it stands, and shows what it is there to show."""
+"""Tests that each script of `recipes/by_feature` runs unchanged, and prints the feature's effect."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "recipes" / "by_feature"
 LONGEST = 80
 MARK = "# hf_memopt"
 PACKAGES = {"accelerate", "argparse", "hf_memopt", "torch", "transformers", "typing"}
-# Of the scripts for other libraries' trainers.
+# Imports of the scripts for other libraries' trainers.
 OTHERS = {
     "copy",
     "datasets",
@@ -27,7 +27,7 @@ OTHERS = {
     "tokenizers",
     "trl",
 }
-# What each script prints, among other things.
+# A part of the output of each script.
 SHOWN = {
     "activation_offloading": r"\d+ MiB went to host memory and came back\nWeights equal to those without .*: True",
     "offload_budget": r"(?s)kept  offloaded .*peak: 0\.00(1\d\d|200) GiB predicted, 0\.00(1\d\d|200) GiB measured",
@@ -68,7 +68,7 @@ def test_it_is_short_and_stands_alone(name: str) -> None:
         assert {module.partition(".")[0] for module in modules} <= PACKAGES | (OTHERS if "/" in name else set())
 
 
-# Lightning's own: advice about workers, and what its pytree helper calls.
+# Lightning's own warnings: advice about workers, and calls of its pytree helper.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*_pytree:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("name", SHOWN)

@@ -1,4 +1,4 @@
-"""A recipe that runs out of memory says which flags help, and goes on with smaller micro-batches if it may."""
+"""Tests that a recipe out of memory names the flags that help, and goes on with smaller micro-batches if allowed."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 train_lgt = LateModule("hf_memopt.recipes.train_lgt")
 train_neural_operator = LateModule("hf_memopt.recipes.train_neural_operator")
 
-# The recipe, its flags, those of half the micro-batch, and how its folder is named.
+# The recipe, its flags, the flags of half the micro-batch, and the flag of its folder.
 RECIPES: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], str]] = {
     "causal_lm": (
         train_causal_lm,
@@ -44,13 +44,13 @@ RECIPES: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], str]] = {
         "output_dir",
     ),
 }
-# Rows of a training step that are too many, though fewer than an evaluation has.
+# The largest number of rows of a training step that fits; an evaluation has more rows.
 LIMITS = {"causal_lm": 4, "fluxflow": 2, "lgt": 2, "neural_operator": 4}
 
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int], None]]:
-    """Has forward passes with gradients fail when they have more rows than this."""
+    """A function that makes training forward passes of more than a number of rows run out of memory."""
     handles = []
 
     def set_limit(num_rows: int) -> None:
@@ -94,14 +94,14 @@ def test_the_error_names_the_flags_that_help(name: str, tmp_path: Path, limit: C
 
 
 def figures(results: dict[str, Any]) -> list[dict[str, float]]:
-    """Everything that was logged but times."""
+    """Return the logged figures without times."""
     return [{name: value for name, value in entry.items() if name != "seconds"} for entry in results["history"]]
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, limit: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out in the fifth update, as it does when longer samples come."""
+    """Run out of memory in the fifth update, as at longer samples."""
     updates = []
     update = train_causal_lm.update
 

@@ -1,4 +1,4 @@
-"""The recipe for supervised fine-tuning: through its own entry point, bitwise the same whatever is offloaded."""
+"""Tests of supervised fine-tuning by its entry point, bitwise equal in each mode of offloading."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and the weights that are saved."""
+    """Train, and return the losses and the saved weights."""
     log = train_sft.main([*TINY, *flags, f"--output_dir={folder}"])
     name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
     return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")
@@ -93,7 +93,7 @@ def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: 
     train(tmp_path / "answers")
     train(tmp_path / "all", "--assistant_only_loss=false")
     answers, everything = ((torch.cat([each.flatten() for each in part]) >= 0) for part in (labels[:3], labels[3:]))
-    # Of 26 words in a conversation 12 are the assistant's: 7 and 5, with their ends.
+    # 12 of the 26 words in a conversation are the assistant's: 7 and 5, with their end tokens.
     assert answers.sum() == 3 * 4 * 12
     assert everything.sum() == 3 * 4 * 26
 

@@ -1,4 +1,4 @@
-"""`hf-memopt doctor`: the facts about a machine, its features and problems, and the page about them."""
+"""Tests of `hf-memopt doctor`: the facts about a machine, its features and problems, and their page."""
 
 import resource
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from hf_memopt.units import GIB
 
 @pytest.mark.parametrize("can_pin", [True, False])
 def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, can_pin: bool) -> None:
-    """With stand-ins for whatever a CPU lacks."""
+    """Measure a CPU with stand-ins for the parts of an accelerator."""
     copiers: list[Copier] = []
 
     def make_copier(device: torch.device, pin_memory: bool) -> Copier:
@@ -53,7 +53,7 @@ def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, can_pin: bo
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 * GIB, 4 * GIB))
     found = examine_device(torch.device("hpu:0"))
     assert (found.free_gib, found.total_gib, found.can_pin, found.has_counters) == (3, 4, can_pin, True)
-    # What could not be pinned is not measured as if it were.
+    # Pinned memory is measured only if it can be pinned.
     assert (found.pinned is not None) == can_pin
     assert found.pageable is not None
     assert len(copiers) == 1 + can_pin
@@ -110,7 +110,7 @@ def test_what_never_ran_on_a_device_is_not_called_on(kind: str) -> None:
     found = statuses(replace(GPU, kind=kind))
     assert {name for name, status in found.items() if status == "on"} == {
         "recomputation",
-        "pinned host memory",  # it was tried just now
+        "pinned host memory",  # as the test of pinning has shown
         "leak detection",
         "torch.compile",
     }
@@ -188,7 +188,7 @@ def test_the_page_names_everything() -> None:
 
 
 def section(text: str, title: str) -> list[str]:
-    """Its lines, without the indentation that all of them have."""
+    """Return a section's lines without their common indentation."""
     blocks = {lines[0]: lines[1:] for lines in (block.splitlines() for block in text.split("\n\n"))}
     assert all(line.startswith("  ") for line in blocks[title])
     return [line[2:] for line in blocks[title]]

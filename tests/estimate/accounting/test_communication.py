@@ -1,4 +1,4 @@
-"""Which tensors of FSDP2's operations are there for the sake of other ranks."""
+"""Tests that tensors of FSDP2's communication are told from others."""
 
 import pytest
 import torch

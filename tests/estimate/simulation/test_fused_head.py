@@ -1,4 +1,4 @@
-"""TRL's output layer: what it takes where its kernels work in place."""
+"""Tests of the memory of TRL's output layer, whose kernels work in place."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def step(state: tuple[Any, torch.Tensor, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_one_tile_and_gradients_in_float32_are_all_that_is_made(trained: bool) -> None:
-    assert kernels.ChunkedLogProbFunction is not None  # imported before the process is forked
+    assert kernels.ChunkedLogProbFunction is not None  # imports the kernels before the process is forked
 
     def prepared(device: torch.device) -> Any:
         state = setup(device)
@@ -38,6 +38,6 @@ def test_one_tile_and_gradients_in_float32_are_all_that_is_made(trained: bool) -
 
     found = estimate_peak_memory(prepared, step, num_steps=1)
     tile, hidden, weight = NUM_TOKENS * CHUNK * 2, NUM_TOKENS * WIDTH, VOCABULARY * WIDTH
-    # Gradients in float32, that of the input in its type too, and a number for each token.
+    # Gradients in float32, the input's gradient also in its own type, and a number for each token.
     assert found.breakdown["temporaries"] == tile + (4 + 2) * hidden + 4 * weight * trained + 4 * NUM_TOKENS
     assert found.breakdown.get("gradients", 0) == 2 * weight * trained

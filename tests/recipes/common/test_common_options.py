@@ -1,4 +1,4 @@
-"""Recipes look at their folders first: other runs' checkpoints are refused before any work."""
+"""Tests that recipes refuse other runs' checkpoints in their folders before any work."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ CHECKS: dict[str, Callable[[Path, str], Any]] = {
 
 @pytest.fixture
 def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder."""
+    """The folder of a run with a checkpoint."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     ToyRun(tmp_path / "used" / "checkpoints").train(2, save=True)
     return tmp_path / "used"

@@ -1,4 +1,4 @@
-"""What the loops share: a run's folder, and what is left of it for others."""
+"""Tests of the common parts of the loops: a run's folder, and the files in it after the run."""
 
 import io
 import logging

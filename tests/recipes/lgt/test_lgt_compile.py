@@ -1,4 +1,4 @@
-"""Compiled modules keep their names and results, and what compilation takes is counted."""
+"""Tests that compiled modules keep their names and results, and that compile time is counted."""
 
 from collections.abc import Iterator
 
@@ -20,13 +20,13 @@ class Network(nn.Module):
 
 @pytest.fixture(autouse=True)
 def restored_limit() -> Iterator[None]:
-    """It is a setting of the whole process."""
+    """Restore the recompile limit, a setting of the whole process."""
     with torch._dynamo.config.patch(recompile_limit=8):
         yield
 
 
 def test_a_compiled_module_is_the_same_module() -> None:
-    """With a backend that needs no compiler."""
+    """Compile with a backend that needs no compiler."""
     torch.manual_seed(0)
     module, batch = Network(), torch.randn(2, 3)
     names, want, before = list(module.state_dict()), module(batch), compile_seconds()

@@ -1,4 +1,4 @@
-"""The simulated first of several ranks, against real processes on the CPU."""
+"""A comparison of the simulated first of several ranks with real processes on the CPU."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as the simulated first of several ranks, against real processes on the CPU."""
+"""A comparison of the simulated first rank under DeepSpeed's ZeRO with real processes on the CPU."""
 
 from importlib.util import find_spec
 from pathlib import Path
