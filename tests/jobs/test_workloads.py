@@ -42,8 +42,6 @@ def test_two_numbers_of_passes_are_refused(qwen3: str) -> None:
 def test_a_models_options_are_the_specs(qwen3: str) -> None:
     spec = JobSpec(qwen3, seq_len=32, max_grad_norm="none", dtype="bfloat16", optimizer="sgd")
     model: Any = workloads.workload_of(spec)
-        JobSpec(qwen3, seq_len=32, max_grad_norm="none", dtype="bfloat16", optimizer="sgd")
-    )
     assert (model.seq_len, model.max_grad_norm, model.dtype, model.optimizer) == (32, None, "bfloat16", "sgd")
     assert (model.precision, model.images_per_sample) == ("no", 1)
 
