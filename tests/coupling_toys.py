@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.lerobot.couplings.source import CouplingKey, CouplingSource, CouplingSpec, precompute, weights_sha256
+from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.lerobot.couplings.source import CouplingKey, CouplingSource, CouplingSpec, precompute
 
 SHAPE = (3, 2)
 NUM_SAMPLES = 23

@@ -11,7 +11,7 @@ import torch
 
 from hf_memopt.lerobot.couplings.cache import CouplingCache
 from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Solve, compute
-from hf_memopt.lerobot.couplings.key import CouplingKey, files_sha256, noise_seed, weights_sha256
+from hf_memopt.lerobot.couplings.key import CouplingKey, noise_seed
 from hf_memopt.lerobot.couplings.writer import precompute
 
 __all__ = [
@@ -20,9 +20,7 @@ __all__ = [
     "CouplingKey",
     "CouplingSource",
     "CouplingSpec",
-    "files_sha256",
     "precompute",
-    "weights_sha256",
 ]
 
 

@@ -18,7 +18,8 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.table import InMemoryTable, concat_tables
 from tqdm import tqdm
 
-from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256
+from hf_memopt.disk.digests import sha256
+from hf_memopt.disk.files_on_disk import not_written, put_in_place
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.lerobot.couplings.key import check_same
 
