@@ -302,7 +302,7 @@ CALLS: dict[str, Callable[..., object]] = {
 # Made by this library, or by its own constructors, from what has been checked.
 RESULTS = {
     *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
-    *("TeacherReport", "SettingsPlan", "CouplingSource"),
+    *("TeacherReport", "SettingsPlan"),
     *("Culprit", "DeviceMemory", "HostMemory", "LargeTensor", "PhasePeak", "Row", "SimulatedStep"),
 }
 

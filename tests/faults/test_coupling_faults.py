@@ -15,7 +15,8 @@ from late_imports import LateModule
 from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
 
 coupling_toys = LateModule("coupling_toys")
-source_module = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
 SEED = 4
@@ -31,13 +32,13 @@ def other_teacher() -> Any:
 
 
 @functools.cache
-def make_plan() -> Any:
+def make_spec() -> Any:
     return coupling_toys.make_spec(batch_size=6)
 
 
-def write(folder: Path, plan: Any = None, teacher: Any = None) -> list[int]:
-    return source_module.precompute(
-        teacher or coupling_toys.Teacher(), coupling_toys.load, plan or make_plan(), folder, shard_size=12
+def write(folder: Path, spec: Any = None, teacher: Any = None) -> list[int]:
+    return writer.precompute(
+        teacher or coupling_toys.Teacher(), coupling_toys.load, spec or make_spec(), folder, shard_size=12
     )
 
 
@@ -48,17 +49,15 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "pristine")
     write(folder / "teacher", coupling_toys.make_spec(batch_size=6, weights="0" * 64), other_teacher())
     write(folder / "noise", coupling_toys.make_spec(batch_size=6, seed=8))
-    write(folder / "order", dataclasses.replace(make_plan(), indices=make_plan().indices[::-1]))
+    write(folder / "order", dataclasses.replace(make_spec(), indices=make_spec().indices[::-1]))
     return folder
 
 
 def couplings(folder: Path) -> list[Any]:
-    """All of them, in the order of two epochs."""
-    source = source_module.CouplingSource.cached(folder, coupling_toys.load, expected=make_plan().key)
-    found = []
-    for epoch in range(2):
-        source.set_epoch(epoch)
-        found += list(source)
+    """All of them, in the specification's order."""
+    cache = couplings_cache.CouplingCache(folder)
+    cache.check(make_spec().key.to_dict())
+    found: list[Any] = coupling_toys.couplings_of(cache, make_spec())
     return found
 
 

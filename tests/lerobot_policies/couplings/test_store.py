@@ -14,7 +14,11 @@ import torch
 from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
-couplings_source = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
+datasets = LateModule("datasets")
+couplings_key = LateModule("hf_memopt.lerobot.couplings.key")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
 SHARD = "data-00002-of-00006"
@@ -28,23 +32,15 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, other in (
         ("teacher", coupling_toys.make_spec(weights="0" * 64)),
         ("noise", coupling_toys.make_spec(seed=8)),
-        ("order", couplings_source.CouplingSpec(**{**vars(spec), "indices": spec.indices[::-1]})),
+        ("order", coupling_spec.CouplingSpec(**{**vars(spec), "indices": spec.indices[::-1]})),
     ):
-        couplings_source.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
+        writer.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
     return path
-
-
-def assert_is_the_teachers(folder: Path) -> None:
-    coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        couplings_source.CouplingSource.cached(folder, coupling_toys.load),
-        2,
-    )
 
 
 def refuse(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        couplings_source.CouplingCache(folder)
+        couplings_cache.CouplingCache(folder)
     assert "\n" not in str(raised.value)
 
 
@@ -60,7 +56,7 @@ def test_a_shard_of_another_cache_is_refused_by_name_and_replaced(own: Path, oth
         rf"{SHARD}\.arrow is not of the couplings that couplings\.json describes: .* another specification's; {AGAIN}",
     )
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 def test_a_shard_in_another_ones_place_is_refused_by_name_and_replaced(own: Path) -> None:
@@ -68,29 +64,25 @@ def test_a_shard_in_another_ones_place_is_refused_by_name_and_replaced(own: Path
         shutil.copyfile(own / f"data-00001-of-00006{suffix}", own / f"{SHARD}{suffix}")
     refuse(own, rf"{SHARD}\.arrow is not shard 2: its \.json says 1; {AGAIN}")
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 def test_the_shards_that_were_checked_are_those_that_are_read(own: Path, others: Path) -> None:
     state = own / "state.json"
     state.write_text(state.read_text().replace('"data-', f'"{others / "teacher"}/data-'))
-    source = couplings_source.CouplingSource.cached(own, coupling_toys.load)
+    cache = couplings_cache.CouplingCache(own)
     for file in own.glob("*.arrow"):
         shutil.copyfile(others / "noise" / file.name, own / "draft")
         (own / "draft").replace(file)
-    coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        source,
-        2,
-    )
+    coupling_toys.assert_same(coupling_toys.couplings_of(cache), coupling_toys.teachers_couplings())
 
 
 @pytest.mark.parametrize("change", ["overwritten", "emptied"])
 def test_a_file_that_is_changed_while_it_is_in_use_is_refused(own: Path, others: Path, change: str) -> None:
-    source, file = couplings_source.CouplingSource.cached(own, coupling_toys.load), own / f"{SHARD}.arrow"
+    cache, file = couplings_cache.CouplingCache(own), own / f"{SHARD}.arrow"
     file.write_bytes((others / "noise" / file.name).read_bytes() if change == "overwritten" else b"")
     with pytest.raises(ValueError, match=rf"{file} was changed while it was in use; start again, which checks all"):
-        list(source)
+        coupling_toys.couplings_of(cache)
     refuse(own, rf"{file.name} is truncated or damaged")
 
 
@@ -98,7 +90,7 @@ def test_halves_that_were_written_apart_are_put_together_by_copying(tmp_path: Pa
     for rank in (0, 1):
         coupling_toys.write(tmp_path / str(rank), rank=rank, world_size=2)
         shutil.copytree(tmp_path / str(rank), tmp_path / "cache", dirs_exist_ok=True)
-    assert_is_the_teachers(tmp_path / "cache")
+    coupling_toys.assert_is_the_teachers(tmp_path / "cache")
 
 
 def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(own: Path) -> None:
@@ -116,7 +108,7 @@ def test_a_description_is_written_again_for_its_own_shards_only(own: Path, other
     stamps = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
     assert coupling_toys.write(own) == []
     assert {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")} == stamps
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
     shutil.copyfile(others / "noise" / f"{SHARD}.json", own / f"{SHARD}.json")
     (own / "couplings.json").write_text("{}")
@@ -132,6 +124,45 @@ def test_a_dataset_that_somebody_saved_is_not_taken_for_a_cache(own: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------------ damaged
+
+
+def test_the_folder_is_a_dataset_of_the_datasets_library(folder: Path) -> None:
+    rows = datasets.load_from_disk(str(folder))
+    assert rows.num_rows == 2 * coupling_toys.NUM_SAMPLES
+    assert rows[0]["noise_seed"] == couplings_key.noise_seed(7, rows[0]["index"], 0)
+    assert len(rows[0]["target"]) == 6
+    assert len(rows.cache_files) == 6
+
+
+def test_every_truncation_and_every_flipped_byte_is_found(own: Path) -> None:
+    file = own / "data-00003-of-00006.arrow"
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (whole[:-1], whole[:100], b"", bytes(flipped), whole + b"\0"):
+        file.write_bytes(damaged)
+        refuse(own, r"data-00003-of-00006\.arrow is truncated or damaged")
+    file.write_bytes(whole)
+    couplings_cache.CouplingCache(own)
+
+
+def test_an_unfinished_cache_is_refused_and_repaired_by_the_same_command(own: Path) -> None:
+    (own / "data-00002-of-00006.arrow").unlink()
+    refuse(own, r"data-00002-of-00006\.arrow is missing")
+    before = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
+    assert coupling_toys.write(own) == []
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in before.items())
+    coupling_toys.assert_is_the_teachers(own)
+
+
+def test_folders_without_couplings_are_refused(tmp_path: Path, own: Path) -> None:
+    refuse(tmp_path, "holds no couplings")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match=r"holds other files \(thesis.tex"):
+        coupling_toys.write(tmp_path / "other")
+    (own / "couplings.json").write_text("{")
+    refuse(own, r"couplings.json is damaged")
 
 
 def _folder_instead(file: Path) -> None:
@@ -174,10 +205,10 @@ def test_a_damaged_file_is_named_and_mended_by_the_same_command(
 ) -> None:
     damage(own / file)
     with pytest.raises(ValueError, match=f"{Path(file).stem}.*run the same") as raised:
-        couplings_source.CouplingCache(own)
+        couplings_cache.CouplingCache(own)
     assert "\n" not in str(raised.value)
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 @pytest.mark.parametrize("file", ["couplings.json", f"{SHARD}.json", f"{SHARD}.arrow"])
@@ -192,7 +223,7 @@ def test_what_precompute_cannot_replace_is_to_be_deleted(
         coupling_toys.write(own)
     (own / file).rmdir() if (own / file).is_dir() else (own / file).unlink()
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 def test_a_file_that_may_not_be_read_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,14 +240,14 @@ def test_a_note_that_says_something_else_never_gives_other_couplings(own: Path, 
     _rewrite(own / f"{SHARD}.json", lambda note: note.pop(key) if value == "missing" else note.update({key: value}))
     refuse(own, rf"{SHARD}\.arrow is")
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 @pytest.mark.parametrize("file", ["state.json", "dataset_info.json"])
 def test_what_only_the_datasets_library_reads_is_mended_too(own: Path, file: str) -> None:
     whole = (own / file).read_bytes()
     (own / file).write_text("{}")
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
     assert coupling_toys.write(own) == []
     assert (own / file).read_bytes() == whole
     _folder_instead(own / file)
@@ -247,13 +278,13 @@ def test_a_second_writer_of_a_shard_is_told_who_writes_it(tmp_path: Path) -> Non
 
     other: list[list[int]] = []
     assert (
-        couplings_source.precompute(
+        writer.precompute(
             coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_spec(), tmp_path / "cache", shard_size=8
         )
         == []
     )
     assert other[0] == [0, 1, 2, 3, 4]
-    assert_is_the_teachers(tmp_path / "cache")
+    coupling_toys.assert_is_the_teachers(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob(".*"))
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 from patience import HANG_S
-from two_processes import results_of_both, torchrun
+from two_processes import torchrun
 
 from hf_memopt import cli
 
 coupling_toys = LateModule("coupling_toys")
-source = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
@@ -39,7 +40,7 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         How many kills hit a process at work, and how many shards survived kills.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.source"])
+    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.writer"])
     rng = random.Random(0)
     hits, survived, current = 0, 0, folder / "0"
     for kill in range(num_kills):
@@ -62,14 +63,10 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         # Of all that was begun, only one shard's draft can be lost.
         assert len(list(current.glob(".data-*.arrow-*"))) <= 1
         if (current / "state.json").exists():
-            source.CouplingCache(current)
+            couplings_cache.CouplingCache(current)
             current = folder / str(kill + 1)
     coupling_toys.write(current)
-    coupling_toys.assert_same(
-        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        source.CouplingSource.cached(current, coupling_toys.load),
-        2,
-    )
+    coupling_toys.assert_is_the_teachers(current)
     return hits, survived
 
 
@@ -110,22 +107,18 @@ def test_an_error_leaves_complete_shards_and_no_draft(tmp_path: Path, monkeypatc
 
 
 def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path, folder: Path) -> None:
-    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
-    assert coupling_toys.write(tmp_path / "cache", rank=0, world_size=2) == [
-        3,
-        5,
-    ]  # restarted with another number of processes
-    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=2) == []
-    for file in folder.glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
+    solved: list[int] = []
+    teacher = coupling_toys.Teacher()
+    teacher.register_forward_hook(lambda *_: solved.append(1))
 
+    def write(rank: int, world_size: int) -> list[int]:
+        missing: list[int] = coupling_toys.write(tmp_path / "cache", teacher, rank=rank, world_size=world_size)
+        return missing
 
-@pytest.mark.slow
-def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_path: Path, folder: Path) -> None:
-    first, second = results_of_both(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", tmp_path)
-    assert first["weights"] == second["weights"]
-    assert not set(first["samples"]) & set(second["samples"])
-    assert first["solved"] + second["solved"] == coupling_toys.make_spec().num_batches
+    assert write(1, 3) == [0, 2, 3, 5]
+    assert write(0, 2) == [3, 5]  # restarted with another number of processes
+    assert write(1, 2) == []
+    assert len(solved) == coupling_toys.make_spec().num_batches
     for file in folder.glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
 
@@ -139,4 +132,30 @@ def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: P
     assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
     for file in (tmp_path / "one").glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-    assert source.CouplingCache(tmp_path / "two").spec == source.CouplingCache(tmp_path / "one").spec
+    assert couplings_cache.CouplingCache(tmp_path / "two").spec == couplings_cache.CouplingCache(tmp_path / "one").spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"num_draws": 3}, "num_draws"), ({"batch_size": 2}, "batch_size"), ({"num_samples": 22}, "num_samples")],
+)
+def test_a_folder_is_completed_with_its_own_spec_only(folder: Path, changes: dict[str, int], field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is"):
+        writer.precompute(
+            coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec(**changes), folder, shard_size=8
+        )
+
+
+def test_random_augmentation_is_refused_before_anything_is_solved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="augmented at random"):
+        writer.precompute(
+            coupling_toys.Teacher(), coupling_toys.load_augmented, coupling_toys.make_spec(), tmp_path / "cache"
+        )
+    assert not list((tmp_path / "cache").glob("*.arrow"))
+
+
+def test_targets_of_another_shape_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"solve gave targets of shape \(4, 6\) for noise of shape \(4, 3, 2\)"):
+        writer.precompute(
+            lambda observation, noise: noise.flatten(1), coupling_toys.load, coupling_toys.make_spec(), tmp_path
+        )
