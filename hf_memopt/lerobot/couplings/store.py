@@ -115,7 +115,9 @@ class CouplingFolder:
             OSError: the disk is full, for example: names the file and how many bytes are free.
         """
         file = self._data_file(shard)
-        with WriterLock(self.path / f".lock-{file.stem}", str(file), "give each process a RANK of its own"):
+        lock = WriterLock(self.path / f".lock-{file.stem}", str(file), "give each process a RANK of its own")
+        lock.acquire()
+        try:
             # The lock is ours, so other drafts of this shard are those of processes that were killed.
             for draft in self.path.glob(f".{file.stem}.*"):
                 draft.unlink()
@@ -131,6 +133,8 @@ class CouplingFolder:
                 size, digest = draft.stat().st_size, sha256(draft)
             note = {"couplings": _digest(self.description), "shard": shard, "num_bytes": size, "sha256": digest}
             _write_json(self._note_file(shard), note)
+        finally:
+            lock.release()
 
     def finish(self, features: Features) -> list[int]:
         """Make the folder a dataset if all shards are there. Any process may do so, also several at once.

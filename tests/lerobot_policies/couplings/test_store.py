@@ -1,7 +1,6 @@
 """A damaged or mixed-up cache of couplings is refused by the file's name, and the same command mends it."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from filelock import FileLock
 from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
@@ -266,26 +265,17 @@ def test_an_output_that_is_no_folder_is_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ one writer
 
 
-def test_a_second_writer_of_a_shard_is_told_who_writes_it(tmp_path: Path) -> None:
-    def load_and_be_overtaken(indices: list[int]) -> dict[str, torch.Tensor]:
-        if not other and list(tmp_path.glob("cache/.data-*")):
-            with pytest.raises(
-                ValueError, match=rf"cache/data-.*\.arrow: process {os.getpid()} on .* give each process"
-            ):
-                coupling_toys.write(tmp_path / "cache")
-            other.append(coupling_toys.write(tmp_path / "cache", rank=5, world_size=6))
-        return coupling_toys.load(indices)
-
-    other: list[list[int]] = []
-    assert (
-        writer.precompute(
-            coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_spec(), tmp_path / "cache", shard_size=8
-        )
-        == []
-    )
-    assert other[0] == [0, 1, 2, 3, 4]
-    coupling_toys.assert_is_the_teachers(tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob(".*"))
+def test_a_second_writer_of_a_shard_is_told(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with FileLock(cache / ".lock-data-00000-of-00006"):
+        with pytest.raises(
+            ValueError, match=rf"{cache}/data-.*\.arrow: another process is writing there\. .* give each process a RANK"
+        ):
+            coupling_toys.write(cache)
+        assert coupling_toys.write(cache, rank=5, world_size=6) == [0, 1, 2, 3, 4]
+    assert coupling_toys.write(cache) == []
+    coupling_toys.assert_is_the_teachers(cache)
 
 
 def test_the_lock_of_a_dead_writer_does_not_stand_in_the_way(tmp_path: Path) -> None:
