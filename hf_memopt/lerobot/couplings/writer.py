@@ -30,8 +30,8 @@ def precompute(
     """Write the couplings of a specification to a folder, for `CouplingCache`.
 
     Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
-    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Files that are there
-    already are read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
+    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Its files that are
+    there already are read to find damage; a bar shows up if that takes more than ten seconds.
 
     Args:
         solve: from an observation and noise `(batch, *shape)` to targets of that shape.
@@ -83,7 +83,7 @@ def precompute(
     with tqdm(total=total, desc="precompute", unit="batch", disable=rank != 0 or not mine) as bar:
         for shard, numbers in batches.items():
             folder.write(shard, _rows(solve, load, spec, numbers, store_observations, bar), features)
-    return folder.finish(features)
+    return folder.missing()
 
 
 @torch.no_grad()
