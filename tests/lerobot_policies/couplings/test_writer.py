@@ -124,9 +124,9 @@ def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path
 def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     flags = [f"--policy.path={toy_student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
     flags += [*smolvla_toy.dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
-    shards = ["--shard-size", "5"]
-    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shards, "--", *flags)
-    assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
+    shard_size = ["--shard-size", "5"]
+    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shard_size, "--", *flags)
+    assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shard_size, "--", *flags]) == 0
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
     assert couplings_cache.CouplingCache(tmp_path / "two").spec == couplings_cache.CouplingCache(tmp_path / "one").spec
 
