@@ -39,7 +39,7 @@ LIBRARIES = {
     "ranges": set(),
     "text_table": set(),
     "units": set(),
-    "disk": set(),
+    "disk": {"torch", "filelock"},
     "command_line": set(),
     "transfer": {"torch"},
     "autograd_state": {"torch"},

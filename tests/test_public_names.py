@@ -17,7 +17,6 @@ SINGLE = {
     "hf_memopt.reflow",
     "hf_memopt.integrations.lightning",
     "hf_memopt.integrations.sentence_transformers",
-    "hf_memopt.lerobot.couplings.source",
 }
 # A dotted name in a text, unless a command runs it: `python -m hf_memopt.cli`, `--flag=hf_memopt.lerobot`.
 NAMED = re.compile(r"(?<![\w./=-])(?<!-m )hf_memopt(?:\.\w+)+")

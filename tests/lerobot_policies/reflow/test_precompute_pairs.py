@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_memopt.cli import main
 
-source = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
 configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
@@ -85,7 +85,7 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
-    cache = source.CouplingCache(couplings)
+    cache = couplings_cache.CouplingCache(couplings)
     assert sorted(cache.spec.indices) == list(range(12))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
@@ -139,7 +139,7 @@ def test_a_larger_batch_gives_the_same_couplings_up_to_rounding(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     precompute(toy_student, toy_dataset, tmp_path / "cache", "--batch-size", "16", flags=(*SEEDED, *EPISODES))
-    single, batched = source.CouplingCache(couplings), source.CouplingCache(tmp_path / "cache")
+    single, batched = couplings_cache.CouplingCache(couplings), couplings_cache.CouplingCache(tmp_path / "cache")
     for number in range(batched.plan.num_batches):
         indices, draw = batched.plan.batch(number)
         targets = [rows(cache, indices, draw) for cache in (single, batched)]
@@ -279,7 +279,7 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert student(batch)[0].isfinite()
 
 
-def rows(cache: source.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
+def rows(cache: couplings_cache.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
     """Return targets without a check of the student's observations."""
     cache._check_observations = lambda *_: None
     return cache.of(indices, [draw] * len(indices), {}).target

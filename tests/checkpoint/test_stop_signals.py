@@ -10,7 +10,7 @@ import pytest
 from toy_run import NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints
-from hf_memopt.checkpoint.signals import StopSignals
+from hf_memopt.checkpoint.checkpoints import StopSignals
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
