@@ -75,9 +75,11 @@ def _refuse_different(claims: list[_Claim]) -> None:
         )
 
 
-def _machine(boot: Path = Path("/proc/sys/kernel/random/boot_id"), processes: Path = Path("/proc/self/ns/pid")) -> str:
+def _machine() -> str:
     """Return a key equal for processes that can open each other's files under /proc: one kernel, one container."""
-    return f"{boot.read_text().strip()} {processes.readlink()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    processes = Path("/proc/self/ns/pid").readlink()
+    return f"{boot} {processes}"
 
 
 def _fingerprint(weights: PackedWeights) -> str:

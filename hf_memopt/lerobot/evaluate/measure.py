@@ -79,7 +79,6 @@ def evaluate_reflow(
     batches: Sequence[Batch],
     *,
     num_steps: Sequence[int] = (1, 2, 4, 10),
-    seed: int = 0,
 ) -> ReflowEvaluation:
     """Compare a student with its teacher, whose own number of Euler steps defines the reference actions.
 
@@ -88,7 +87,7 @@ def evaluate_reflow(
     batch for each number of steps. Training mode, configurations and the global random generator are left as they were.
     """
     reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
-    noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
+    noises = [_draw_noise(teacher, batch, seed=index) for index, batch in enumerate(batches)]
     references = [
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
         for batch, noise in zip(batches, noises, strict=True)
