@@ -1,6 +1,6 @@
 """Training that fits in the memory you have, with the same gradients.
 
-The names that most programs need are here; others are imported from the package that they belong to, such as
+The names that most programs need are here; others are imported from their package, such as
 `hf_memopt.training.StepResult`. Public are the names that a module lists in `__all__`. All others are private, although
 no underscore says so, and may change at any time.
 
@@ -13,8 +13,7 @@ Read the packages in this order:
 - `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
 - `estimate`, `jobs`: the peak memory of a step, and settings that fit, before a run starts.
 - `report`, `commands`: pages about runs and machines, and the command `hf-memopt`.
-- `lerobot`, `callbacks`, `integrations`, `recipes`: policies for lerobot, Trainer and other trainers, one script per
-  workload.
+- `lerobot`, `callbacks`, `integrations`, `recipes`: policies for lerobot, Trainer and other trainers, recipes.
 
 Each name is imported when it is first used: `import hf_memopt` is quick and works where only torch is installed.
 """
@@ -51,7 +50,6 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
 
 __version__ = "0.1.0"
 
-# The names of each package.
 _NAMES = {
     "activations": "ActivationOffloader InfeasibleBudgetError SelectiveCheckpoint apply_selective_checkpointing "
     "estimate_offloading_memory_savings wrap_forward_with_offload",

@@ -1,9 +1,4 @@
-"""The state of autograd, and the parts of a tensor: facts that saved-tensor hooks ask torch for.
-
-- Which backward pass and which node is at work, and which module calls.
-- A tensor taken apart: its memory, the view of that memory, and the count of in-place modifications.
-- Whether a tensor is a weight, or a view or cast of one.
-"""
+"""The state of autograd, and the parts of a tensor: facts that saved-tensor hooks ask torch for."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -21,17 +16,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
 NO_BACKWARD = -1  # torch's number for a thread that is in no backward pass
-# The number of the backward pass that this thread is in, `NO_BACKWARD` outside. torch's own functions: they are asked
-# once or twice for every saved tensor.
+# The backward pass that this thread is in. torch's own functions: they are asked once or twice for every saved tensor.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-# Whether the backward pass that this thread is in leaves its graph to another one.
+# Whether this thread's backward pass leaves its graph to another one.
 graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Operations through which a weight is recognised: they change its shape or dtype, not its numbers.
 RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
 
-# The number of the next autograd node of this thread. Two tensors that are saved under the same number are saved by the
-# same node, one right after the other.
+# Number of this thread's next autograd node. Tensors saved under the same number are saved by the same node, in a row.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _CALL = nn.Module._call_impl.__code__
@@ -45,12 +38,11 @@ def current_node() -> int | None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
     return current_backward() != NO_BACKWARD
 
 
 def forget_failed_backward() -> None:
-    """Have torch's engine drop the nodes that a backward of this thread left in its queue when it raised.
+    """Have torch's engine drop the nodes that a failed backward of this thread left in its queue.
 
     Otherwise they and their saved tensors go with the next backward of anything. Costs some 20 us.
     """
@@ -66,7 +58,7 @@ def calling_module() -> nn.Module | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # No other frame is looked into: reading `f_locals` makes a frame keep its variables for as long as it runs.
+        # Reading `f_locals` of other frames would make them keep their variables for as long as they run.
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]
             return module
@@ -111,10 +103,10 @@ def _inside_of(file: str) -> bool:
 
 
 def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:
-    """Return whether the module at work has a frozen weight of which a saved tensor may be a copy: cast or dequantised.
+    """Return whether a saved tensor may be a copy, cast or dequantised, of a frozen weight of the module at work.
 
-    Autograd shows no way from such a copy to its weight, as it does for a trainable one. A tensor without history and
-    of as many numbers counts: to leave something else of the kind on the device costs memory only.
+    Autograd shows no way from such a copy to its weight. A tensor without history and of as many numbers counts: to
+    leave something else of the kind on the device costs memory only.
     """
     if tensor.requires_grad or not tensor.is_floating_point():
         return False
@@ -152,8 +144,7 @@ def is_regathered(tensor: Tensor) -> bool:
 
 
 class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
-    """Tensors without memory, made when they are first asked for. Their `.data` is a new one, whose modifications are
-    counted apart, in a third of the time of `torch.empty(0)`."""
+    """Tensors without memory. Their `.data` counts modifications anew, in a third of the time of `torch.empty(0)`."""
 
     def __missing__(self, key: tuple[torch.dtype, torch.device]) -> Tensor:
         with torch.inference_mode(False):
@@ -182,11 +173,11 @@ class ViewMeta:
 
     @property
     def geometry(self) -> tuple[int, torch.Size, tuple[int, ...], int]:
-        """Return offset, size and stride in elements, and the bytes of an element."""
+        """Offset, size and stride in elements, and the bytes of an element."""
         return int(self._offset), self._size, self._stride, self._dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """Return the same view of other memory of the storage's size, `(num_bytes,)` uint8 or of the view's dtype.
+        """Return the same view of other memory, `(num_bytes,)` uint8 or of the view's dtype.
 
         The memory may begin anywhere in a storage of its own, at a multiple of the view's elements.
         """
@@ -235,10 +226,6 @@ class VersionGuard:
     """Notices in-place modification of a tensor without keeping its memory.
 
     A detached alias shares the version counter; giving it other data does not change that (canary-tested).
-
-    Attributes:
-        alias: shares the tensor's version counter.
-        version: version of the bytes that it guards.
     """
 
     __slots__ = ("alias", "shape", "version")
@@ -249,7 +236,6 @@ class VersionGuard:
         self.version = tensor._version
 
     def twin(self) -> "VersionGuard":
-        """Return a guard of the same bytes and nothing more."""
         twin = VersionGuard.__new__(VersionGuard)
         twin.alias, twin.shape, twin.version = self.alias, self.shape, self.version
         return twin
@@ -260,16 +246,13 @@ class VersionGuard:
     def covers(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the same storage still has the bytes that are guarded.
 
-        Equal version numbers alone say nothing: the results of `unsafe_chunk` share one storage, and each of them
-        counts its own modifications.
+        Equal version numbers alone say nothing: the results of `unsafe_chunk` share one storage, and each counts its
+        own modifications.
         """
         return tensor._version == self.version and same_counter(tensor, self.alias)
 
     def counted_together(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same bytes whose modifications are counted with those of the guarded one.
-
-        A backward that overwrites its saved tensors is noticed as in the plain run, where both are one memory.
-        """
+        """Return a tensor of the same bytes, counted with the guarded one, so that a backward's writes are noticed."""
         counted = self.alias.detach()
         counted.data = tensor
         return counted
@@ -308,7 +291,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor or parameter is nothing but a strided view of a storage."""
     is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) is nn.Parameter
     return is_of_type and tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
@@ -324,7 +306,6 @@ def same_counter(first: Tensor, second: Tensor) -> bool:
 
 
 def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
-    """Return the error that autograd itself would raise, in its words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. Hint: "

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from hf_memopt import __version__
 from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
 
-# The subcommands, and the module in which they are.
 _COMMANDS = {
     "smolvla_commands": ("prepare-student", "precompute", "evaluate", "export"),
     "machine_commands": ("doctor", "report"),
@@ -60,7 +59,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser(command: str = "") -> Parser:
-    """Make the parser of one subcommand, or of all where it is none."""
     parser = Parser(
         prog="hf-memopt",
         description="Train in the memory you have.",

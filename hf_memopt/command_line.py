@@ -1,7 +1,4 @@
-"""The command line of `hf-memopt` and of every recipe: a user's mistake is one line on standard error.
-
-Numbers are read within ranges, and places to write to are looked at before the work whose result they are for.
-"""
+"""The command line of `hf-memopt` and of every recipe: a user's mistake is one line on standard error."""
 
 import argparse
 import errno
@@ -19,7 +16,7 @@ from hf_memopt.ranges import Range
 
 TRACEBACK_FLAG = "--traceback"
 
-# Errors of other libraries about their arguments; by name, so that nothing is imported for them.
+# By name, so that nothing is imported for them.
 _OF_LIBRARIES = {
     "datasets.exceptions.DatasetsError",
     "draccus.utils.DraccusException",
@@ -42,13 +39,8 @@ _REMEDIES = {
 def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
 
-    `--traceback` among the arguments, which `main` does not see, lets the mistake escape; the line mentions it where
-    another library found the mistake. Everything that is not known to come from bad input escapes in any case.
-
-    Args:
-        program: the beginning of the line.
-        main: gets the arguments; returns an exit status, or anything else for 0.
-        arguments: None, the command line's.
+    `--traceback`, which `main` does not see, lets the mistake escape; the line mentions it where another library found
+    the mistake. Everything that is not known to come from bad input escapes in any case.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
@@ -66,7 +58,6 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
 
 
 def _line(error: Exception) -> str | None:
-    """A mistake in words; None, the error is none of the user's."""
     if isinstance(error, ModuleNotFoundError) and not (error.name or "hf_memopt").startswith("hf_memopt"):
         return f"{error.name} is not installed; install it, or run pip install '.[all]' in hf_memopt's repository"
     if isinstance(error, OSError) and error.filename is not None and error.errno in _REMEDIES:
@@ -78,7 +69,6 @@ def _line(error: Exception) -> str | None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return whether this library's own code raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
 
@@ -102,13 +92,7 @@ def argparse_raising() -> Iterator[None]:
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
-    """Return a field with its help text; a list becomes the default of each instance anew.
-
-    Args:
-        default: default of the field.
-        text: help text.
-        options: other options of argparse's `add_argument`, such as metavar.
-    """
+    """Return a field with its help text and `add_argument` options; a list becomes each instance's default anew."""
     metadata = {"help": text, **options}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -116,7 +100,6 @@ def flag(default: Any, text: str, **options: Any) -> Any:
 
 
 def number(allowed: Range) -> Callable[[str], Any]:
-    """Make a parser, for `type=`, of a number within the range."""
     kind = int if allowed.whole else float
 
     def parse(text: str) -> float:
@@ -130,7 +113,6 @@ def number(allowed: Range) -> Callable[[str], Any]:
 
 
 def numbers(allowed: Range) -> Callable[[str], list[Any]]:
-    """Make a parser, for `type=`, of numbers within the range, with commas between them."""
     parse_one = number(allowed)
 
     def parse(text: str) -> list[Any]:
@@ -141,11 +123,7 @@ def numbers(allowed: Range) -> Callable[[str], list[Any]]:
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is for.
-
-    Raises:
-        ValueError: names option, path and remedy.
-    """
+    """Raise ValueError for a file that cannot be written, before the work whose result it is for."""
     if path is None:
         return
     if path.is_dir():
@@ -156,11 +134,7 @@ def check_output_file(option: str, path: Path | None) -> None:
 
 
 def check_output_folder(option: str, path: Path | None) -> None:
-    """Refuse a folder that cannot be made or written to, before the work whose result it is for.
-
-    Raises:
-        ValueError: names option, path and remedy.
-    """
+    """Raise ValueError for a folder that cannot be made or written to, before the work whose result it is for."""
     if path is None:
         return
     there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))

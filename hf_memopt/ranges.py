@@ -28,16 +28,11 @@ class Range:
     why: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value outside; None stands for an option that is off.
-
-        Raises:
-            ValueError: names the option, its value and the range.
-        """
+        """Raise ValueError for a value outside; None stands for an option that is off."""
         if value is not None and (complaint := self.complaint(value)):
             raise ValueError(f"{name}={value!r} {complaint}")
 
     def complaint(self, value: Any) -> str | None:
-        """Return the fault of a value in words; None if it has none."""
         if not _is_number(value, self.whole):
             return f"must be a {'whole' if self.whole else 'finite'} number{self.why}"
         bounds = {
@@ -51,15 +46,7 @@ class Range:
 
 
 def check_ranges(group: Any, names: Mapping[str, str] | None = None) -> None:
-    """Refuse numbers outside of the ranges in the types of a dataclass's fields, such as `Annotated[int, COUNT]`.
-
-    Args:
-        group: the dataclass.
-        names: the fields' names in errors; None, their own.
-
-    Raises:
-        ValueError: names the field, its value and the range.
-    """
+    """Raise ValueError for numbers outside of the ranges in a dataclass's types, such as `Annotated[int, COUNT]`."""
     for name, hint in get_type_hints(type(group), include_extras=True).items():
         for allowed in ranges_in(hint):
             value = getattr(group, name)
@@ -68,7 +55,6 @@ def check_ranges(group: Any, names: Mapping[str, str] | None = None) -> None:
 
 
 def ranges_in(hint: Any) -> Iterator[Range]:
-    """Yield the ranges of a number, an optional one, or a list of numbers."""
     yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
     for part in get_args(hint):
         yield from ranges_in(part)

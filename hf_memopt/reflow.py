@@ -30,15 +30,12 @@ _HUBER_THRESHOLD = 0.00054
 
 
 def interpolate(noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
-    """Return the point on the straight line between noise and actions.
+    """Return the point on the straight line between noise and actions: `time * noise + (1 - time) * actions`.
 
     Args:
         noise: `(batch, ...)`, reached at time 1.
         actions: `(batch, ...)`, reached at time 0.
         time: `(batch,)` in [0, 1].
-
-    Returns:
-        `time * noise + (1 - time) * actions`, `(batch, ...)`.
     """
     time = time.reshape(-1, *(1,) * (noise.ndim - 1))
     return time * noise + (1 - time) * actions
@@ -50,7 +47,7 @@ def velocity_target(noise: Tensor, actions: Tensor) -> Tensor:
 
 
 def sample_time(batch_size: int, sampling: TimeSampling, device: torch.device | str = "cpu") -> Tensor:
-    """Draw training times from torch's global random generator.
+    """Draw training times from torch's global random generator: `(batch_size,)` float32 in (0, 1].
 
     Args:
         batch_size: number of times to draw.
@@ -58,9 +55,6 @@ def sample_time(batch_size: int, sampling: TimeSampling, device: torch.device | 
             proportional to cosh(4 (t - 1/2)), which RF++ (arXiv 2405.20320) recommends for reflow and which is drawn
             here by its closed-form quantile function; `"one"`, always t = 1, which distils the first step only.
         device: where the result lives.
-
-    Returns:
-        `(batch_size,)` float32 in (0, 1].
 
     Raises:
         ValueError: `sampling` is unknown.
@@ -88,7 +82,7 @@ def reflow_loss(
     kind: LossKind = "mse",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Return the error against the coupling's velocity, per sample.
+    """Return the error against the coupling's velocity, per sample, `(batch,)`.
 
     Args:
         velocity: the student's velocity at `interpolate(noise, actions, time)`, `(batch, chunk, padded_dim)`.
@@ -97,16 +91,13 @@ def reflow_loss(
         num_action_dims: dimensions that the robot has; lerobot trains no others.
         kind: see `chunk_loss`.
         valid: see `chunk_loss`.
-
-    Returns:
-        `(batch,)`.
     """
     squared = (velocity_target(noise, actions) - velocity)[..., :num_action_dims].square()
     return chunk_loss(squared, kind, valid)
 
 
 def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = None) -> Tensor:
-    """Reduce the squared errors of action chunks to one loss per sample.
+    """Reduce the squared errors of action chunks to one loss per sample, `(batch,)`.
 
     Args:
         squared: `(batch, chunk, action_dim)`.
@@ -115,9 +106,6 @@ def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = N
             with the largest errors; its gradients are of another size, so the learning rate may need another value.
         valid: `(batch, chunk)` bool, which steps of a chunk count. None, all: the teacher's chunk has no padding,
             unlike a demonstration that runs into the end of its episode.
-
-    Returns:
-        `(batch,)`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -138,12 +126,11 @@ def chunk_loss(squared: Tensor, kind: LossKind = "mse", valid: Tensor | None = N
 def straightness(trajectory: Tensor, normalize: bool = False) -> Tensor:
     """Measure how far an Euler trajectory is from a straight line; 0: one step suffices (arXiv 2209.03003, section 2).
 
+    Returns a scalar: the mean over steps, batch and elements of the squared difference of local and overall velocity.
+
     Args:
         trajectory: the states on the Euler grid from noise to actions, `(num_steps + 1, batch, ...)`.
         normalize: divide by the mean squared length of the line, which makes values of different tasks comparable.
-
-    Returns:
-        Scalar, mean over steps, batch and elements of the squared difference between local and overall velocity.
     """
     num_steps = trajectory.shape[0] - 1
     overall = trajectory[0] - trajectory[-1]

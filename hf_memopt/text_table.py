@@ -15,7 +15,6 @@ class Table(NamedTuple):
 
     @property
     def are_numbers(self) -> list[bool]:
-        """Return for each column whether a number is in it."""
         return [any(isinstance(row[i], int | float) for row in self.rows) for i in range(len(self.heads))]
 
     def texts(self) -> list[list[str]]:
@@ -23,7 +22,6 @@ class Table(NamedTuple):
         return [[_text(cell, self.digits) for cell in row] for row in self.rows]
 
     def lines(self) -> list[str]:
-        """Return the heads and the rows as lines of text."""
         return align([self.heads, *self.texts()], "".join("<>"[is_number] for is_number in self.are_numbers))
 
     def __str__(self) -> str:
@@ -31,13 +29,7 @@ class Table(NamedTuple):
 
 
 def align(rows: Iterable[Sequence[str]], sides: str = "<", separator: str = "  ") -> list[str]:
-    """Return rows as lines whose columns are equally wide.
-
-    Args:
-        rows: rows of equally many cells.
-        sides: "<" or ">" for each column, left or right; the last one holds for all that follow.
-        separator: between columns.
-    """
+    """Return rows as lines of equally wide columns, on the `sides` "<" or ">", the last of which holds for the rest."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides += sides[-1] * (len(widths) - len(sides))

@@ -1,9 +1,8 @@
 """Code that torch.compile leaves to Python.
 
-Dynamo compiles every Python function that is called while compiled code runs: an offloader's hooks as well, where a
-module was compiled in place (`module.compile()`), or where a context is entered inside of a compiled function. Hooks
-are no computation to compile. Functions are marked by the seam that Dynamo itself uses to skip code, which costs
-nothing per call and does not import Dynamo.
+Dynamo compiles every Python function called while compiled code runs: an offloader's hooks as well, where a module was
+compiled in place (`module.compile()`), or a context is entered inside of a compiled function. Functions are marked by
+the seam that Dynamo itself uses to skip code, which costs nothing per call and does not import Dynamo.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Binary units of memory: factors, and one form for people. Decimal units, of links and disks, are written as 1e9.
-
-And times, in a form for people.
-"""
+"""Binary units of memory, and times, in one form for people. Decimal units (links, disks) are written as 1e9."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

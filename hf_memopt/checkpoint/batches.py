@@ -11,11 +11,11 @@ from hf_memopt.ranges import COUNT_OR_ZERO
 
 
 def endless_batches(accelerator: Accelerator, loader: Any, num_taken: int = 0) -> Iterator[Any]:
-    """Batches of one epoch after the other, from the one after the first `num_taken` on.
+    """Yield the batches of one epoch after the other, from the one after the first `num_taken` on.
 
     Accelerate restores neither the epoch nor the position in it, and each new iterator over a loader draws a seed for
-    its workers: from torch's global generator, and so shifts dropout, unless the loader has a generator of its own.
-    That one is seeded with the epoch here. Skipped batches are not read.
+    its workers: from torch's global generator, which shifts dropout, unless the loader has a generator of its own,
+    seeded with the epoch here. Skipped batches are not read.
 
     Random numbers that the dataset itself draws from global generators are not restored: the next batch is read before
     this one is given out. Let random augmentations depend on the sample's index and the epoch.

@@ -81,21 +81,18 @@ class Checkpoints:
 
     @property
     def has_latest(self) -> bool:
-        """Return whether there is a checkpoint to resume from, valid or not."""
+        """Whether there is a checkpoint to resume from, valid or not."""
         return files.has_latest(self.folder)
 
     def save(self, step: int, position: dict[str, Any]) -> Path:
-        """Save the state after `step` updates; a step that is saved already is not saved again.
+        """Save the state after `step` updates, unless it is saved already, and return the checkpoint's folder.
 
         Costs the time to write the state, to wait for the disk, and to read it once more for the manifest.
 
         Args:
             step: names the folder.
-            position: the value that `resume` is to return, as JSON can hold it: epoch, batch, figures so far. The main
-                process's.
-
-        Returns:
-            The checkpoint's folder.
+            position: the main process's value for `resume` to return, as JSON can hold it: epoch, batch, figures so
+                far.
 
         Raises:
             ValueError: `step` is negative, `position` is nothing for JSON, it is the middle of an accumulation window
@@ -183,8 +180,8 @@ class Checkpoints:
     def stopping_on_signal(self) -> Iterator[None]:
         """Around the training loop: SIGTERM and SIGINT make `stop_requested` true instead of ending the process.
 
-        A loop that was left for that reason ends the process with the usual status, 143 or 130. A SIGINT after
-        that interrupts at once. A signal that no `stop_requested` has answered counts when the loop is over.
+        A loop left for that reason ends the process with the usual status, 143 or 130. A SIGINT after that interrupts
+        at once. A signal that no `stop_requested` has answered counts when the loop is over.
 
         Raises:
             ValueError: at the beginning, as from `save`: the folder is another run's or another process's.
@@ -283,11 +280,7 @@ class Checkpoints:
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT while it listens: a wish to stop, which the training loop grants where it can save.
-
-    Attributes:
-        received: number of the first signal; 0 where there was none.
-    """
+    """Notes SIGTERM and SIGINT while it listens; `received` is the number of the first, or 0."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -310,7 +303,6 @@ class StopSignals:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
-    """Refuse engines that save or load in other ways than are checked here."""
     kind = accelerator.distributed_type
     if kind in _REFUSED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
         raise ValueError(

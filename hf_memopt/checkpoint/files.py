@@ -68,11 +68,7 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
 
 
 def read_latest(folder: Path) -> Pointer | None:
-    """Return the contents of `latest`; None where there is no such file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return the contents of `latest`; None where there is no such file. ValueError if it is damaged."""
     pointer = _pointer(folder)
     if pointer is None and has_latest(folder):
         raise ValueError(f"{folder / LATEST} is damaged: it should name a checkpoint; {_remedy(folder)}")
@@ -80,17 +76,11 @@ def read_latest(folder: Path) -> Pointer | None:
 
 
 def has_latest(folder: Path) -> bool:
-    """Return whether there is something of the name `latest`."""
     return os.path.lexists(folder / LATEST)
 
 
 def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
-    """Return the checkpoint that `name` stands for and its manifest, after reading all of its files.
-
-    Raises:
-        ValueError: as from `find_checkpoint`; or a file is missing, is not the checkpoint's, or differs from the saved
-            one; or it is another checkpoint's folder. It names the file, and valid checkpoints in `folder`.
-    """
+    """Return a checkpoint and its manifest, after reading all files; ValueError if it is not as it was saved."""
     found = find_checkpoint(folder, name)
     try:
         manifest = _intact(found)
@@ -102,7 +92,6 @@ def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
 
 
 def draft_of(checkpoint: Path) -> Path:
-    """Return the path of a checkpoint before it gets its name."""
     return checkpoint.with_name(f"{checkpoint.name}.partial")
 
 
@@ -121,9 +110,9 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def begin(draft: Path) -> None:
-    """Make an empty folder to write a checkpoint into, and remove leftovers of interrupted saves beside it.
+    """Make an empty folder for a checkpoint, and remove leftovers of interrupted saves beside it.
 
-    Only for who has the folder's lock: another process's draft would be taken for one of these.
+    Needs the folder's lock: another process's draft would be taken for a leftover.
     """
     folder = draft.parent
     for pattern in _UNFINISHED:
@@ -133,7 +122,6 @@ def begin(draft: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until the contents of all files below `folder` are on disk."""
     for file in files_below(folder):
         sync(file)
 
@@ -191,11 +179,7 @@ def _existing(folder: Path, name: str | Path) -> Path:
 
 
 def _pointer(folder: Path) -> Pointer | None:
-    """Return the contents of `latest`; None where it says nothing.
-
-    Raises:
-        ValueError: it cannot be read, or be replaced by a file.
-    """
+    """Return the contents of `latest`, None where it says nothing; ValueError if no file can be read or put there."""
     if (folder / LATEST).is_dir():
         raise ValueError(f"{folder / LATEST} is a folder instead of a file; remove it, or choose another folder")
     content = read_regular(folder / LATEST)
@@ -220,7 +204,6 @@ def _remedy(folder: Path) -> str:
 
 
 def _complaint(checkpoint: Path) -> str | None:
-    """Return the damage of a checkpoint in words; None where it is as it was saved."""
     try:
         _intact(checkpoint)
     except ValueError as error:
@@ -242,7 +225,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _set_modes(draft: Path) -> None:
-    """Return the mode that the umask gives to new files, by the draft's own: safetensors writes files with mode 600."""
+    """Set the mode that the umask gives to new files, by the draft's own: safetensors writes files with mode 600."""
     mode = draft.stat().st_mode & 0o666
     for file in files_below(draft):
         if file.stat().st_mode & 0o777 != mode:

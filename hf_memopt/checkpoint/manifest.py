@@ -14,21 +14,15 @@ Manifest = dict[str, Any]
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of a step."""
     return f"step-{step:06d}"
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Return whether a folder of this name is a step's."""
     return re.fullmatch(r"step-[0-9]{6,}", name) is not None
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the contents of `manifest.json`: step, run, position, launch and files.
-
-    Raises:
-        ValueError: there is none, it is damaged, or it is another folder's.
-    """
+    """Return the contents of `manifest.json`; ValueError if there is none, it is damaged, or it is another folder's."""
     if checkpoint.is_symlink():
         raise ValueError("it is a symbolic link; name the folder that it leads to")
     file = checkpoint / MANIFEST
@@ -63,11 +57,7 @@ def _check_fields(manifest: Manifest) -> None:
 
 
 def verify_files(checkpoint: Path) -> Manifest:
-    """Read all files, and return the manifest.
-
-    Raises:
-        ValueError: as from `read_manifest`; or a file is missing, is not the checkpoint's, or is damaged.
-    """
+    """Read all files, and return the manifest; ValueError for the first fault."""
     manifest = read_manifest(checkpoint)
     listed = manifest["files"]
     found = {_relative(checkpoint, file) for file in files_below(checkpoint)} - {MANIFEST}
@@ -84,7 +74,6 @@ def verify_files(checkpoint: Path) -> Manifest:
 
 
 def list_files(checkpoint: Path) -> Manifest:
-    """Sizes and digests of all files, for the manifest."""
     return {
         _relative(checkpoint, file): {"bytes": file.stat().st_size, "sha256": sha256(file)}
         for file in files_below(checkpoint)
@@ -92,16 +81,12 @@ def list_files(checkpoint: Path) -> Manifest:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return all that is not a folder."""
+    """Return everything but folders: links and pipes too."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir())
 
 
 def read_regular(file: Path) -> bytes | None:
-    """Return a file's contents; None where there is no regular file of that name: reading a pipe would take for ever.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Return a file's contents; None where it is no regular file: reading a pipe would take for ever."""
     try:
         return file.read_bytes() if file.is_file() else None
     except OSError as error:

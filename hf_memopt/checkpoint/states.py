@@ -30,11 +30,7 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 
 
 def check_pickles(checkpoint: Path) -> None:
-    """Unpickle the files that accelerate will, without reading the tensors.
-
-    Raises:
-        ValueError: a file holds more than tensors and plain values, which only code could make again.
-    """
+    """Unpickle the files that accelerate will, without reading tensors; ValueError for more than plain values."""
     for file in sorted(checkpoint.iterdir()):
         if file.suffix in _PICKLES:
             _read(file)
@@ -43,11 +39,7 @@ def check_pickles(checkpoint: Path) -> None:
 
 
 def check_random_states(checkpoint: Path, process_index: int, device: torch.device) -> None:
-    """Set generators of our own to the states that a process would get: accelerate passes over those that do not fit.
-
-    Raises:
-        ValueError: a state is missing, or cannot be set with these versions or on this device.
-    """
+    """Set generators of our own to a process's states, ValueError if that fails: accelerate passes over it."""
     file = checkpoint / f"{RNG_STATE_NAME}_{process_index}.pkl"
     states = _read(file)
     try:

@@ -9,7 +9,6 @@ from torch import nn
 
 
 def sha256(file: Path) -> str:
-    """Return the digest of a file's contents, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -24,10 +23,7 @@ def files_sha256(files: Iterable[Path], root: Path) -> str:
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """Return the digest of a module's parameters and buffers: names, dtypes, shapes and bytes.
-
-    Costs one copy to the host.
-    """
+    """Return the digest of parameters and buffers: names, dtypes, shapes and bytes. Costs one copy to the host."""
     digest = hashlib.sha256()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in sorted(tensors.items()):

@@ -7,10 +7,9 @@ from pathlib import Path
 
 
 def put_in_place(draft: Path, file: Path) -> None:
-    """Give a file that has been written as `draft` the name `file`, in the same folder, replacing a file of that name.
+    """Give a file that has been written as `draft` the name `file`, in the same folder.
 
-    A power failure leaves the old file or the new one: contents are on disk before the name, and the name when this
-    returns.
+    A power failure leaves the old file or the new one: contents are on disk before the name, and then the name.
     """
     sync(draft)
     draft.replace(file)
@@ -27,14 +26,10 @@ def sync(path: Path) -> None:
 
 
 def not_written(target: Path, error: Exception, advice: str, needed_bytes: int = 0) -> OSError:
-    """Return an error that names `target`, and says how many bytes its disk has free.
+    """Return an error that names `target`, and says how many bytes its disk has free, followed by `advice`.
 
-    Args:
-        target: file or folder that was being written.
-        error: the exception. Torch and safetensors tell less than the system told them, so an error without a number
-            becomes "no space left" if the disk has not room for `needed_bytes`, and otherwise an input/output error.
-        advice: goes on behind the bytes that are free.
-        needed_bytes: how many `target` takes, as far as is known.
+    Torch and safetensors tell less than the system told them, so an error without a number becomes "no space left" if
+    the disk has not room for `needed_bytes`, and otherwise an input/output error.
     """
     folder = next(parent for parent in target.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free

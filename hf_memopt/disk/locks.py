@@ -1,4 +1,4 @@
-"""One process at a time writes a folder or a file, and a second one is refused at once."""
+"""One process at a time writes a folder or a file; a second one is refused at once."""
 
 import errno
 import functools
@@ -15,7 +15,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 class WriterLock:
     """A lock file under `flock`: the kernel releases the lock of a dead process, and forked children do not hold it.
 
-    All locks of one file in a process are one. It is released with the last of them, if not before.
+    All locks of one file in a process are one, released with the last of them, if not before.
 
     Args:
         file: the lock file; its folder is made when it is needed. `release` removes it.
@@ -29,12 +29,7 @@ class WriterLock:
         self._lock = FileLock(self._file, blocking=False, thread_local=False, is_singleton=True, fallback_to_soft=False)
 
     def acquire(self) -> None:
-        """Take the lock; does nothing where this process has it. A file system without locks is named in a warning.
-
-        Raises:
-            ValueError: another process holds it.
-            OSError: the lock file cannot be written.
-        """
+        """Take the lock, unless this process has it; ValueError if another has it, a warning without locks."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         if self._lock.is_locked:
             return
@@ -50,15 +45,13 @@ class WriterLock:
             _warn_once(self._what, error.strerror)
 
     def release(self) -> None:
-        """Let others have it now; does nothing where it is not held."""
         if self._lock.is_locked:
-            # Who has opened the file meanwhile gets no lock on it: filelock sees that it has no name any more.
+            # A process that has opened the file meanwhile gets no lock on it: filelock sees that it has lost its name.
             self._file.unlink(missing_ok=True)
             self._lock.release(force=True)
 
 
 def lock_of(folder: Path) -> WriterLock:
-    """Return the lock of a run's folder."""
     return WriterLock(folder.resolve() / ".lock", str(folder), "choose another folder")
 
 

@@ -14,12 +14,9 @@ COPY_AGAIN = "copy the checkpoint again"
 
 
 def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint folder") -> Path:
-    """Return a file of a checkpoint's folder.
+    """Return a file of a checkpoint's folder, or raise ValueError.
 
     A link may lead to another file of the folder, and in the hub's cache to a blob.
-
-    Raises:
-        ValueError: there is no such file, or it is a link to somewhere else.
     """
     file = folder / name
     if not os.path.isfile(file):
@@ -33,11 +30,7 @@ def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint f
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Read a JSON file that holds an object; ValueError if it holds something else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -48,11 +41,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_header(file: Path) -> None:
-    """Read the header of a safetensors file and compare the file's length with it, without loading a tensor.
-
-    Raises:
-        ValueError: the file is truncated or damaged.
-    """
+    """Raise ValueError for a truncated safetensors file, by its header, without loading a tensor."""
     try:
         with safe_open(file, framework="pt"):
             return
@@ -61,8 +50,5 @@ def check_header(file: Path) -> None:
 
 
 def no_remote_code() -> AbstractContextManager[Any]:
-    """Have transformers refuse a model or tokenizer with code of its own, where it would ask at a terminal.
-
-    lerobot loads both by the names that a checkpoint gives, and has no argument to say so.
-    """
+    """Have transformers refuse a model or tokenizer with code of its own; lerobot has no argument for that."""
     return patch.object(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)

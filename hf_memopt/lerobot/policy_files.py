@@ -38,15 +38,10 @@ _NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
 
 
 def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder of a policy checkpoint.
+    """Return the local folder of a policy checkpoint; ValueError if there is none.
 
-    Args:
-        path_or_id: a `pretrained_model` folder, a training run's output folder (its last checkpoint is taken), or a
-            hub id such as `lerobot/smolvla_base`, which is downloaded.
-        revision: branch, tag or commit on the hub; None, its main branch.
-
-    Raises:
-        ValueError: it is neither.
+    `path_or_id` is a `pretrained_model` folder, a training run's output folder (its last checkpoint is taken), or a hub
+    id such as `lerobot/smolvla_base`, which is downloaded, from its main branch or `revision`.
     """
     path = Path(path_or_id).expanduser()
     for folder in (path, path / "pretrained_model", path / "checkpoints" / "last" / "pretrained_model"):
@@ -65,11 +60,7 @@ def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> P
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Read the checkpoint's configuration.
-
-    Raises:
-        ValueError: it cannot be read, or is of another type than `POLICY_TYPES`.
-    """
+    """Read the checkpoint's configuration; ValueError if it is of another type than `POLICY_TYPES`."""
     file = file_in(folder, CONFIG_FILE)
     kind = read_object(file).get("type")
     if kind not in POLICY_TYPES:
@@ -83,15 +74,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
-    """Load the checkpoint's policy on the CPU, strictly, without the hub and without touching the random generator.
+    """Load a policy strictly, on the CPU, without the hub and without touching the random generator.
 
-    Args:
-        folder: from `resolve_checkpoint`.
-        changes: fields of its configuration to change.
-
-    Raises:
-        ValueError: the weights file is unusable or does not fit the configuration, the VLM is not there, or no model
-            can be built from the configuration.
+    `changes` are fields of its configuration.
     """
     check_weights_file(folder)
     # lerobot moves a loaded policy to the device that its checkpoint names.
@@ -126,11 +111,7 @@ def load_teacher(folder: Path, student: PreTrainedConfig) -> PreTrainedPolicy:
 
 
 def check_weights_file(folder: Path) -> None:
-    """Compare the weights' header with the file's length, without loading a tensor.
-
-    Raises:
-        ValueError: the file is missing, truncated, damaged, or a link out of the folder.
-    """
+    """Raise ValueError if the weights file is missing, damaged or a link out of the folder; loads no tensor."""
     if (folder / _SHARDS).is_dir() and not (folder / WEIGHTS_FILE).exists():
         raise ValueError(
             f"{folder} holds sharded weights ({_SHARDS}) and no {WEIGHTS_FILE}; run "
@@ -157,13 +138,9 @@ def check_same_architecture(student: PreTrainedConfig, teacher: PreTrainedConfig
 def check_same_statistics(
     teacher_folder: Path, config: PreTrainedConfig, dataset_stats: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Compare the normaliser's statistics that the teacher was trained with to those that the data brings.
+    """Raise a ValueError that names a feature with other statistics in the data than in the teacher's files.
 
-    lerobot replaces a fine-tuned policy's statistics by the dataset's. A teacher that sees and produces differently
-    normalised values would teach something else without any error.
-
-    Raises:
-        ValueError: names the first feature that differs and both values.
+    lerobot replaces a fine-tuned policy's statistics by the dataset's, and the teacher would teach something else.
     """
     check_processors(teacher_folder)
     _, saved = _normalizer(teacher_folder, PREPROCESSOR_FILE, "normalizer_processor")
@@ -182,13 +159,7 @@ def check_same_statistics(
 
 
 def check_normalizers(folder: Path, config: PreTrainedConfig) -> None:
-    """Check that the processors, which lerobot has been able to make, normalise all that the configuration says.
-
-    lerobot passes over statistics that a normaliser lacks.
-
-    Raises:
-        ValueError: names the first feature and statistic that is lacking.
-    """
+    """Raise a ValueError that names a needed statistic which a normaliser lacks; lerobot passes over it."""
     for name, kind, features in (
         (PREPROCESSOR_FILE, "normalizer_processor", config.input_features),
         (POSTPROCESSOR_FILE, "unnormalizer_processor", config.output_features),
@@ -214,7 +185,6 @@ def normalizing_statistics(config: PreTrainedConfig) -> Iterator[tuple[str, str]
 
 
 def _normalizer(folder: Path, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and statistics of the step of that kind; nothing where there is none."""
     for step in read_steps(folder / name):
         if step["registry_name"] == kind:
             return step.get("config", {}), load_file(folder / step["state_file"]) if "state_file" in step else {}

@@ -10,6 +10,5 @@ from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 def make_smolvla_reflow_pre_post_processors(
     config: SmolVLAReflowConfig, dataset_stats: dict[str, dict[str, Any]] | None = None
 ) -> tuple[Any, Any]:
-    """Make pre- and postprocessor as for policy type `smolvla`."""
     processors: tuple[Any, Any] = make_smolvla_pre_post_processors(config, dataset_stats=dataset_stats)
     return processors

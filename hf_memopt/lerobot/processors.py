@@ -38,17 +38,10 @@ _CONVERT = (
 
 
 def check_processors(folder: Path) -> list[Path]:
-    """Check that the checkpoint says how its inputs and outputs are normalised, and names nothing to import.
+    """Return both configurations, and the states and folders (of a tokenizer, from lerobot 0.6.2 on) that they name.
 
-    lerobot imports and calls the object that a step names as its `class`.
-
-    Returns:
-        The files: both configurations, and the states and folders (of a tokenizer, from lerobot 0.6.2 on) that they
-        name.
-
-    Raises:
-        ValueError: a file is missing (as it is in policies that were saved before lerobot 0.4), damaged, or a link out
-            of the folder; a step is none of `STEPS`.
+    Raises ValueError where a file is missing (as in policies saved before lerobot 0.4), damaged, or a link out of the
+    folder, or a step is none of `STEPS`: lerobot imports and calls the object that a step names as its `class`.
     """
     files = []
     for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
@@ -60,11 +53,7 @@ def check_processors(folder: Path) -> list[Path]:
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """Read the steps of a processor's configuration, each one of `STEPS`.
-
-    Raises:
-        ValueError: see `check_processors`.
-    """
+    """Read the steps of a processor's configuration; ValueError for one that is none of `STEPS`."""
     steps = read_object(file).get("steps")
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise ValueError(f"{file}: steps must be a list of objects; {COPY_AGAIN}")
@@ -81,16 +70,7 @@ def read_steps(file: Path) -> list[dict[str, Any]]:
 
 
 def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str, Any]) -> tuple[Any, Any]:
-    """Make lerobot's pre- and postprocessor, from the files of a checkpoint.
-
-    Args:
-        config: the policy's.
-        folder: from `resolve_checkpoint`.
-        overrides: settings of the preprocessor's steps, by their names.
-
-    Raises:
-        ValueError: see `check_processors`, or a step cannot be made from its settings.
-    """
+    """Make lerobot's pre- and postprocessor from a folder; `overrides` are settings of the former's steps, by name."""
     check_processors(folder)
     try:
         with no_remote_code():
@@ -103,7 +83,6 @@ def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str,
 
 
 def blank_observation(config: PreTrainedConfig, preprocess: Any) -> dict[str, torch.Tensor]:
-    """Return a batch of one observation of zeros, with an empty instruction, preprocessed."""
     frame = {name: torch.zeros(feature.shape) for name, feature in config.input_features.items()}
     batch: dict[str, torch.Tensor] = preprocess({**frame, "task": ""})
     return batch

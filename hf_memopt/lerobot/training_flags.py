@@ -13,11 +13,7 @@ from hf_memopt.command_line import argparse_raising
 
 
 def read_training_flags() -> TrainPipelineConfig:
-    """Read and validate `sys.argv`.
-
-    Raises:
-        ValueError: lerobot refuses it; elsewhere lerobot prints that and ends the process.
-    """
+    """Read and validate `sys.argv`; ValueError where lerobot would print its complaint and end the process."""
     printed = io.StringIO()
     try:
         with argparse_raising(), redirect_stderr(printed):

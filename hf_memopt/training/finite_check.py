@@ -1,4 +1,4 @@
-"""Which rank, micro-batch and parameters a gradient that is not finite came from."""
+"""The rank, micro-batch and parameters that a non-finite gradient came from."""
 
 import math
 from functools import partial
@@ -20,8 +20,7 @@ class NonFiniteGradientError(FloatingPointError):
     Attributes:
         step: the optimizer step that was not taken, counted from 1.
         findings: for each rank, the micro-batches whose own gradients were not finite, with the parameters' names in
-            the order in which backward reached them. Empty where the overflow came from adding up micro-batches or
-            ranks.
+            the order of backward. Empty where adding up micro-batches or ranks overflowed.
     """
 
     def __init__(self, step: int, findings: list[Findings]) -> None:
@@ -33,8 +32,8 @@ class NonFiniteGradientError(FloatingPointError):
 class GradientWatch:
     """The largest magnitude of each parameter's gradient in each micro-batch of a step, left on the device.
 
-    Hooks on the parameters see each micro-batch's gradient before it is added up over micro-batches and ranks. They
-    change nothing, and cost one reduction over each gradient.
+    Hooks on the parameters see gradients before they are added up over micro-batches and ranks. They change nothing,
+    and cost one reduction over each gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +41,7 @@ class GradientWatch:
         self._handles: list[RemovableHandle] = []
         self._watched: dict[int, Tensor] = {}
         self._watch("", model)
-        # FSDP2 computes with whole weights that it puts into the modules before their first forward pass.
+        # FSDP2 puts whole weights into the modules before their first forward pass.
         for name, module in model.named_modules():
             is_sharded = isinstance(module, FSDPModule)
             if is_sharded:
@@ -51,24 +50,19 @@ class GradientWatch:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget all notes."""
         self._names: list[str] = []
         self._largest: list[Tensor] = []
         self._micro_batches: list[tuple[list[str], Tensor]] = []
 
     def end_micro_batch(self) -> None:
-        """Put the notes since the last call down to one micro-batch."""
-        # One small tensor per micro-batch: as many as there are parameters would take an allocator block each.
+        # One small tensor per micro-batch: one per parameter would take an allocator block each.
         largest = [each.to(self._largest[0].device) for each in self._largest]
         stacked = torch.stack(largest) if largest else torch.zeros(0)
         self._micro_batches.append((self._names, stacked))
         self._names, self._largest = [], []
 
     def note_totals(self) -> None:
-        """Put the parameters' present gradients down to one micro-batch.
-
-        For use after `remove`, where hooks would look at each parameter many times for one gradient.
-        """
+        """Put the present gradients down to one micro-batch, after `remove`: hooks would look at each many times."""
         for name, parameter in reversed(list(self._model.named_parameters())):  # about the order of backward
             if parameter.grad is not None and parameter.numel():
                 self._note(name, parameter.grad)
@@ -84,7 +78,6 @@ class GradientWatch:
         return found
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -107,7 +100,7 @@ class GradientWatch:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """This rank's entries of a gradient that may be sparse or sharded."""
+    """Return this rank's entries of a gradient that may be sparse or sharded."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         return gradient._values()

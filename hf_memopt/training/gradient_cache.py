@@ -29,11 +29,10 @@ from hf_memopt.training.step import StepResult, open_step
 class GradientCache:
     """The gradient of a loss that needs all samples at once, with the activations of one micro-batch at a time.
 
-    Sliced Wasserstein distances, contrastive losses and losses on batch statistics do not add up over micro-batches:
-    accumulating their gradients gives another gradient. Here every micro-batch runs forward without gradients, the loss
-    of all outputs together gives the gradient of each output, and every micro-batch runs forward again, with the same
-    random numbers, and backward from its outputs' gradients. By the chain rule that is the full batch's gradient; it
-    differs from it by rounding only.
+    Sliced Wasserstein distances, contrastive losses and losses on batch statistics do not add up over micro-batches.
+    Here every micro-batch runs forward without gradients, the loss of all outputs gives the gradient of each output,
+    and every micro-batch runs forward again, with the same random numbers, and backward from its outputs' gradients. By
+    the chain rule that is the full batch's gradient, up to rounding.
 
     Source: L. Gao, Y. Zhang, J. Han, J. Callan: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup
     (GradCache), 2021, arXiv:2101.06983.
@@ -41,19 +40,18 @@ class GradientCache:
     Args:
         accelerator: prepared the models. With several ranks, under DDP, FSDP2 or DeepSpeed's ZeRO-2 and ZeRO-3, the
             loss sees the outputs of all.
-        forward_fn: called twice on each micro-batch; returns a tensor or a tuple of tensors, samples first: `(n, ...)`.
-            Tensors without a gradient, such as labels, may be among them.
+        forward_fn: called twice on each micro-batch, with the same result; returns a tensor or a tuple of tensors,
+            samples first: `(n, ...)`. Tensors without a gradient, such as labels, may be among them.
         loss_fn: called with those tensors, each concatenated over all micro-batches and ranks: `(N, ...)`; returns the
-            loss, `()`. Every rank computes it, with the same random numbers of torch and of Python. Parameters of its
-            own get their gradient too; with several ranks they must not be those of a prepared model.
-        models: the prepared models that `forward_fn` calls. Needed with several ranks, so that they exchange gradients
-            once, in the last backward; None: `forward_fn` is the model.
+            loss, `()`. Every rank computes it, with the same random numbers of torch and of Python. Its own parameters
+            get their gradient too; with several ranks they must not be those of a prepared model.
+        models: the prepared models that `forward_fn` calls. Needed with several ranks, to exchange gradients once, in
+            the last backward; None: `forward_fn` is the model.
 
-    Works with autocast (around `backward` too), loss scalers, activation checkpointing and `ActivationOffloader`.
-    Costs one more forward pass, and memory for all outputs and their gradients.
-
-    `forward_fn` has to do the same both times. Random numbers of torch and of Python are replayed, NumPy's are not.
-    Modules that keep running statistics (BatchNorm in training mode) update them twice, and normalise by micro-batch.
+    Works with autocast (around `backward` too), loss scalers, activation checkpointing and `ActivationOffloader`. Costs
+    one more forward pass, and memory for all outputs and their gradients. Random numbers of torch and of Python are
+    replayed, NumPy's are not. Modules that keep running statistics (BatchNorm in training mode) update them twice, and
+    normalise by micro-batch.
 
     Example:
         >>> cache = GradientCache(accelerator, model, contrastive_loss)
@@ -91,7 +89,7 @@ class GradientCache:
         self._models: Sequence[Any] = models if models is not None else [forward_fn]
 
     def backward(self, micro_batches: Iterable[Any]) -> Tensor:
-        """Adds the full batch's gradient to the parameters' `.grad`, as `accelerator.backward(loss)` would.
+        """Add the full batch's gradient to the parameters' `.grad`, as `accelerator.backward(loss)` would.
 
         Args:
             micro_batches: at least one on every rank, of any sizes. All are held meanwhile.
@@ -112,8 +110,8 @@ class GradientCache:
     def _backward(self, micro_batches: Iterable[Any]) -> Tensor:
         # 1. All outputs, without graphs: only one micro-batch's activations exist at a time.
         replay = self._replay(micro_batches)
-        # 2. The loss of all of them, and its gradient by each output. The loss scale that accelerate applies here
-        #    carries over to the gradients of the outputs, and from them to all that follow.
+        # 2. The loss of all, and its gradient by each output. The loss scale that accelerate applies here carries over
+        #    to the gradients of the outputs, and from them to all that follow.
         loss = self._loss_of_all_ranks(*replay.leaves)
         backward_to_outputs(self._accelerator, loss)
         engine = engine_of(self._accelerator)
@@ -124,17 +122,13 @@ class GradientCache:
         return loss.detach()
 
     def loss(self, micro_batches: Iterable[Any]) -> Tensor:
-        """Return the loss of all samples, whose `backward()` continues as `GradientCache.backward` does after the loss.
+        """Return the loss of all samples, `()`, the same on all ranks; its `backward()` reaches the weights as above.
 
         For training loops that call `backward` themselves: return it from a Trainer's `compute_loss`. Their loss scale
-        and their division by accumulation steps reach all gradients. Without gradients, as in evaluation, it is the
-        loss alone.
+        and their division by accumulation steps reach all gradients. In evaluation it is the loss alone.
 
         Args:
             micro_batches: as in `backward`.
-
-        Returns:
-            The loss, `()`, the same on all ranks.
 
         Raises:
             ValueError: as from `backward`.
@@ -205,7 +199,7 @@ class GradientCache:
         return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._exchange_in, go_on)
 
     def _check_number(self, number: int) -> None:
-        """Each pass under FSDP2 and ZeRO gathers weights or exchanges gradients, which takes all ranks."""
+        """Raise unless all ranks run as many passes, each of which takes all ranks under FSDP2 and ZeRO."""
         if not gathers_weights(self._accelerator):
             return
         most, least = (max_over_ranks(self._accelerator, number), -max_over_ranks(self._accelerator, -number))
@@ -216,7 +210,6 @@ class GradientCache:
             )
 
     def _exchange_in(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around the backward of each micro-batch: ranks exchange gradients in the last one."""
         return exchange_if(self._accelerator, self._models, is_last or exchanges_each_batch(self._accelerator))
 
     def _check_no_engine(self, method: str) -> None:
@@ -230,7 +223,7 @@ class GradientCache:
 
 @contextmanager
 def _same_draws_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Random numbers inside are the same on all ranks, and each rank's own go on afterwards as they were."""
+    """Random numbers inside are the same on all ranks; each rank's own go on afterwards as they were."""
     if accelerator.num_processes == 1:
         yield
         return
@@ -255,5 +248,5 @@ def _of_all_ranks(accelerator: Accelerator, own: Tensor) -> Tensor:
     if own.requires_grad:
         # Every rank computes the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
         # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
-        own.register_hook(lambda gradient: gradient * accelerator.num_processes)  # type: ignore[no-untyped-call]
+        own.register_hook(lambda gradient: gradient * accelerator.num_processes)
     return torch.cat(parts)

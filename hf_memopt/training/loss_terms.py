@@ -1,4 +1,4 @@
-"""Losses that cost much memory, taken in less: networks as losses, chunk by chunk, and penalties on gradients."""
+"""Losses taken in less memory: networks as losses, chunk by chunk, and penalties on gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +15,9 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
     """Mean over samples of `loss_fn(output, *targets)`, whose gradient by `output` is taken at once, chunk by chunk.
 
     For losses that are networks themselves, such as LPIPS: autograd would keep their saved tensors for all samples
-    until backward comes. Here one chunk's is alive at a time, and none of it outlives the call; the graph keeps the
-    gradient by `output`, which is as large as `output`.
-
-    Value and gradient are those of `loss_fn(output, *targets).mean()`, up to rounding: kernels may sum in another order
-    for another batch size.
+    until backward. Here one chunk's is alive at a time, and none of it outlives the call; the graph keeps the gradient
+    by `output`, which is as large as `output`. Value and gradient are those of `loss_fn(output, *targets).mean()`, up
+    to rounding: kernels may sum in another order for another batch size.
 
     Args:
         loss_fn: maps n samples and their targets to n losses, of any shape, or to their mean. A frozen function or
@@ -35,8 +33,8 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
         ValueError: `chunk_size` is below 1, a target requires a gradient or has another batch size, or `loss_fn` is a
             module with trainable parameters.
 
-    Cost: the backward of `loss_fn`, now instead of later; no forward runs twice. Saved-tensor hooks that are active
-    outside do not see tensors saved inside: none is offloaded, since they are used at once.
+    Cost: the backward of `loss_fn`, now instead of later. Saved-tensor hooks that are active outside do not see tensors
+    saved inside: none is offloaded, since they are used at once.
     """
     _check_chunks(loss_fn, output, targets, chunk_size)
     differentiated = torch.is_grad_enabled() and output.requires_grad
@@ -57,8 +55,6 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
 
 
 class _InjectedGradient(torch.autograd.Function):
-    """A value whose gradient by `output` is already known."""
-
     @staticmethod
     def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
@@ -74,7 +70,6 @@ class _InjectedGradient(torch.autograd.Function):
 def _chunks(
     output: Tensor, targets: tuple[Tensor, ...], size: int
 ) -> Iterator[tuple[float, Tensor, tuple[Tensor, ...]]]:
-    """Chunks with their shares of the batch; each is a leaf of its own."""
     parts = zip(*(torch.split(tensor, size) for tensor in (output, *targets)), strict=True)
     for chunk, *chunk_targets in parts:
         yield len(chunk) / len(output), chunk.detach(), tuple(chunk_targets)
@@ -98,16 +93,16 @@ def _check_chunks(loss_fn: Any, output: Tensor, targets: tuple[Tensor, ...], chu
 def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
     """Mean over the batch of the squared L2 norm of d(score) / d(image): R1, without its factor gamma / 2.
 
-    An image's score is the mean of its logits, so that the penalty does not depend on how many patches there are. Its
-    backward differentiates a second time; it takes the graph of `scores` along, and one backward of the sum of both
-    losses frees it:
+    An image's score is the mean of its logits, so that the penalty does not depend on the number of patches. Its
+    backward differentiates a second time and takes the graph of `scores` along; one backward of the sum of both losses
+    frees it:
 
         images.requires_grad_()
         scores = discriminator(images)
         loss = torch.relu(1 - scores).mean() + gamma / 2 * r1_penalty(scores, images)
         loss.backward(inputs=list(discriminator.parameters()))
 
-    With `inputs`, no gradient of the images themselves is computed and left in `images.grad`.
+    With `inputs`, no gradient of the images themselves is left in `images.grad`.
 
     Args:
         scores: logits of the discriminator for `images`, `(batch, ...)`, computed with gradients enabled. In training
@@ -121,8 +116,8 @@ def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
         ValueError: `images` requires no gradient, `scores` has no graph, or their batches differ.
         RuntimeError: `scores` does not depend on `images`.
 
-    Cost: one backward now and a backward through that backward later; until then everything of both is alive. Passing
-    `retain_graph=True` as well, as many implementations do, changes nothing: it defaults to `create_graph`. The leak is
+    Cost: one backward now and one through it later; until then everything of both is alive. `retain_graph=True`, as
+    many implementations pass, changes nothing: it defaults to `create_graph`. The leak is
     `backward(create_graph=True)`, which ties parameters and gradients in a cycle.
 
     Source: Mescheder et al., Which Training Methods for GANs do actually Converge?, 2018, arXiv:1801.04406.

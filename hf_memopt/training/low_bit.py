@@ -7,11 +7,7 @@ BITS = (32, 8, 4)
 
 
 def low_bit_adamw(bits: int) -> Callable[..., Any]:
-    """torchao's AdamW with block-wise quantised states of 8 or 4 bits.
-
-    Raises:
-        ValueError: torchao is not installed, or has no such optimizer.
-    """
+    """Return torchao's AdamW with block-wise quantised states; ValueError without it."""
     if bits not in BITS[1:]:
         raise ValueError(f"optimizer_bits={bits}: AdamW's states can take {', '.join(map(str, BITS))} bits")
     try:

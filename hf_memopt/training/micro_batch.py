@@ -35,13 +35,11 @@ class MicroBatcher:
     """Trains on whole batches in micro-batches, and halves these when memory runs out.
 
     A step that runs out of memory on any rank starts over on all ranks, on the same batch in micro-batches of half the
-    size, as if that had been their size from its start: gradients, random numbers and the model's buffers are put back.
-    Each sample counts exactly once in the step's gradient, and the next batch is the next one. The smaller size is
-    kept, and logged once.
+    size: gradients, random numbers and the model's buffers are put back. Each sample counts exactly once in the step's
+    gradient. The smaller size is kept, and logged once.
 
     Under FSDP2 and DeepSpeed's ZeRO-2 and ZeRO-3 no rank can go back, since the others wait for its weights or
-    gradients. There a step is `train_step`'s, and one that runs out of memory ends with an error that says which size
-    to begin with.
+    gradients. There a step is `train_step`'s, and an out-of-memory error says which size to begin with.
 
     Args:
         accelerator: made the model and the optimizer that train.
@@ -52,7 +50,7 @@ class MicroBatcher:
 
     Under DDP, ranks exchange gradients after the last backward instead of within it, because no rank may be in the
     middle of an exchange when another one runs out of memory. With many ranks, `train_step` on micro-batches that are
-    known to fit is faster. Each step copies the model's buffers, to be able to put them back.
+    known to fit is faster. Each step copies the model's buffers.
 
     Example:
         >>> batcher = MicroBatcher(accelerator, micro_batch_size=64)
@@ -89,8 +87,8 @@ class MicroBatcher:
             scheduler: as in `train_step`.
 
         Raises:
-            torch.OutOfMemoryError: one sample does not fit, on the rank where it does not; on the others too. Under
-                FSDP2 and DeepSpeed, on the rank itself: a micro-batch does not fit.
+            torch.OutOfMemoryError: one sample does not fit, on any rank. Under FSDP2 and DeepSpeed, on the rank itself:
+                a micro-batch does not fit.
             ValueError, NonFiniteGradientError: as `train_step`, and `split_batch`'s; DDP's `static_graph` before the
                 first exchange, which a step of `train_step` on one micro-batch has to make.
         """
@@ -151,16 +149,15 @@ def find_micro_batch(
 ) -> int:
     """Return the largest micro-batch, of those that halving gives, whose forward and backward fit on every rank.
 
-    Tries the whole of a rank's samples per optimizer step, then half of them, and so on, with two micro-batches in a
-    row, because the second one meets the gradients of the first. Gradients are dropped at the end; parameters, buffers
-    and random numbers are as before.
+    Tries a rank's samples per optimizer step, half of them, and so on, with two micro-batches in a row, because the
+    second one meets the gradients of the first. Gradients are dropped at the end; parameters, buffers and random
+    numbers are as before.
 
     Args:
         accelerator: with several ranks, under DDP.
         model: prepared by `accelerator`.
         loss_fn: as in `train_step`.
-        batch: samples to try with, as many as there are; repeated to make larger micro-batches, so the longest ones
-            are the right ones.
+        batch: samples to try with, any number; repeated to make larger micro-batches, so take the longest ones.
         effective_batch: samples of all ranks in one optimizer step; a multiple of the number of ranks.
 
     Returns:
@@ -212,8 +209,8 @@ def _first_that_fits[T](
     accelerator: Accelerator, model: nn.Module, size: int, attempt: Callable[[int], T]
 ) -> tuple[int, T]:
     """Return the first of size, half of it and so on for which `attempt(size)` fits on all ranks, and its result."""
-    # Everything that an attempt changes is put back before the next one: buffers and random numbers here, gradients by
-    # the attempt itself. The attempt that fits counts as the first, as if its size had been used from the start.
+    # Buffers and random numbers are put back here, gradients by the attempt itself, so that the attempt that fits
+    # counts as the first.
     _share_buffers(model)
     random, buffers = RandomState(accelerator.device), BufferState(model)
     while True:
@@ -223,14 +220,14 @@ def _first_that_fits[T](
             if not is_out_of_memory(caught):
                 raise
             result, error = None, caught
-        # One rank that runs out of memory is enough: all start over, because they have to make the same exchanges.
+        # If one rank runs out of memory, all start over, because they have to make the same exchanges.
         if not _on_any_rank(accelerator, error is not None):
             assert result is not None
             return size, result
         if size == 1:
             raise error or torch.OutOfMemoryError("out of memory on another rank with one sample per micro-batch")
-        # The error's traceback refers to frames whose variables hold the results of the failed forward. It has to go
-        # before the cache is emptied; so has the result of a rank on which the attempt did fit.
+        # The error's traceback refers to frames whose variables hold the failed forward's results. It has to go before
+        # the cache is emptied; so has the result of a rank on which the attempt did fit.
         error = result = None
         clear_device_cache(garbage_collection=True)
         random.restore()
@@ -239,7 +236,6 @@ def _first_that_fits[T](
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a smaller micro-batch could help."""
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return not isinstance(error, dist.DistError) and _OUT_OF_MEMORY.search(str(error)) is not None
@@ -266,8 +262,8 @@ def _sum_gradients(accelerator: Accelerator, model: nn.Module) -> None:
     """Add up gradients over ranks in place. Parameters that some ranks did not use have a gradient of 0 there."""
     if accelerator.num_processes == 1:
         return
-    # Ranks first agree on which parameters have a gradient anywhere. All have to exchange the same ones, and a gradient
-    # that no rank has must stay None: with zeros, optimizers with momentum would update the parameter.
+    # Ranks first agree on the parameters with a gradient anywhere. All exchange the same ones, and a gradient that no
+    # rank has must stay None: with zeros, optimizers with momentum would update the parameter.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     used = torch.tensor([parameter.grad is not None for parameter in parameters], device=accelerator.device).float()
     dist.all_reduce(used, dist.ReduceOp.MAX)

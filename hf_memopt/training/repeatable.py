@@ -14,13 +14,7 @@ LossFn = Callable[..., Tensor]
 
 
 class RandomState:
-    """The state of Python's and torch's generators, the CPU's and the current device's, when this was made.
-
-    NumPy's is not among them.
-
-    Attributes:
-        device: whose generator it is, beside the CPU's.
-    """
+    """The state of Python's and torch's generators, the CPU's and the current device's; NumPy's is not among them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,7 +25,6 @@ class RandomState:
             self._accelerator = _module_of(device).get_rng_state()
 
     def restore(self) -> None:
-        """Draw the same numbers again from here on."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         if self._accelerator is not None:
@@ -45,7 +38,6 @@ class BufferState:
         self._saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     def restore(self) -> None:
-        """Write the copies back into the buffers."""
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
@@ -54,19 +46,9 @@ class BufferState:
 class CachedForward:
     """Micro-batches that have run forward without graphs, and can run again, and backward, one at a time.
 
-    Args:
-        forward_fn: called on each micro-batch; returns a tensor or a tuple of tensors, samples first.
-        micro_batches: at least one.
-        device: whose random numbers are replayed, beside the CPU's.
-        around: makes a context for the second forward and the backward of a micro-batch, and is told whether that is
-            the last one: there ranks exchange gradients.
-        backward: goes on from the gradients of outputs, as `torch.autograd.backward` does.
-
-    Attributes:
-        leaves: each output of all micro-batches, `(n, ...)`, ready to collect a gradient.
-
-    Raises:
-        ValueError: there is no micro-batch, or `forward_fn` does not return tensors with samples first.
+    `around` makes a context for the second forward and the backward of a micro-batch, and is told whether that is the
+    last one: there ranks exchange gradients. `leaves` has each output of all micro-batches, `(n, ...)`, to collect a
+    gradient. Raises ValueError without micro-batches, or if `forward_fn` does not return tensors with samples first.
     """
 
     def __init__(
@@ -104,11 +86,7 @@ class CachedForward:
         return loss_fn(*_GradientsTo.apply(replay, *self.leaves))  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Each micro-batch forward again and backward. Random numbers then go on as if nothing had run twice.
-
-        Args:
-            gradients: those of `leaves`; None where the loss depends on nothing of it.
-        """
+        """Run each micro-batch forward again and backward. Random numbers then go on as if nothing had run twice."""
         cut = [
             [None] * len(lengths) if gradient is None else torch.split(gradient, lengths)
             for gradient, lengths in zip(gradients, self._sizes, strict=True)
@@ -129,8 +107,6 @@ class CachedForward:
 
 
 class _GradientsTo(torch.autograd.Function):
-    """Tensors as they are, whose gradients are given to a function."""
-
     @staticmethod
     def forward(ctx: Any, function: Callable[[Sequence[Tensor | None]], None], *tensors: Tensor) -> Outputs:
         ctx.function = function
@@ -145,7 +121,6 @@ class _GradientsTo(torch.autograd.Function):
 
 
 def _differentiable(outputs: Outputs, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
@@ -155,7 +130,6 @@ def _differentiable(outputs: Outputs, gradients: Sequence[Tensor | None]) -> tup
 
 
 def _autocast_of_now(device: torch.device) -> torch.autocast:
-    """Autocast as it is now, to be entered later."""
     return torch.autocast(
         device.type,
         torch.get_autocast_dtype(device.type),

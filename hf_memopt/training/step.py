@@ -69,13 +69,13 @@ def train_step(
     """Forward, backward, clip, check, update: one step on a window of micro-batches.
 
     The gradient is sum(w_i * grad(loss_i)) / sum(w_i), over all micro-batches of all ranks, however many each rank has:
-    the last window of an epoch divides by its own weights. `Accelerator.backward` divides by
-    `gradient_accumulation_steps` for any window, which is undone.
+    the last window of an epoch divides by its own weights. The division by `gradient_accumulation_steps` in
+    `Accelerator.backward` is undone.
 
     Ranks exchange gradients once, in the backward of the last micro-batch; under FSDP2 each holds the gradients of the
     whole model until then, unless `sync_each_batch=True` of accelerate's plugin has them exchanged each time. Gradients
     are dropped before the step and after it, also when it raises. In mixed precision the prepared model runs under
-    autocast as always, and the accelerator's scaler is used where there is one.
+    autocast, and the accelerator's scaler is used where there is one.
 
     Under DeepSpeed (ZeRO-2 and ZeRO-3) its engine exchanges gradients in each backward, clips by its own
     `gradient_clipping`, and scales in fp16. It cannot drop gradients: after an error in the middle of a window, or a
@@ -90,9 +90,9 @@ def train_step(
         optimizer: prepared by `accelerator`.
         weight_fn: the weight of a micro-batch; a number, or a tensor `()`, best on the CPU. None: the labels that are
             not -100 where it is a mapping with `labels`, and else its samples (`default_weight`). Micro-batches that
-            weigh 0 are left out; only if all of a rank's micro-batches weigh 0, the last one runs, for the sake of the
-            other ranks, and its gradient must be finite. Under FSDP2 and DeepSpeed a rank with fewer than the others
-            runs its last one again, with 0.
+            weigh 0 are left out; only if all of a rank's weigh 0, the last one runs, for the sake of the other ranks,
+            and its gradient must be finite. Under FSDP2 and DeepSpeed a rank with fewer than the others runs its last
+            one again, with 0.
         max_grad_norm: clip the whole step's gradient to this L2 norm. None: do not clip. DeepSpeed's
             `gradient_clipping` has to be the same.
         scheduler: stepped after the update, and not after a skipped one.
@@ -120,7 +120,6 @@ def train_step(
 
 
 def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
-    """Raise ValueError where a step would not be exact."""
     check_distributed_type(accelerator)
     engine = engine_of(accelerator)
     if engine is not None:
@@ -140,12 +139,7 @@ def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: fl
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step that collects gradients; get it from `open_step`, and end it with `update`.
-
-    Attributes:
-        watch: sees each gradient as backward computes it.
-        engine: DeepSpeed's; None without it.
-    """
+    """A step that collects gradients, from `open_step`; it ends with `update`."""
 
     accelerator: Accelerator
     model: nn.Module
@@ -162,13 +156,10 @@ class OpenStep:
         self.watch.begin_step()
 
     def accumulate(self, loss_fn: LossFn, weighted: Weighted, *, sync: bool) -> Tensor:
-        """Leave the gradient in the parameters, and return this rank's part of the loss.
-
-        With `sync`, ranks exchange gradients in the last backward. Without, this rank's part of the gradient is left.
-        """
+        """Leave the gradient in the parameters, with `sync` that of all ranks; return this rank's part of the loss."""
         accelerator = self.accelerator
-        # Exchanging gradients takes their mean over ranks, which is undone here, because the weights already divide by
-        # the weight of all micro-batches of all ranks.
+        # Exchanging takes the mean over ranks, which is undone here, because the weights already divide by the weight
+        # of all micro-batches of all ranks.
         factor = accelerator.num_processes if sync else 1
         if self.engine is not None:
             deepspeed_engine.begin_window(self.engine)
@@ -185,12 +176,7 @@ class OpenStep:
         return total
 
     def update(self, loss: Tensor, num_micro_batches: int) -> StepResult:
-        """Clip and check the gradient that all ranks have, and apply it.
-
-        Args:
-            loss: this rank's part, `()`; all ranks' add up to the loss of the step.
-            num_micro_batches: how many ran on this rank.
-        """
+        """Clip and check the gradient of all ranks, and apply it. The ranks' `loss`, `()`, add up to the step's."""
         accelerator, optimizer = self.accelerator, self.optimizer
         grad_norm = self._clip_and_apply() if self.engine is None else self._apply_by_engine()
         accelerator.step += 1
@@ -203,8 +189,8 @@ class OpenStep:
 
     def _clip_and_apply(self) -> float:
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        # All ranks hold the same gradient, so they all see the same norm and decide alike.
-        # Under a loss scaler this unscales the gradient first, and float() waits for the device.
+        # All ranks hold the same gradient, so they decide alike. Under a loss scaler this unscales the gradient first,
+        # and float() waits for the device.
         grad_norm = whole(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
         if not math.isfinite(grad_norm) and not scaler_takes_care(self.optimizer):
             self._stop(self.watch.findings())
@@ -213,7 +199,7 @@ class OpenStep:
         return grad_norm
 
     def _apply_by_engine(self) -> float:
-        # The norm is known when the update is done, so the micro-batches' own gradients decide; ranks decide alike.
+        # The norm is known only after the update, so the micro-batches' own gradients decide; ranks decide alike.
         findings = self.watch.findings()
         if max_over_ranks(self.accelerator, bool(findings)) and not self.engine.fp16_enabled():
             self._stop(findings)
@@ -231,11 +217,7 @@ def open_step(
     max_grad_norm: float | None,
     scheduler: Any,
 ) -> Iterator[OpenStep]:
-    """Begin a step without gradients, and leave none behind, even after an error.
-
-    Raises:
-        ValueError: a step would not be exact; see `train_step`.
-    """
+    """Begin a step without gradients, and leave none behind, even after an error. ValueError as from `train_step`."""
     _check_supported(accelerator, optimizer, max_grad_norm)
     check_not_joined([model])
     engine = engine_of(accelerator)

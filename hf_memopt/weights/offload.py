@@ -1,4 +1,4 @@
-"""A frozen teacher whose weights live in host memory and visit the device for as long as they are used."""
+"""Frozen teachers whose weights live in host memory and visit the device while they are used."""
 
 import logging
 from collections.abc import Iterator
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TeacherReport:
-    """The cost of a teacher; prints as text. Bytes and times are totals since it was made, where nothing else is said.
+    """The cost of a teacher; prints as text. Bytes and times are totals since it was made, unless said otherwise.
 
     Attributes:
         mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
-        reason: why, in words.
+        reason: for the mode, in words.
         home: device that holds the weights between visits.
         device: device that runs the teacher.
         host_bytes: host memory of the master copy, which all ranks of a machine share.
-        device_bytes: the teacher's own bytes on `device` right now.
-        peak_device_bytes: the most that they were, in this mode.
+        device_bytes: the teacher's own bytes on `device` now.
+        peak_device_bytes: their peak in this mode.
         shared_bytes: weights read from the student's memory, in no other figure here.
         bytes_host_to_device: copied so far.
-        bytes_device_to_host: copied so far; frozen weights are never copied back, so this stays 0.
+        bytes_device_to_host: 0: frozen weights are never copied back.
         stall_ms: time for which compute waited for copies.
         stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
         predicted_device_bytes: `peak_device_bytes` as `"auto"` or the plan of `"stream"` expects it; None before.
@@ -82,40 +82,40 @@ class TeacherReport:
 
 
 class OffloadedTeacher:
-    """Holds a frozen module at home in host memory and brings its weights to the device on demand.
+    """Holds a frozen module in host memory and brings its weights to the device on demand.
 
-    The weights are packed into one immutable host block, pinned where possible, and shared by the ranks of a machine. A
-    visit copies from that block on a side stream; leaving drops the copy. Nothing is copied back, cast or synchronised
-    with the host in a step, and the allocator's cache is left alone.
+    The weights are one immutable host block, pinned where possible, and shared by the ranks of a machine. A visit
+    copies from it on a side stream; leaving drops the copy. A step copies nothing back, casts nothing, does not wait on
+    the host, and leaves the allocator's cache alone.
 
-    This is no `nn.Module`: an attribute of a student holding it appears in no `parameters()`, `state_dict()`,
-    `train()` or `to()` of the student. A deep copy of the student shares it.
+    This is no `nn.Module`, so it is absent from `parameters()`, `state_dict()`, `train()` and `to()` of a student that
+    holds it. A deep copy of the student shares it.
 
     Args:
-        module: the teacher. Frozen and put into evaluation mode here, and owned by this object from now on. It stays
-            usable on the CPU between visits, unless it is quantised. The student itself, a PEFT model that is also
-            given as `share_with`: the teacher is its base, with adapters disabled (see `SharedBase`).
+        module: the teacher, frozen and put into evaluation mode here, and owned by this object from now on. Usable on
+            the CPU between visits, unless quantised. If it is the student itself, a PEFT model also given as
+            `share_with`, the teacher is its base, with adapters disabled (see `SharedBase`).
         device: where the teacher runs.
         mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
             as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
             CPU, and on an accelerator the mode that `budget_gib` or, without one, the first two optimizer steps allow
             (see `choose`).
-        dtype: cast floating-point parameters to this dtype, once. Buffers keep theirs, since rounding e.g. rotary
-            frequencies moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
+        dtype: cast floating-point parameters to it, once. Buffers keep theirs, since rounding e.g. rotary frequencies
+            moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
         share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
-        budget_gib: device memory that the teacher's own weights may take, for `"stream"` and `"auto"`. Streaming needs
-            two blocks of it at least.
-        copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with
-            another mode than auto makes a CPU run every step of an offloaded run.
+        budget_gib: device memory for the teacher's own weights, for `"stream"`, which needs two blocks at least, and
+            `"auto"`.
+        copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with a
+            mode other than auto makes a CPU run every step of an offloaded run.
 
     Raises:
         ValueError: unknown mode or negative budget; weights that cannot be rebound (sharded, sparse or meta tensors,
             other quantisation than torchao's); a shared base that would not be the teacher; ranks that were given
             different weights; a device that cannot stream.
 
-    With several ranks (torch.distributed is initialised), every rank has to make its teacher, in the same order: see
-    `share`. Cost of a visit: one copy of the teacher's own bytes over the link at most, streamed ones as often as they
-    pass. Ideas after accelerate's offloading of frozen weights (its pull request 1711: no copy back).
+    With several ranks (torch.distributed is initialised), every rank makes its teacher, in the same order: see `share`.
+    Cost of a visit: at most one copy of the teacher's own bytes, streamed ones as often as they pass. Ideas after
+    accelerate's offloading of frozen weights (its pull request 1711: no copy back).
     """
 
     def __init__(
@@ -148,7 +148,6 @@ class OffloadedTeacher:
             self._shared = SharedWeights(module, share_with)
             self._weights = PackedWeights(module, exclude=self._shared.parameters)
             self._placement = self._place(mode, None if budget_gib is None else int(budget_gib * GIB))
-            # Packing has freed the memory that the weights came in.
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
 
@@ -159,9 +158,9 @@ class OffloadedTeacher:
 
     @contextmanager
     def onload(self) -> Iterator[nn.Module]:
-        """Yield the module, ready to be called on `device` for as long as the context lasts.
+        """Yield the module, callable on `device` while the context lasts.
 
-        May be nested. The module is back on the host afterwards, also after an error inside or in the copy itself.
+        May be nested. The module is back on the host afterwards, also after an error inside or in the copy.
 
         Raises:
             RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).
@@ -261,10 +260,9 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 class VisitsByCall:
     """Makes each call of a teacher's module a visit (`OffloadedTeacher.onload`), so that a loop needs no change.
 
-    The module stays the object that the loop holds; its `forward` is replaced on the instance. Hooks around it would
-    not do: torch goes through the module's hooks when a call fails, while the end of a visit takes some of them away.
-    Only calls of the module count. Code that reads its weights or runs a part of it between calls finds them on the
-    host.
+    The module's `forward` is replaced on the instance. Hooks around it would not do: torch goes through the module's
+    hooks when a call fails, while the end of a visit removes some. Code that reads weights or runs a part of the module
+    between calls finds them on the host.
 
     Args:
         teacher: whose module is called.

@@ -1,4 +1,4 @@
-"""A frozen module's weights as one block of bytes, so that copies of whole blocks move them."""
+"""A frozen module's weights as one block of bytes, so that whole blocks are copied."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ OffsetTensor = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A part of the block that is packed as one piece; tensors that overlap, as tied ones do, share a slice.
+    """A part of the block packed as one piece; overlapping tensors, such as tied ones, share a slice.
 
     Attributes:
-        start: where it lies in the block, aligned.
-        num_bytes: how far it reaches, padding included.
+        start: byte of the block, aligned.
+        num_bytes: padding included.
         offsets: its tensors and their offsets in the block.
     """
 
@@ -31,16 +31,10 @@ class WeightSlice:
 
 
 class PackedWeights:
-    """Packs a module's parameters and buffers, persistent or not, in the order in which they are registered.
+    """Packs a module's parameters and buffers, persistent or not, in the order of registration, except `exclude`.
 
-    Args:
-        module: the frozen module.
-        exclude: parameters that live elsewhere.
-
-    Raises:
-        ValueError: a tensor is of a subclass or layout whose memory cannot be rebound.
-
-    Tensors that overlap in memory are packed, and later copied, once. Strides and offsets are kept.
+    Tensors that overlap in memory are packed, and later copied, once. Strides and offsets are kept. Raises ValueError
+    for a tensor whose memory cannot be rebound.
     """
 
     def __init__(self, module: nn.Module, exclude: Iterable[nn.Parameter] = ()) -> None:
@@ -57,7 +51,7 @@ class PackedWeights:
         self.offsets = [each for piece in self.slices for each in piece.offsets]
         self.num_bytes = sum(piece.num_bytes for piece in self.slices)
         index = {id(tensor): i for i, piece in enumerate(self.slices) for tensor, _ in piece.offsets}
-        # By the identity of a parameter, of a buffer, or of a tensor inside a quantised one: which slices hold it.
+        # By the id of a parameter, a buffer, or a tensor inside a quantised one.
         self.slices_of = {each: (number,) for each, number in index.items()} | {
             weight: tuple(dict.fromkeys(index[id(each)] for each in tensors)) for weight, tensors in inner.items()
         }
@@ -67,12 +61,10 @@ class PackedWeights:
         return zip(self.slices, self._sources, strict=True)
 
     def pack(self, block: Tensor) -> None:
-        """Copy the weights to `block`, `(num_bytes,)` uint8 on any device."""
         for piece, memory in self.pieces():
             block[piece.start : piece.start + memory.nbytes].copy_(memory)
 
     def drop_sources(self) -> None:
-        """Drop the memory that the weights came in; they have been packed into a block."""
         self._sources = []
 
 
@@ -109,7 +101,7 @@ class _MemoryRange:
 
 
 def _memory_ranges(tensors: list[Tensor]) -> list[_MemoryRange]:
-    """Merge tensors that overlap into one range, in the order in which the ranges' first tensors come."""
+    """Merge overlapping tensors into ranges, in the order of their first tensors."""
     ranges: list[_MemoryRange] = []
     for tensor in sorted(tensors, key=lambda each: each.data_ptr()):
         begin = tensor.data_ptr()

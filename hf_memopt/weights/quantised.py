@@ -11,16 +11,15 @@ from hf_memopt.transfer.backends import PLAIN_TYPES
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Return whether it is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
+    """Return whether this is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
     return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold a weight's bytes: itself, or those inside a quantised one.
 
-    Raises:
-        ValueError: neither plain and dense nor quantised with torchao. bitsandbytes keeps part of a weight in offsets
-            that no interface lists, and a sharded weight's bytes are on other ranks.
+    Raises ValueError for others: bitsandbytes keeps part of a weight in offsets that no interface lists, and a sharded
+    weight's bytes are on other ranks.
     """
     if is_quantised(tensor):
         for field in _fields(tensor)[0]:
@@ -36,10 +35,10 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def claim_device(module: nn.Module, copier: Copier) -> None:
-    """Replace each quantised weight by a wrapper that says it is on the copier's device, around the same bytes.
+    """Replace each quantised weight by a wrapper on the copier's device, around the same bytes.
 
-    A wrapper's device is fixed when it is made, while the tensors inside can be rebound. Operators ask the wrapper, and
-    run where the inner tensors are when the module is called.
+    A wrapper's device is fixed when it is made, while its inner tensors can be rebound. Operators ask the wrapper, and
+    run where the inner tensors are.
     """
     replaced: dict[int, nn.Parameter] = {}
     borrowed: list[Tensor] = []
@@ -76,6 +75,5 @@ def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tenso
 
 
 def _fields(tensor: Any) -> tuple[list[str], Any]:
-    """Return the names of the inner tensors, and the other arguments that make the wrapper again."""
     fields: tuple[list[str], Any] = tensor.__tensor_flatten__()
     return fields

@@ -14,34 +14,28 @@ from hf_memopt.weights.packed_weights import PackedWeights
 
 
 class _Claim(NamedTuple):
-    """The identity of a rank: its machine, and the weights that it was given."""
-
     machine: str
     num_bytes: int
     fingerprint: str
 
 
 class _Offer(NamedTuple):
-    """Where the first rank of a machine has put the weights: a file of memory that has no name."""
+    """Where a machine's first rank has put the weights: a file of memory that has no name."""
 
     process: int
     file: int
 
 
 def several_ranks() -> bool:
-    """Return whether this process trains together with others, on a system where they can share memory."""
     return num_ranks() > 1 and hasattr(os, "memfd_create")
 
 
 def share(weights: PackedWeights, device: torch.device) -> Tensor:
     """Pack the weights into memory that all ranks of a machine map, `(num_bytes,)` uint8, page-locked on CUDA.
 
-    Every rank has to call this, with the same weights. The first rank of each machine writes the memory, and no rank
-    writes it afterwards. It has no name in any file system: no limit of `/dev/shm` applies, and it is gone when the
-    last process that maps it is, however that ends.
-
-    Raises:
-        ValueError: on every rank, if the ranks were given different weights.
+    Every rank calls this, with the same weights, or all raise ValueError. The first rank of each machine writes the
+    memory, and no rank writes it afterwards. It has no name in any file system: no limit of `/dev/shm` applies, and it
+    is gone with the last process that maps it, however that ends.
 
     Costs a SHA-256 of the weights on each rank, and three small collectives.
     """
@@ -81,9 +75,11 @@ def _refuse_different(claims: list[_Claim]) -> None:
         )
 
 
-def _machine(boot: Path = Path("/proc/sys/kernel/random/boot_id"), processes: Path = Path("/proc/self/ns/pid")) -> str:
-    """Equal for processes that can open each other's files under /proc: one kernel, one container."""
-    return f"{boot.read_text().strip()} {processes.readlink()}"
+def _machine() -> str:
+    """Return a key equal for processes that can open each other's files under /proc: one kernel, one container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    processes = Path("/proc/self/ns/pid").readlink()
+    return f"{boot} {processes}"
 
 
 def _fingerprint(weights: PackedWeights) -> str:

@@ -1,4 +1,4 @@
-"""Aliasing the frozen tensors that a student and its teacher have in common."""
+"""Frozen tensors that a student and its teacher have in common."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,10 @@ from hf_memopt.transfer.backends import PLAIN_TYPES
 
 
 class SharedWeights:
-    """The teacher's parameters that are bitwise the student's frozen ones, held once, in the student's memory.
+    """The teacher's parameters that are bitwise the student's frozen ones of that name, held in the student's memory.
 
-    Args:
-        teacher: frozen module; its matching parameters lose their own storage.
-        student: module whose parameters of the same name, shape, dtype and values are shared, as far as they are
-            frozen. Buffers are never shared: a student in training mode may write its own.
-
-    Costs one comparison of the common tensors when it is made, and one pointer assignment per tensor and `bind`.
+    Buffers are never shared: a student in training mode may write its own. Costs one comparison of the common tensors
+    when made, and one pointer assignment per tensor and `bind`.
     """
 
     def __init__(self, teacher: nn.Module, student: nn.Module | None) -> None:
@@ -29,11 +25,7 @@ class SharedWeights:
         self.bind()
 
     def bind(self) -> None:
-        """Point the teacher's parameters at the student's memory, wherever the student has moved to.
-
-        Raises:
-            RuntimeError: the student's frozen weights were written, cast or unfrozen since they were compared.
-        """
+        """Point the teacher at the student's memory; RuntimeError if that was written, cast or unfrozen since."""
         for name, parameter, partner, version in self._pairs:
             if partner._version != version or partner.requires_grad or partner.dtype != parameter.dtype:
                 raise RuntimeError(
@@ -49,12 +41,11 @@ class SharedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the teacher reads from the student's memory."""
         return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.parameters}.values())
 
 
 def can_share(teacher: Tensor, student: Tensor) -> bool:
-    """Return whether a frozen student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
+    """Return whether a student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
     return (
         not student.requires_grad
         and type(student.data) in PLAIN_TYPES

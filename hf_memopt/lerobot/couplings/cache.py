@@ -17,12 +17,8 @@ from hf_memopt.lerobot.couplings.store import CouplingFolder
 class CouplingCache:
     """The couplings of one folder, by sample. Copies and pickles read and check the folder anew.
 
-    Args:
-        path: where `precompute` wrote them.
-
-    Raises:
-        ValueError: incomplete, truncated, damaged, or with shards of other couplings; names the file. Costs one read
-            of the folder, and shows a bar if that takes more than ten seconds.
+    Costs one read of the folder, and shows a bar if that takes more than ten seconds. Raises a ValueError that names
+    the file if the folder is incomplete, damaged, or has shards of other couplings.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -43,7 +39,6 @@ class CouplingCache:
 
     @property
     def has_observations(self) -> bool:
-        """Return whether the observations were stored with the couplings."""
         return bool(self.description["stores_observations"])
 
     def check(self, expected: Mapping[str, Any]) -> None:
@@ -51,16 +46,10 @@ class CouplingCache:
         check_same(self.folder.path, self.description, expected)
 
     def of(self, indices: Sequence[int], draws: Sequence[int], observation: Observation | None) -> Coupling:
-        """Return the couplings of some samples, on the CPU.
+        """Return one coupling of each sample, on the CPU; `observation=None` takes the stored one.
 
-        Args:
-            indices: names of the samples.
-            draws: for each, which of its couplings.
-            observation: the student's observation; None takes the stored one.
-
-        Raises:
-            ValueError: a sample without couplings, `observation` is not the one they were computed for, or the files
-                were changed since they had been checked.
+        Raises ValueError for a sample without couplings, another observation, or files that were changed since the
+        check.
         """
         missing = [index for index in indices if index not in self._position]
         if missing:

@@ -1,5 +1,3 @@
-"""Which couplings there are, and one batch of them."""
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ Solve = Callable[[Observation, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CouplingSpec:
-    """Which couplings there are, and which of them are computed together.
+    """The couplings there are, and the batches that they are computed in.
 
     A sample's neighbours in a batch change a matrix product's rounding, so batches are part of the spec: batch `n`
     holds the same samples whenever and wherever it is computed. With `batch_size=1` every coupling stands for itself.
@@ -23,8 +21,8 @@ class CouplingSpec:
     Attributes:
         key: the inputs that the couplings depend on.
         indices: names of the samples, in the order in which they are batched.
-        shape: shape of one sample's noise and target.
-        num_draws: how many couplings each sample has.
+        shape: of one sample's noise and target.
+        num_draws: couplings per sample.
         batch_size: samples per batch, at least 1.
     """
 
@@ -43,12 +41,10 @@ class CouplingSpec:
 
     @property
     def batches_per_draw(self) -> int:
-        """Batches that take each sample once."""
         return -(-len(self.indices) // self.batch_size)
 
     @property
     def num_batches(self) -> int:
-        """All batches, of all draws."""
         return self.num_draws * self.batches_per_draw
 
     def batch(self, number: int) -> tuple[list[int], int]:
@@ -58,11 +54,9 @@ class CouplingSpec:
         return list(self.indices[start : start + self.batch_size]), draw
 
     def samples_sha256(self) -> str:
-        """SHA-256 of the samples' names and order."""
         return hashlib.sha256(",".join(map(str, self.indices)).encode()).hexdigest()
 
     def seeds(self, number: int) -> list[int]:
-        """Return the seeds of a batch's noise."""
         indices, draw = self.batch(number)
         return [noise_seed(self.key.seed, index, draw) for index in indices]
 

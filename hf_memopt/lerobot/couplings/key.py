@@ -20,10 +20,10 @@ class CouplingKey:
 
     Attributes:
         weights: SHA-256 of the teacher's weights.
-        solver: how its ODE is solved, e.g. `"euler"`.
-        num_steps: number of steps of the solver.
+        solver: of its ODE, e.g. `"euler"`.
+        num_steps: of the solver.
         dtype: that the teacher runs in.
-        seed: seed of the noise.
+        seed: of the noise.
         dataset: fingerprint of the data.
         preprocessing: fingerprint of the processing of a sample before the teacher sees it.
     """
@@ -37,7 +37,6 @@ class CouplingKey:
     preprocessing: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -61,21 +60,15 @@ def noise_seed(seed: int, index: int, draw: int) -> int:
 
 
 def draw_noise(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise, `(len(seeds), *shape)`, each row of its own seed and drawn on the CPU.
-
-    A row depends neither on its neighbours nor on the device, and the global random generator is left alone.
-    """
+    """Draw `(len(seeds), *shape)` on the CPU, each row of its own seed; the global random generator is left alone."""
     return torch.stack([torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def observation_checksums(observation: Mapping[str, Tensor]) -> Tensor:
-    """An integer for each sample that changes with any bit of it, `(batch,)` int64 on the CPU.
+    """Return an integer for each sample that changes with any bit of it, `(batch,)` int64 on the CPU.
 
     Sums of the elements' bits, each with a weight of its own position, modulo 2^64: exact on every device and in every
     order. Zeros at the end of a row do not count. Takes one sample at a time, in 16 bytes for each of its elements.
-
-    Args:
-        observation: tensors, batch first.
     """
     batch_size = len(next(iter(observation.values())))
     totals = torch.zeros(batch_size, dtype=torch.int64)

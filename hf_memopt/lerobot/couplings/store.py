@@ -1,4 +1,4 @@
-"""A folder of couplings: Arrow files of the `datasets` library, and `couplings.json`, which says what they hold."""
+"""A folder of couplings: Arrow files of the `datasets` library, and their description, `couplings.json`."""
 
 import hashlib
 import json
@@ -39,9 +39,6 @@ class CouplingFolder:
     damaged, of other couplings or in another one's place has a name that does not fit, and the shard counts as absent.
     Files get their names when they are whole and on disk, so that a kill or a full disk costs at most the shard in
     flight.
-
-    Args:
-        path: path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,19 +49,13 @@ class CouplingFolder:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards, by the description."""
         return int(self.description["num_shards"])
 
     def begin(self, description: Mapping[str, Any]) -> None:
         """Create the folder for couplings of this description, or check that it holds such couplings already.
 
-        A description that is missing or damaged is written again if a shard in the folder belongs to it.
-
-        Args:
-            description: JSON-able; has `num_shards`.
-
-        Raises:
-            ValueError: it holds others; names the fields. Or it holds something else, or cannot be created.
+        A description that is missing or damaged is written again if a shard in the folder belongs to it. Raises a
+        ValueError that names the fields of other couplings, or if the folder holds something else or cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -80,11 +71,7 @@ class CouplingFolder:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """Return the description that `begin` was given.
-
-        Raises:
-            ValueError: the folder holds no couplings, or the description is damaged.
-        """
+        """The description that `begin` was given; ValueError if it is absent or damaged."""
         file = self.path / DESCRIPTION_FILE
         if not os.path.lexists(file):
             raise _AbsentError(f"{self.path} holds no couplings: there is no {DESCRIPTION_FILE} in it; {_AGAIN}")
@@ -99,20 +86,11 @@ class CouplingFolder:
         return described
 
     def incomplete(self, shards: Iterable[int]) -> list[int]:
-        """Return those of some shards that are missing, damaged, or of other couplings. Reads all of them.
-
-        Raises:
-            ValueError: a file that cannot be read and is not to be replaced either, a folder for example; names it.
-        """
+        """Return those of some shards that are absent, after reading all; ValueError where a file cannot be read."""
         return [shard for shard in self._with_bar(shards) if not self._is_complete(shard, self.description)]
 
     def write(self, shard: int, rows: Iterator[Columns], features: Features) -> None:
-        """Write one shard from batches of columns; it appears when it is complete.
-
-        Raises:
-            ValueError: another process writes this shard.
-            OSError: the disk is full, for example: names the file and how many bytes are free.
-        """
+        """Write one shard from batches of columns, whole or not at all; ValueError if another process writes it."""
         label = _label(shard, self.description)
         file, draft = self.path / f"{label}.arrow", self.path / f".{label}.partial"
         lock = WriterLock(self.path / f".lock-{label}", str(file), "give each process a RANK of its own")
@@ -121,8 +99,8 @@ class CouplingFolder:
             # A fingerprint in the file spares `datasets` from making one of all its contents.
             fingerprint = f"{_digest(self.description)[:16]}-{shard}"
             with ArrowWriter(features=features, path=str(draft), fingerprint=fingerprint) as writer:
-                # The teacher computes the rows here. Its errors are not those of the disk, so only the lines that
-                # write are watched.
+                # The teacher computes the rows here. Its errors are not those of the disk, so only the lines that write
+                # are watched.
                 for columns in rows:
                     with _writing(file):
                         writer.write_batch(columns)
@@ -139,16 +117,10 @@ class CouplingFolder:
             lock.release()
 
     def missing(self) -> list[int]:
-        """Return the shards without a file. Reads none."""
         return [shard for shard in range(self.num_shards) if not self._files(shard, self.description)]
 
     def read(self) -> Dataset:
-        """Map all rows from disk: of the files that were checked, also if others take their names later.
-
-        Raises:
-            ValueError: a shard is missing, truncated, damaged or of other couplings; names it. Costs one read of all
-                shards.
-        """
+        """Map all rows from disk, of the files that this reads and checks, also if others take their names later."""
         self._checked = [self._find(shard, self.description) for shard in self._with_bar(range(self.num_shards))]
         parts = [Dataset.from_buffer(shard.content) for shard in self._checked]
         self._ends = list(accumulate(part.num_rows for part in parts))
@@ -162,7 +134,6 @@ class CouplingFolder:
                 raise ValueError(f"{file} was changed while it was in use; start again, which checks all files anew")
 
     def _find(self, shard: int, description: Mapping[str, Any]) -> "_Shard":
-        """Return one shard, after reading all of it."""
         files = self._files(shard, description)
         for file in files:
             with _reading(file):
@@ -209,16 +180,12 @@ class CouplingFolder:
                 draft.unlink(missing_ok=True)
 
     def _with_bar(self, shards: Iterable[int]) -> Iterable[int]:
-        """Show a bar once checking them has taken ten seconds."""
         bar: Iterable[int] = tqdm(shards, desc=f"checking {self.path}", unit="shard", delay=10)
         return bar
 
 
 class _Shard(NamedTuple):
-    """A shard that was checked: its file, that file's size and times before, and its contents, mapped.
-
-    The mapping outlives the file's name.
-    """
+    """A checked shard: its file, that file's size and times before, and its contents, mapped beyond the file's name."""
 
     file: Path
     before: os.stat_result
@@ -230,7 +197,6 @@ class _AbsentError(ValueError):
 
 
 def coupling_features(num_elements: int, with_observations: bool) -> Features:
-    """Return the columns of a cache whose targets have `num_elements` elements."""
     columns = {
         "index": Value("int64"),
         "draw": Value("int32"),
@@ -246,25 +212,22 @@ def _label(shard: int, description: Mapping[str, Any]) -> str:
 
 
 def _name(shard: int, description: Mapping[str, Any], content: pyarrow.Buffer) -> str:
-    """Return the name that a shard's file has to have."""
     digest = hashlib.sha256(f"{_digest(description)} {shard}\n".encode())
     digest.update(content)
     return f"{_label(shard, description)}-{digest.hexdigest()[:16]}.arrow"
 
 
 def _digest(description: Mapping[str, Any]) -> str:
-    """SHA-256 of a description."""
     return hashlib.sha256(f"{_FORMAT} {json.dumps(description, sort_keys=True)}".encode()).hexdigest()
 
 
 def _contents(file: Path) -> pyarrow.Buffer:
-    """Map a file."""
     with pyarrow.memory_map(str(file)) as mapped:
         return mapped.read_buffer()
 
 
 def _was_written_into(file: Path, before: os.stat_result) -> bool:
-    """Tell whether the file that was checked has been written into; another that has taken its name is no matter."""
+    """Return whether the checked file has been written into; another that has taken its name is no matter."""
     try:
         now = file.stat()
     except FileNotFoundError:
@@ -275,7 +238,6 @@ def _was_written_into(file: Path, before: os.stat_result) -> bool:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn errors inside into ones that name the file and the remedy."""
     try:
         yield
     except FileNotFoundError as error:
@@ -286,7 +248,6 @@ def _reading(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """Turn failures to write inside into an OSError that names `file` and the free bytes."""
     try:
         yield
     except OSError as error:

@@ -27,11 +27,12 @@ def precompute(
     world_size: int = 1,
     extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Write the couplings of a specification to a folder, for `CouplingCache`.
+    """Write the couplings of a specification to a folder, for `CouplingCache`; return shards that are still missing.
 
     Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
     written anew. Processes need not know of each other; each takes every `world_size`-th shard. Its files that are
-    there already are read to find damage; a bar shows up if that takes more than ten seconds.
+    there already are read to find damage. Raises ValueError if the folder holds other couplings or other files, another
+    process writes the same shard, or `load` does not repeat an observation that is not stored.
 
     Args:
         solve: from an observation and noise `(batch, *shape)` to targets of that shape.
@@ -43,13 +44,6 @@ def precompute(
         rank: rank of this process.
         world_size: number of processes.
         extra: JSON-able facts to record and to compare like the key.
-
-    Returns:
-        Shards that other processes have not written yet; none, if the folder is complete.
-
-    Raises:
-        ValueError: the folder holds other couplings (names each field that differs) or other files; another process
-            writes the same shard; or `load` does not give the same observation twice and observations are not stored.
 
     Disk: 4 bytes for each element of a target, and 24 for each coupling.
     """
@@ -88,11 +82,7 @@ def precompute(
 
 @torch.no_grad()
 def compute(solve: Solve, load: Load, spec: CouplingSpec, number: int) -> Coupling:
-    """Ask the teacher for batch `number` of a specification; arguments as for `precompute`.
-
-    Raises:
-        ValueError: `solve` gave targets of another shape.
-    """
+    """Ask the teacher for batch `number`; arguments as for `precompute`. ValueError for targets of another shape."""
     indices, _ = spec.batch(number)
     observation = load(indices)
     noise = draw_noise(spec.seeds(number), spec.shape)

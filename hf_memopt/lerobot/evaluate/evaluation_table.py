@@ -17,7 +17,6 @@ Rollouts = Mapping[int, RolloutResult]
 
 
 def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
-    """Return the comparison in words and numbers; errors and spread are of normalised actions."""
     header = ["steps", *(f"{name} {figure}" for figure in ("error", "spread", "ms") for name, _ in _SIDES)]
     rows = [[*header, *(["success", "reward"] if rollouts else [])]]
     for steps in evaluation.student.error:
@@ -45,11 +44,7 @@ def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str
 
 
 def write_evaluation(folder: Path, evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> list[Path]:
-    """Write `evaluation.json` and `evaluation.png`, over older ones, and return their paths.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Write `evaluation.json` and `evaluation.png`, over older ones. ValueError without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers, figure = folder / "evaluation.json", folder / "evaluation.png"
     found: dict[str, Any] = evaluation.to_dict()

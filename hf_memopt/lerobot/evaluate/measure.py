@@ -1,4 +1,4 @@
-"""How good a reflowed student is with few Euler steps, next to its teacher and on the same noise."""
+"""The quality of a reflowed student with few Euler steps, next to its teacher and on the same noise."""
 
 import dataclasses
 import statistics
@@ -45,8 +45,8 @@ class ModelEvaluation:
         normalized_straightness: the same, divided by the mean squared length of the path.
         spread: standard deviation over noise of the actions for one observation. Near 0, the model has collapsed.
         latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
-        weights_bytes: size of weights and buffers.
-        sampling_bytes: size of the tensors that are alive at most besides, while one chunk is sampled.
+        weights_bytes: of weights and buffers.
+        sampling_bytes: peak of all other tensors, while one chunk is sampled.
     """
 
     error: dict[int, float]
@@ -61,7 +61,7 @@ class ModelEvaluation:
 
 @dataclass(frozen=True)
 class ReflowEvaluation:
-    """Student and teacher on `num_observations` observations; the reference takes `teacher_num_steps` steps."""
+    """Student and teacher on the same observations; the reference takes `teacher_num_steps` steps."""
 
     num_observations: int
     teacher_num_steps: int
@@ -70,7 +70,6 @@ class ReflowEvaluation:
     student: ModelEvaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -80,22 +79,15 @@ def evaluate_reflow(
     batches: Sequence[Batch],
     *,
     num_steps: Sequence[int] = (1, 2, 4, 10),
-    seed: int = 0,
 ) -> ReflowEvaluation:
-    """Compare a student with its teacher.
+    """Compare a student with its teacher, whose own number of Euler steps defines the reference actions.
 
-    Args:
-        student: any flow-matching policy that reflow knows, reflowed or exported.
-        teacher: the policy it was distilled from; its own number of Euler steps defines the reference actions.
-        batches: preprocessed, on the policies' device, with actions.
-        num_steps: numbers of Euler steps to try.
-        seed: seed of the noise, which is the same for every model and number of steps.
-
-    Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one batch for
-    each number of steps. Training mode, configurations and the global random generator are left as they were.
+    `batches` are preprocessed, on the policies' device, with actions. The noise is the same for every model and number
+    of steps. Costs `len(num_steps) + 2` samplings per model and batch, and for spread and latency another 15 of one
+    batch for each number of steps. Training mode, configurations and the global random generator are left as they were.
     """
     reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
-    noises = [_draw_noise(teacher, batch, seed + index) for index, batch in enumerate(batches)]
+    noises = [_draw_noise(teacher, batch, seed=index) for index, batch in enumerate(batches)]
     references = [
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
         for batch, noise in zip(batches, noises, strict=True)
@@ -117,20 +109,7 @@ def held_out_batches(
     max_observations: int = 256,
     device: str = "cpu",
 ) -> list[dict[str, Tensor]]:
-    """Load observations of a LeRobotDataset, preprocessed as for the policy, spread evenly over the episodes.
-
-    Args:
-        policy: checkpoint whose configuration and saved preprocessor apply.
-        repo_id: id of the dataset.
-        root: its local folder; None, lerobot's cache or the hub.
-        episodes: which episodes; None, all.
-        batch_size: observations per batch.
-        max_observations: at most so many.
-        device: where the batches live.
-
-    Raises:
-        ValueError: the dataset cannot be read.
-    """
+    """Load observations, spread evenly over a LeRobotDataset's episodes, preprocessed as for checkpoint `policy`."""
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     overrides = {"device_processor": {"device": device}}
@@ -147,11 +126,6 @@ def held_out_batches(
 
 @contextmanager
 def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
-    """Say in words why lerobot cannot open a dataset, if it cannot.
-
-    Raises:
-        ValueError: it is not there, neither locally nor on the hub.
-    """
     try:
         yield
     except (OSError, HTTPError) as error:
@@ -248,10 +222,7 @@ def _latency_ms(policy: PreTrainedPolicy, observation: Observation, noise: Tenso
 
 
 def memory_to_act(policy: PreTrainedPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:
-    """Return the bytes of weights and buffers, and the most that other tensors hold together while a chunk is sampled.
-
-    In one Euler step: further ones hold no more.
-    """
+    """Return the bytes of weights and buffers, and the peak of other tensors in one Euler step; more hold no more."""
     storages = (tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers()))
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     log = AllocationLog(noise.device.type, 1, StepPhases())

@@ -24,8 +24,8 @@ class RolloutResult:
     """Episodes with one number of Euler steps.
 
     Attributes:
-        num_episodes: how many.
-        success_rate: share of the episodes that the environment called a success (`info["is_success"]`).
+        num_episodes: all.
+        success_rate: share that the environment called a success (`info["is_success"]`).
         mean_reward: mean over the episodes of the sum of their rewards.
     """
 
@@ -35,22 +35,14 @@ class RolloutResult:
 
 
 def evaluate_in_environment(
-    policy: str, env_id: str, num_steps: Sequence[int], *, num_episodes: int = 10, seed: int = 0, device: str = "cpu"
+    policy: str, env_id: str, num_steps: Sequence[int], *, num_episodes: int = 10, device: str = "cpu"
 ) -> dict[int, RolloutResult]:
-    """Let a policy act in an environment.
+    """Let a policy act in an environment, with each of `num_steps`.
 
-    Args:
-        policy: checkpoint folder, training output folder or hub id.
-        env_id: id of a registered environment, or `package:Name-v0`, which imports `package` first. Its observations
-            are named as lerobot's environments name theirs: `pixels` (uint8 images, channels last, one or by camera)
-            and `agent_pos`. It has a limit of steps, and attributes `task` and `task_description`.
-        num_steps: numbers of Euler steps to try.
-        num_episodes: for each of them.
-        seed: seed of the first episode, the next has the next, and of the noise. Global generators are left alone.
-        device: where the policy runs.
-
-    Raises:
-        ValueError: there is no such environment, it has no limit of steps, or `num_episodes` is less than 1.
+    `env_id` is a registered environment, or `package:Name-v0`, which imports `package` first. Its observations are
+    named as lerobot's environments name theirs: `pixels` (uint8 images, channels last, one or by camera) and
+    `agent_pos`. It has a limit of steps, and attributes `task` and `task_description`. Episode n has the seed
+    n, and the noise of all the seed 0. Global generators are left alone.
     """
     COUNT.check("num_episodes", num_episodes)
     environment = _make_environment(env_id, min(num_episodes, _MAX_PARALLEL))
@@ -63,8 +55,8 @@ def evaluate_in_environment(
             setattr(model.config, flow_of(model.config).steps_field, steps)
             nothing = PolicyProcessorPipeline(steps=[])
             with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                found = eval_policy(environment, model, nothing, nothing, *processors, num_episodes, start_seed=seed)
+                torch.manual_seed(0)
+                found = eval_policy(environment, model, nothing, nothing, *processors, num_episodes, start_seed=0)
             overall = found["aggregated"]
             results[steps] = RolloutResult(num_episodes, overall["pc_success"] / 100, overall["avg_sum_reward"])
     finally:

@@ -42,19 +42,13 @@ class Observation:
 
 
 class SharedPrefix:
-    """Keys and values of the image and language tokens of one batch, one of each per layer, without a graph.
-
-    Attributes:
-        keys: one tensor per layer.
-        values: one tensor per layer.
-    """
+    """Keys and values of the image and language tokens of one batch, one tensor per layer, without a graph."""
 
     keys: list[Tensor]
     values: list[Tensor]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all keys and values."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
@@ -66,14 +60,13 @@ class ConditionedExpert(ABC):
         """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
 
     def sample(self, noise: Tensor, num_steps: int) -> Tensor:
-        """Run lerobot's Euler integration from noise to actions, `(batch, chunk, max_action_dim)`."""
         actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
         return actions
 
     def couple(
         self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
     ) -> tuple[Tensor, Tensor]:
-        """Find both ends of the ODE's paths, of each sample from the end that is given.
+        """Find both ends of the ODE's paths, of each sample from the end that is given: all noise and all actions.
 
         Args:
             noise: `(batch, chunk, max_action_dim)`. Where a path starts from it, its end is found as `sample` does.
@@ -83,9 +76,6 @@ class ConditionedExpert(ABC):
             num_steps: Euler steps.
             num_action_dims: dimensions that the robot has. lerobot trains no velocity in the others; from the actions
                 they follow the line to their own `noise`, which is where they are in its training.
-
-        Returns:
-            The noise and the actions of every path.
         """
         backwards = from_actions[:, None, None]
         x = torch.where(backwards, actions, noise)
@@ -104,7 +94,7 @@ class FlowPolicy(ABC):
     Attributes:
         stock_type: lerobot's name for it; the student's is the same with `_reflow` behind it.
         title: its name in prose.
-        steps_field: the field of its configuration that says how many Euler steps sampling takes.
+        steps_field: field of its configuration for the number of Euler steps.
         architecture_fields: fields that decide the shape, the meaning or the conditioning of its velocity field.
             Student and teacher must agree on them.
     """
@@ -116,15 +106,11 @@ class FlowPolicy(ABC):
 
     @abstractmethod
     def load(self, folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
-        """Return a checkpoint's policy in evaluation mode.
-
-        Raises:
-            RuntimeError: the weights do not fit the configuration.
-        """
+        """Return a checkpoint's policy in evaluation mode; RuntimeError if the weights do not fit the configuration."""
 
     @abstractmethod
     def name_vlm(self, config: PreTrainedConfig) -> str:
-        """Say with which field and value a configuration names its VLM."""
+        """Return the field and value by which a configuration names its VLM."""
 
     @abstractmethod
     def settings_of_teacher(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -159,7 +145,7 @@ class FlowPolicy(ABC):
 
     @abstractmethod
     def why_not_shareable(self, config: PreTrainedConfig) -> str | None:
-        """Say which setting keeps a frozen VLM's prefix from being computed once; None, no setting does."""
+        """Return the setting that keeps a frozen VLM's prefix from being computed once, if any."""
 
     def leave_out_unused(self, model: nn.Module) -> None:  # noqa: B027
         """Drop the weights of a teacher's model that sampling does not read."""

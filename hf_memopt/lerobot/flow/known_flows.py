@@ -1,4 +1,4 @@
-"""Which adapter belongs to a policy."""
+"""The adapters of the policies."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,8 @@ POLICY_TYPES = tuple(name for stock in STOCK_TYPES for name in (stock, f"{stock}
 
 
 def flow_of(config: PreTrainedConfig) -> FlowPolicy:
-    """Return the adapter of a configuration whose type is one of `POLICY_TYPES`."""
     return _FLOWS[config.type.removesuffix("_reflow")]
 
 
 def observe(policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Observation:
-    """Prepare a preprocessed batch as the policy's model takes it. The batch is not modified."""
     return flow_of(policy.config).observe(policy, batch)

@@ -102,10 +102,6 @@ class Pi0Flow(FlowPolicy):
 class Pi0Prefix(SharedPrefix):
     """Computes the keys and values of the image and language tokens of one batch, `(batch, heads, tokens, dim)` each.
 
-    Args:
-        model: whose frozen VLM computes them.
-        observation: the batch.
-
     Memory: `2 * layers * batch * tokens * kv_heads * head_dim` elements; nothing is saved for backward.
     """
 
@@ -129,11 +125,9 @@ class Pi0Prefix(SharedPrefix):
 
 
 class Pi0Expert(ConditionedExpert):
-    """Evaluates a model's velocity field, given a shared prefix. Gradients flow to the expert and all projections.
+    """Evaluates a velocity field, given a shared prefix, which is cast to the expert's dtype where that is another.
 
-    Args:
-        model: student or teacher.
-        prefix: computed by a VLM with the same weights; cast to the expert's dtype where that is another.
+    Gradients flow to the expert and all projections.
     """
 
     def __init__(self, model: PI0Pytorch, prefix: Pi0Prefix) -> None:
@@ -146,7 +140,6 @@ class Pi0Expert(ConditionedExpert):
         self._layers = [(key, value, None) for key, value in zip(keys, values, strict=True)]
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
         velocity: Tensor = self._model.denoise_step(
             state=self._state,
             prefix_pad_masks=self._pad_masks,
@@ -158,13 +151,7 @@ class Pi0Expert(ConditionedExpert):
 
 
 def load_pi0_weights(policy: PI0Policy, folder: Path) -> None:
-    """Load a checkpoint's weights strictly, with the names of openpi's checkpoints translated as lerobot does.
-
-    `PI0Policy.from_pretrained` prints the error and goes on, with random values for weights that did not load.
-
-    Raises:
-        RuntimeError: they do not fit.
-    """
+    """Load weights strictly, with openpi's names translated; `PI0Policy.from_pretrained` goes on with random values."""
     weights = policy._fix_pytorch_state_dict_keys(load_file(folder / SAFETENSORS_SINGLE_FILE), policy.config)
     named = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in weights.items()}
     policy.load_state_dict(named, strict=True)

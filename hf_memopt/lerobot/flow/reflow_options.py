@@ -16,39 +16,36 @@ SELF = "self"
 class ReflowOptions:
     """Fields of a student's configuration beside its policy's own; mixed into that policy's configuration class.
 
-    Paths become absolute, so that a checkpoint that was trained with relative ones works from any directory.
+    Paths become absolute, so that a checkpoint trained with relative ones works from any directory.
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is the stock one.
         teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind; `"self"`,
-            the student's own present weights, which need no second model. Read in training only: inference needs no
-            teacher, and neither does training with `couplings_path`.
+            the student's own present weights, which need no second model. Read in training only, and not with
+            `couplings_path`.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
             `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
             the recipe replaces it by the result of a simulation before the first step, where there can be one.
-        teacher_budget_gib: device memory that the teacher's own weights may take, for `"auto"` and `"stream"`; None, no
-            limit.
+        teacher_budget_gib: device memory for the teacher's own weights, for `"auto"` and `"stream"`; None, no limit.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own number.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
         reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
-        reflow_real_data: the share of samples, in [0, 1), whose pair is a demonstration and the noise that the
-            teacher's ODE takes it to when it runs the other way. The others are noise and the actions that it is taken
-            to.
+        reflow_real_data: share of samples, in [0, 1), whose pair is a demonstration and the noise that the teacher's
+            ODE, run the other way, takes it to. The others are noise and the actions that it is taken to.
         reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
         couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
         couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
             fresh noise in every step. With `couplings_path`, None takes the folder's seed.
-        couplings_per_frame: how many different pairs a frame has with `couplings_seed`; None, 1 or the folder's number.
+        couplings_per_frame: different pairs of a frame with `couplings_seed`; None, 1 or the folder's number.
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
             says so or names the missing condition; `"on"`, or fail; `"off"`.
-        activation_offload: whether tensors saved for backward go to host memory: `"all"` of them, or those of a plan
-            (`"auto"`), see `hf_memopt.ActivationOffloader`; `"off"`, none. Gradients are the same, bit for bit. Nothing
-            moves on a CPU.
-        activation_budget_gib: with `"auto"`, device memory that saved activations may take; None, as the planner finds
-            best.
+        activation_offload: tensors saved for backward that go to host memory: `"all"`, those of a plan (`"auto"`, see
+            `hf_memopt.ActivationOffloader`), or none (`"off"`). Gradients are the same, bit for bit. Nothing moves on a
+            CPU.
+        activation_budget_gib: with `"auto"`, device memory for saved activations; None, as the planner finds best.
         from_scratch: let reflow start from random weights, which no teacher's copy is.
         dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; π0's own field of
             this name makes them bfloat16 as well, but for norms, vision and projections.
@@ -74,11 +71,7 @@ class ReflowOptions:
     dtype: str = "float32"
 
     def check_options(self) -> None:
-        """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`.
-
-        Raises:
-            ValueError: names the field, its value and the remedy.
-        """
+        """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`."""
         self.teacher_model_path = absolute_if_local(self.teacher_model_path)
         self.couplings_path = absolute_if_local(self.couplings_path)
         # YAML reads an unquoted on or off as a boolean.
@@ -106,7 +99,6 @@ class ReflowOptions:
 
     @property
     def teaches_itself(self) -> bool:
-        """Return whether the student is its own teacher."""
         return self.teacher_model_path == SELF and self.couplings_path is None
 
     def check_start(self: Any) -> None:
@@ -144,7 +136,6 @@ class ReflowOptions:
 
 
 def is_student(config: Any) -> bool:
-    """Return whether a policy's configuration has these fields."""
     return isinstance(config, ReflowOptions)
 
 

@@ -1,10 +1,10 @@
 """SmolVLA's prefix, computed once for student and teacher.
 
 Image and language tokens attend neither to the state token nor to the actions, so with a frozen VLM their keys and
-values need no gradient and depend on nothing that is trained. lerobot's joint forward does not use that: its expert and
-VLM tokens share each attention, which makes the whole VLM stream part of the autograd graph. Here the stream runs once
-without a graph, the one state token passes through the VLM per model (with gradient, if its projection is trained), and
-the expert attends to both through the cache that lerobot's sampling uses.
+values need no gradient and depend on nothing that is trained. lerobot's joint forward shares each attention between
+expert and VLM tokens, which makes the whole VLM stream part of the autograd graph. Here the stream runs once without a
+graph, the one state token passes through the VLM per model (with gradient, if its projection is trained), and the
+expert attends to both through the cache that lerobot's sampling uses.
 
     keys and values of a layer:   image tokens | language tokens | state token
                                   once, shared by both models    | each model's own, in the free last row
@@ -103,10 +103,6 @@ class SmolVLAFlow(FlowPolicy):
 class SmolVLAPrefix(SharedPrefix):
     """Computes the keys and values of the image and language tokens of one batch.
 
-    Args:
-        model: whose frozen VLM computes them.
-        observation: the batch.
-
     Memory: `2 * num_vlm_layers * batch * (tokens + 1) * kv_heads * head_dim` elements; nothing is saved for backward.
     """
 
@@ -132,11 +128,7 @@ class SmolVLAPrefix(SharedPrefix):
         self._rows_taken = False
 
     def take_rows(self) -> None:
-        """Let one graph write its state token into the free rows.
-
-        Raises:
-            RuntimeError: another graph owns them already; its gradients would become wrong.
-        """
+        """Give the free rows to one graph's state token; RuntimeError for another, whose gradients would be wrong."""
         if self._rows_taken:
             raise RuntimeError("a shared prefix serves one backward pass; compute another prefix for a second forward")
         self._rows_taken = True
@@ -145,10 +137,8 @@ class SmolVLAPrefix(SharedPrefix):
 class SmolVLAExpert(ConditionedExpert):
     """Evaluates a model's velocity field, given a shared prefix and the model's own state token.
 
-    Args:
-        model: student or teacher. Gradients flow to its expert and, unless frozen, to its `state_proj`.
-        prefix: computed by a VLM with the same weights. A model that trains its `state_proj` takes the prefix for
-            itself (see `SmolVLAPrefix.take_rows`), so the teacher goes first.
+    Gradients flow to the expert and, unless frozen, to the `state_proj`. A model that trains its `state_proj` takes the
+    prefix for itself (see `SmolVLAPrefix.take_rows`), so the teacher goes first.
     """
 
     def __init__(self, model: VLAFlowMatching, prefix: SmolVLAPrefix) -> None:
@@ -157,7 +147,6 @@ class SmolVLAExpert(ConditionedExpert):
         self._keys, self._values = _run_state_token(model, prefix)
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
         velocity: Tensor = self._model.denoise_step(
             prefix_pad_masks=self._pad_masks, past_key_values=self._cache(), x_t=x_t, timestep=time
         )
@@ -237,8 +226,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Ten
 def _append(rows: Tensor, token: Tensor) -> Tensor:
     """Return the prefix's rows followed by the token, (batch, tokens + 1, heads, dim).
 
-    A teacher gets a copy of the prefix for the time of its sampling. A student would keep its copy until backward, in
-    every layer, so its token goes into the rows that are there.
+    A teacher gets a copy of the prefix for its sampling. A student would keep its copy until backward, in every layer,
+    so its token goes into the rows that are there.
     """
     token = token.to(rows.dtype)
     if torch.is_grad_enabled() and token.requires_grad:

@@ -12,8 +12,6 @@ from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 
 
 class PI0ReflowPolicy(ReflowPolicy, PI0Policy):
-    """π0 whose `forward` is the reflow loss while `use_reflow` is set, and the stock loss otherwise."""
-
     config_class = PI0ReflowConfig
     name = "pi0_reflow"
 
@@ -27,14 +25,7 @@ class PI0ReflowPolicy(ReflowPolicy, PI0Policy):
         strict: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """Load a checkpoint as lerobot's commands ask for it, strictly for any value of `strict`.
-
-        lerobot's own method for π0 goes on with random values for weights that do not fit.
-
-        Raises:
-            RuntimeError: the weights do not fit the configuration.
-            ValueError: there is no checkpoint, or its weights file is damaged.
-        """
+        """Load strictly for any value of `strict`: lerobot's own method goes on with random values after a misfit."""
         folder = resolve_checkpoint(pretrained_name_or_path, revision)
         check_weights_file(folder)
         policy = cls(load_config(folder) if config is None else config, **kwargs)

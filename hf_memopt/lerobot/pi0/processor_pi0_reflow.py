@@ -10,6 +10,5 @@ from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
 def make_pi0_reflow_pre_post_processors(
     config: PI0ReflowConfig, dataset_stats: dict[str, dict[str, Any]] | None = None
 ) -> tuple[Any, Any]:
-    """Make pre- and postprocessor as for policy type `pi0`."""
     processors: tuple[Any, Any] = make_pi0_pre_post_processors(config, dataset_stats=dataset_stats)
     return processors

@@ -36,20 +36,13 @@ def coupling_inputs(config: PreTrainedConfig, batch: Mapping[str, Tensor]) -> di
 
 
 def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut off the token columns behind the end of the longest instruction."""
     length = int(inputs[OBS_LANGUAGE_ATTENTION_MASK].sum(dim=1).max())
     text = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
     return {name: tensor[:, :length] if name in text else tensor for name, tensor in inputs.items()}
 
 
 def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, dataset_root: Path | None) -> dict[str, Any]:
-    """Return the fields of a `CouplingKey` that a run knows: all, if the teacher is on this machine and a seed is set.
-
-    Args:
-        config: the student's.
-        dataset_stats: the dataset's.
-        dataset_root: its folder; None leaves the dataset out.
-    """
+    """Return the fields of a `CouplingKey` that a run knows: all, if teacher and dataset are here and a seed is set."""
     teacher = _teacher_folder(config)
     fields: dict[str, Any] = {
         "solver": "euler",
@@ -68,7 +61,6 @@ def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, datas
 
 
 def preprocessing_sha256(config: PreTrainedConfig, dataset_stats: Statistics) -> str:
-    """Return the SHA-256 of the processing of frames: configuration fields and normaliser statistics."""
     fields = {name: getattr(config, name) for name in (*flow_of(config).architecture_fields, "tokenizer_max_length")}
     features = {name: list(feature.shape) for name, feature in config.input_features.items()}
     mapping = {kind: mode.value for kind, mode in config.normalization_mapping.items()}

@@ -1,4 +1,4 @@
-"""Where a batch's pairs of noise and actions come from: the teacher at work, one pair for each frame, or the disk."""
+"""The source of a batch's pairs of noise and actions: the teacher at work, or the disk."""
 
 import logging
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class Pairs(NamedTuple):
     """The pairs of noise and actions that a batch is trained on.
 
     Attributes:
-        batch: the batch that the student sees.
+        batch: seen by the student.
         noise: `(batch, chunk, max_action_dim)`.
-        target: the actions at the other end of the paths, in the same shape; None before they are known.
-        valid: `(batch, chunk)` bool, which steps of the chunks count; None, all.
+        target: actions at the other end of the paths, in the same shape; None before they are known.
+        valid: `(batch, chunk)` bool, the steps that count; None, all.
     """
 
     batch: dict[str, Tensor]
@@ -48,16 +48,15 @@ class Pairs(NamedTuple):
 class PairSource:
     """Gives a batch new noise in each step, and asks the teacher where it leads.
 
-    That takes two steps. `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise
-    before the times. `complete` comes when the prefix is there, which the teacher may share, and before the student's
-    forward, so that the teacher never meets the student's activations.
+    `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise before the times.
+    `complete` comes when the prefix is there, which the teacher may share, and before the student's forward, so that
+    the teacher never meets the student's activations.
     """
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
         """Raise a ValueError for all that can be refused before training starts."""
 
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
-        """Draw a batch's noise, unless it is given."""
         return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
     def complete(
@@ -68,15 +67,7 @@ class PairSource:
         observation: Observation,
         prefix: SharedPrefix | None,
     ) -> Pairs:
-        """Return the drawn pairs with their actions.
-
-        Args:
-            pairs: as drawn.
-            teacher: loaded.
-            student: the policy that trains on them.
-            observation: observation of the batch that the student sees.
-            prefix: the student's, if the teacher shares it.
-        """
+        """Return the drawn pairs with their actions; `prefix` is the student's, if the teacher shares it."""
         return pairs._replace(target=teacher.sample(observation, pairs.noise, prefix))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
@@ -97,7 +88,6 @@ class DemonstratedPairs(PairSource):
         observation: Observation,
         prefix: SharedPrefix | None,
     ) -> Pairs:
-        """Find the other end of each path: the actions of a noise, or the noise of actions."""
         batch, noise, config = pairs.batch, pairs.noise, student.config
         flow = flow_of(config)
         from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
@@ -124,7 +114,7 @@ class SeededPairs(PairSource):
         observation: Observation,
         prefix: SharedPrefix | None,
     ) -> Pairs:
-        """Let the teacher solve frame by frame: the neighbours in a batch would change the rounding."""
+        """Solve frame by frame: the neighbours in a batch would change the rounding."""
         inputs, noise = coupling_inputs(student.config, pairs.batch), pairs.noise
         rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
         with teacher.visit():
@@ -136,11 +126,7 @@ class SeededPairs(PairSource):
 
 
 class CachedPairs(PairSource):
-    """Reads pairs from the folder that a configuration names. Copies and pickles open it anew.
-
-    Args:
-        config: the student's.
-    """
+    """Reads pairs from the folder that a configuration names. Copies and pickles open it anew."""
 
     def __init__(self, config: ReflowOptions) -> None:
         self._config = config
@@ -150,23 +136,13 @@ class CachedPairs(PairSource):
         return CachedPairs, (self._config,)
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
-        """Refuse couplings that were not made for this policy and this data.
-
-        Raises:
-            ValueError: names each field that differs, or the file that is damaged.
-        """
         expected = comparable_fields(self._config, dataset_stats, dataset_root)
         self._open().check(expected)
         if "weights" not in expected:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
-        """Look up the pairs of a batch's frames, and the observations if they are stored.
-
-        Raises:
-            ValueError: `noise` is given; or a frame has no couplings, or its observation is not the one that they were
-                computed for.
-        """
+        """Look up the pairs of a batch's frames, and the observations if they are stored."""
         if noise is not None:
             raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
         cache = self._open()
@@ -186,7 +162,6 @@ class CachedPairs(PairSource):
         observation: Observation,
         prefix: SharedPrefix | None,
     ) -> Pairs:
-        """Return the pairs that were looked up."""
         return pairs
 
     def _open(self) -> CouplingCache:
@@ -196,7 +171,6 @@ class CachedPairs(PairSource):
 
 
 def make_pair_source(config: ReflowOptions) -> PairSource:
-    """Make the source that a student's configuration asks for."""
     if config.couplings_path is not None:
         return CachedPairs(config)
     if config.couplings_seed is not None:
@@ -205,11 +179,7 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
 
 
 def make_teacher(config: ReflowOptions) -> VelocityTeacher:
-    """Make the teacher that a student's configuration names.
-
-    With couplings from a folder there is no teacher to ask, and the student alone says whether its prefix needs a
-    graph.
-    """
+    """Make a configuration's teacher; with couplings the student, which decides whether its prefix needs a graph."""
     has_own_weights = config.couplings_path is None and not config.teaches_itself
     return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)
 
@@ -217,14 +187,8 @@ def make_teacher(config: ReflowOptions) -> VelocityTeacher:
 def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
     """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
 
-    Autocast does not apply, and padding is cut off first, so that the result for one frame is a function of that
-    frame alone; for several frames it is that up to rounding.
-
-    Args:
-        student: prepares the observation.
-        teacher: loaded here.
-        inputs: see `coupling_inputs`.
-        noise: `(batch, chunk, max_action_dim)`.
+    Without autocast and padding, so that the result for one frame is a function of that frame alone; for several frames
+    it is that up to rounding. `inputs` are from `coupling_inputs`.
     """
     teacher.load(student)
     with torch.autocast(noise.device.type, enabled=False):
@@ -233,11 +197,6 @@ def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[s
 
 
 def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
-    """Return the dataset's numbers of the frames in a batch.
-
-    Raises:
-        ValueError: the batch does not say.
-    """
     if "index" not in batch:
         raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
     indices: list[int] = batch["index"].flatten().tolist()
@@ -254,6 +213,5 @@ def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: t
 
 
 def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
-    """Draw which of its pairs each frame gets in this step, from the global random generator."""
     draws: list[int] = torch.randint(num_draws, (batch_size,)).tolist()
     return draws

@@ -1,4 +1,4 @@
-"""`hf-memopt precompute`: all pairs of a reflow run, ahead of it, from the flags that the run is going to have."""
+"""`hf-memopt precompute`: all pairs of a reflow run, ahead of it, from the run's flags."""
 
 import os
 import sys
@@ -37,25 +37,19 @@ def precompute_for_policy(
     shard_size: int = 1024,
     store_observations: bool = False,
 ) -> list[int]:
-    """Write the couplings of every frame of a dataset, for `--policy.couplings_path`.
+    """Write the couplings of every frame of a dataset, for `--policy.couplings_path`; return shards not yet written.
 
-    Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other.
+    Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other. Raises
+    ValueError for flags without a teacher, a folder of other couplings, or data that is augmented at random.
 
     Args:
-        training_flags: flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and the others that the run is
-            going to have. `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) say which
-            couplings.
+        training_flags: the run's flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and others.
+            `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) name the couplings.
         output: folder to create, or to complete.
         batch_size: frames that the teacher solves together. 1 gives the pairs of training online with the same seed,
             bit for bit; larger is faster and rounds differently.
         shard_size: couplings per file.
         store_observations: keep the preprocessed observations too, which lets them be augmented.
-
-    Returns:
-        Shards that other processes have not written yet.
-
-    Raises:
-        ValueError: flags without a teacher, a folder of other couplings, or data that is augmented at random.
     """
     # lerobot reads `sys.argv`, in several places.
     flags = [sys.argv[0], "--discover_packages_path=hf_memopt.lerobot", *training_flags]
@@ -91,19 +85,12 @@ def precompute_for_policy(
 
 
 def key_of(config: PreTrainedConfig, dataset: LeRobotDataset) -> CouplingKey:
-    """Return the key of the couplings that a policy's teacher makes for a dataset."""
     fields = comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root))
     return CouplingKey(**{name: fields[name] for name in CouplingKey.__dataclass_fields__})
 
 
 class Frames:
-    """A dataset's frames, preprocessed as lerobot's training loop does it.
-
-    Args:
-        cfg: the run's.
-        policy: the student.
-        dataset: the run's.
-    """
+    """A dataset's frames, preprocessed as lerobot's training loop does it."""
 
     def __init__(self, cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset) -> None:
         self._config, self._dataset = policy.config, dataset
@@ -126,7 +113,6 @@ class Frames:
         )
 
     def load(self, indices: list[int]) -> dict[str, Tensor]:
-        """Return the tensors that condition the teacher for these frames, on the policy's device."""
         batch = default_collate([self._dataset[self._position[index]] for index in indices])
         for camera in self._dataset.meta.camera_keys:
             if batch[camera].dtype == torch.uint8:
@@ -161,7 +147,7 @@ def _rank() -> tuple[int, int]:
 
 @contextmanager
 def _arithmetic_of_training(cfg: TrainPipelineConfig) -> Iterator[None]:
-    """lerobot's training loop allows TF32, and lets cuDNN choose by speed unless `cudnn_deterministic` is set."""
+    """As lerobot's training loop: allow TF32, and let cuDNN choose by speed without `cudnn_deterministic`."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.deterministic, cudnn.benchmark, matmul.allow_tf32
     cudnn.deterministic, cudnn.benchmark = cfg.cudnn_deterministic, not cfg.cudnn_deterministic

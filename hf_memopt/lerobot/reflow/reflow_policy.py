@@ -1,4 +1,4 @@
-"""The training loss of a student: reflow where it is asked for, and the policy's own loss otherwise."""
+"""The training loss of a student: reflow, or the policy's own loss without `use_reflow`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,15 +24,9 @@ from hf_memopt.weights import TeacherReport
 class ReflowPolicy(nn.Module):
     """Mixed into a policy class of lerobot's, in front of it: an ordinary policy but for its training loss.
 
-    `forward` is the reflow loss while `use_reflow` is set, and the policy's own loss otherwise.
-
-    Args:
-        config: the student's, with the teacher's path.
-        dataset_stats: given by lerobot when it trains; then the teacher is checked at once.
-
-    Raises:
-        ValueError: see `ReflowTeacher.check`, `ReflowOptions.check_start`, and `check_processors` for the checkpoint
-            that the student starts from.
+    With `dataset_stats`, which lerobot gives when it trains, the teacher is checked at once, with a ValueError from
+    `ReflowTeacher.check`, `ReflowOptions.check_start`, or `check_processors` for the checkpoint that the student starts
+    from.
     """
 
     config: Any
@@ -63,19 +57,13 @@ class ReflowPolicy(nn.Module):
     def forward(
         self, batch: dict[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None, reduction: str = "mean"
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one batch.
+        """Return the loss of one batch, and figures to log: `loss` or those of the policy's own, and `memory_figures`.
 
         Args:
             batch: observations, preprocessed; the dataset's actions are used for `reflow_real_data` only. Not modified.
             noise: `(batch, chunk, max_action_dim)`; None draws it, over the full padded width as sampling does.
             time: `(batch,)`; None draws it as `reflow_time_sampling` says.
             reduction: `"mean"`, or `"none"` for one loss per sample, `(batch,)`.
-
-        Returns:
-            The loss, and figures to log: `loss` or those of the policy's own, and `memory_figures`.
-
-        Raises:
-            ValueError: see `CachedPairs.draw`.
         """
         with self._autocast(), self.offloader.offload_context(self):
             if self.config.use_reflow:
@@ -129,11 +117,8 @@ class ReflowPolicy(nn.Module):
     ) -> Tensor:
         """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
 
-        Arguments as lerobot's `sample_actions` takes them. The teacher has left the device again when
-        this returns.
-
-        Raises:
-            ValueError: with `couplings_path` there is no teacher.
+        Arguments as lerobot's `sample_actions` takes them. The teacher has left the device again when this returns.
+        ValueError with `couplings_path`, where there is no teacher.
         """
         if self.config.couplings_path is not None:
             raise ValueError(
@@ -170,7 +155,6 @@ class ReflowPolicy(nn.Module):
 
     @property
     def why_prefix_not_shared(self) -> str | None:
-        """Return why the teacher computes its own prefix; None if the student's serves both."""
         return self.teacher.why_not_shared
 
     def update(self) -> None:
@@ -180,7 +164,6 @@ class ReflowPolicy(nn.Module):
             self.teacher.prefetch()
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
-        """Return the loss of each sample, `(batch,)`."""
         assert pairs.target is not None
         num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
         if prefix is None:

@@ -33,13 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class ReflowTeacher(VelocityTeacher):
-    """Loads the teacher named in a student's configuration, and keeps its weights off the device between samples.
-
-    Args:
-        config: the student's.
-        copier: how the teacher's weights move; None, as suits the student's device.
-    """
-
     def __init__(self, config: ReflowOptions, copier: Copier | None = None) -> None:
         super().__init__(config)
         self._copier = copier
@@ -47,11 +40,7 @@ class ReflowTeacher(VelocityTeacher):
         self._offloaded: OffloadedTeacher | None = None
 
     def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Refuse all that can be refused without loading a weight, before training starts.
-
-        Raises:
-            ValueError: missing or damaged checkpoint, other architecture or features, other normaliser statistics.
-        """
+        """Raise ValueError for a damaged checkpoint, other architecture, features or statistics; loads no weight."""
         folder = resolve_checkpoint(str(self._config.teacher_model_path))
         config = load_config(folder)
         check_weights_file(folder)
@@ -61,14 +50,7 @@ class ReflowTeacher(VelocityTeacher):
             check_same_statistics(folder, config, dataset_stats)
 
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        """Return the teacher's policy, loaded on the first call. Its model is on the host between samples.
-
-        Args:
-            student: decides the device and, where its frozen VLM is bitwise the teacher's, holds it for both.
-
-        Raises:
-            ValueError: as `check`, or `share_prefix=on` cannot be had.
-        """
+        """Return the teacher's policy, loaded on the first call; a frozen VLM that is bitwise the same is held once."""
         if self._policy is None:
             check_replicated(student)
             policy = self._load_policy()
@@ -90,10 +72,7 @@ class ReflowTeacher(VelocityTeacher):
 
     @torch.no_grad()
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
-        """Return where the teacher's ODE takes `noise`; see `VelocityTeacher.sample`.
-
-        Without a shared prefix these are the very operations of stock lerobot, so that the result is bitwise the same.
-        """
+        """Return where the ODE takes `noise`; without a shared prefix by stock lerobot's own operations, bitwise."""
         with self.visit() as model:
             if prefix is None:
                 actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
@@ -103,7 +82,6 @@ class ReflowTeacher(VelocityTeacher):
 
     @contextmanager
     def visit(self) -> Iterator[Any]:
-        """Have the loaded teacher's model on the student's device for as long as the context lasts; may be nested."""
         assert self._offloaded is not None
         # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
         with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
@@ -111,17 +89,14 @@ class ReflowTeacher(VelocityTeacher):
 
     @property
     def num_steps(self) -> int:
-        """Return the Euler steps of the loaded teacher."""
         assert self._policy is not None
         return int(getattr(self._policy.config, self._flow.steps_field))
 
     def prefetch(self) -> None:
-        """Start bringing the weights for the next sample, if the teacher is loaded."""
         if self._offloaded is not None:
             self._offloaded.prefetch()
 
     def report(self) -> TeacherReport | None:
-        """Return the cost of the teacher; None before it is loaded."""
         return None if self._offloaded is None else self._offloaded.report()
 
     def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:
@@ -144,7 +119,7 @@ class ReflowTeacher(VelocityTeacher):
 
 
 def why_not_shared(student: PreTrainedPolicy, teacher: PreTrainedPolicy) -> str | None:
-    """Say why student and teacher cannot share the VLM's work, and the flag that would change it; None if they can.
+    """Return the reason why the two cannot share the VLM's work, and the flag that would change it; None if they can.
 
     The teacher's VLM takes the student's dtype where that loses nothing.
     """

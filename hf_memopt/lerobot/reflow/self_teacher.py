@@ -1,4 +1,4 @@
-"""A student that trains without a second model: from couplings on disk, or on targets of its own present weights."""
+"""A student without a second model: on couplings from disk, or on targets of its own present weights."""
 
 import weakref
 from collections.abc import Iterator
@@ -19,10 +19,7 @@ from hf_memopt.lerobot.reflow.velocity_teacher import (
 
 
 class SelfTeacher(VelocityTeacher):
-    """Teaches with the student's present weights, and owns none.
-
-    Targets of a network that is being trained move with it, and nothing but `reflow_real_data` ties them to the data.
-    """
+    """Teaches with the student's present weights. The targets move; only `reflow_real_data` ties them to the data."""
 
     def __init__(self, config: ReflowOptions) -> None:
         super().__init__(config)
@@ -31,11 +28,9 @@ class SelfTeacher(VelocityTeacher):
 
     @property
     def num_steps(self) -> int:
-        """Return the Euler steps for a target."""
         return self._config.teacher_num_steps or int(getattr(self._config, self._flow.steps_field))
 
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        """Return the student."""
         if self._student is None or self._student() is not student:
             check_replicated(student)
             self._share(why_student_cannot_share(student))
@@ -44,7 +39,6 @@ class SelfTeacher(VelocityTeacher):
 
     @torch.no_grad()
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
-        """Return where the student's own ODE takes `noise`; see `VelocityTeacher.sample`."""
         with self.visit() as model:
             own = self._flow.prefix(model, observation) if prefix is None else prefix
             return self._flow.expert(model, own).sample(noise, self.num_steps).to(noise.dtype)

@@ -19,17 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class VelocityTeacher(ABC):
-    """Has the velocity field that a student learns from. It is loaded by the first call of `load`.
+    """Has the velocity field that a student learns from.
 
     This is no `nn.Module`, so that the student's parameters(), state_dict(), train() and to() do not see it. Copies and
     pickles carry the configuration alone: a deep copy of the student (an exponential moving average, say) has no
-    teacher until it trains by itself.
-
-    Args:
-        config: the student's.
-
-    Attributes:
-        why_not_shared: why the student's prefix does not serve the teacher as well; None once it does.
+    teacher until it trains by itself. `why_not_shared` is None once the student's prefix serves the teacher too.
     """
 
     why_not_shared: str | None = "the teacher is not loaded"
@@ -44,15 +38,11 @@ class VelocityTeacher(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Return the Euler steps of the loaded teacher."""
+        """Euler steps of the loaded teacher."""
 
     @abstractmethod
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        """Return the teacher's policy, loaded on the first call.
-
-        Raises:
-            ValueError: as `check`, or `share_prefix=on` cannot be had.
-        """
+        """Return the teacher's policy, loaded on the first call; ValueError as `check` or for `share_prefix=on`."""
 
     @abstractmethod
     def visit(self) -> AbstractContextManager[Any]:
@@ -62,10 +52,7 @@ class VelocityTeacher(ABC):
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
         """Return where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
 
-        Args:
-            observation: conditions the teacher.
-            noise: `(batch, chunk, max_action_dim)`.
-            prefix: the student's, if it is shared; otherwise the teacher computes its own.
+        `prefix` is the student's, if it is shared; otherwise the teacher computes its own.
         """
 
     def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:  # noqa: B027
@@ -83,7 +70,6 @@ class VelocityTeacher(ABC):
         return self._flow.prefix(student.model, observation) if self.why_not_shared is None else None
 
     def _share(self, why_not: str | None) -> None:
-        """Take note whether the prefix is shared, and say so."""
         if why_not is not None and self._config.share_prefix == "on":
             raise ValueError(f"share_prefix=on cannot be had: {why_not}")
         self.why_not_shared = why_not
@@ -94,11 +80,7 @@ class VelocityTeacher(ABC):
 
 
 def check_replicated(student: PreTrainedPolicy) -> None:
-    """Refuse a student that FSDP has sharded: it gathers a module's weights when that module is called.
-
-    Raises:
-        ValueError: a module is sharded. lerobot calls parts of its layers, and never the layers.
-    """
+    """Raise ValueError for a student that FSDP has sharded: it gathers weights of called modules, not of parts."""
     for name, module in student.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(

@@ -16,15 +16,7 @@ from hf_memopt.weights import TeacherReport
 
 
 def diagnose(policy: str, device: str | None = None) -> str:
-    """Load a student and its teacher as training would, make one target, and say where the teacher is.
-
-    Args:
-        policy: checkpoint folder, training output folder or hub id.
-        device: where the student would train; None, the accelerator if there is one.
-
-    Raises:
-        ValueError: no student with `use_reflow`, a teacher that cannot be loaded, or a target that is not finite.
-    """
+    """Load a student and its teacher as training would, make one target, and say where the teacher is."""
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     if not is_student(config) or not config.use_reflow:
@@ -48,7 +40,6 @@ def diagnose(policy: str, device: str | None = None) -> str:
 
 
 def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
-    """Return the lines about a teacher that has made a target."""
     status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
     shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
     return [
@@ -66,7 +57,6 @@ def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
 
 
 def _make_target(student: ReflowPolicy, folder: Path) -> None:
-    """Let the teacher solve its ODE once, for an observation of zeros."""
     device = str(student.config.device)
     preprocess, _ = load_processors(student.config, folder, {"device_processor": {"device": device}})
     observation = observe(student, blank_observation(student.config, preprocess))

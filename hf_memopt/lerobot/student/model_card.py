@@ -57,18 +57,13 @@ class Observations:
     held_out: bool
 
     def describe(self) -> str:
-        """Return words for the card."""
         number = None if self.episodes is None else len(self.episodes)
         which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
         return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
 
 
 def training_observations(folder: Path) -> Observations:
-    """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none.
-
-    Raises:
-        ValueError: the checkpoint does not name its training data, or these cannot be had.
-    """
+    """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none."""
     file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
     read_object(file)
     try:
@@ -92,18 +87,7 @@ def measure(
     num_steps: Sequence[int] = (1, 2, 4, 10),
     device: str = "cpu",
 ) -> tuple[ReflowEvaluation, Observations]:
-    """Evaluate a trained student against its teacher, on at most 256 observations.
-
-    Args:
-        policy: the student's checkpoint folder, training output folder or hub id.
-        observations: None, those that `training_observations` finds.
-        teacher: to compare with; None, the one that the student names.
-        num_steps: numbers of Euler steps to try.
-        device: where both run.
-
-    Raises:
-        ValueError: the policy names no teacher, or its training data is unknown.
-    """
+    """Evaluate a student against its teacher on at most 256 observations, by default of `training_observations`."""
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     named = config.teacher_model_path if is_student(config) else None
@@ -123,13 +107,6 @@ def measure(
 
 
 def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
-    """Return the text of the card.
-
-    Args:
-        policy: the student that is exported.
-        num_steps: Euler steps per chunk that the exported policy takes.
-        measured: from `measure`; None says in the card that nothing was measured.
-    """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     # A folder's path says nothing to others and too much about its owner.
@@ -177,7 +154,6 @@ def _training(folder: Path, config: Any) -> str:
 
 
 def _training_peak(checkpoint: Path) -> str | None:
-    """Return the memory figures of the run's log, if the recipe logged some beside the checkpoint."""
     file = checkpoint.parents[2] / METRICS_FILE
     logged = read_metrics(file) if checkpoint.parents[1].name == "checkpoints" and file.is_file() else []
     for name, where in {"peak_allocated_gib": "of the device", "host_rss_gib": "of the process"}.items():

@@ -40,17 +40,8 @@ _FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
 def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     """Write a student's checkpoint (`smolvla_reflow`, say) that starts as an exact copy of its teacher.
 
-    Args:
-        teacher: checkpoint folder, training output folder or hub id.
-        output: folder to create.
-        settings: fields of its configuration to set, such as `reflow_time_sampling`.
-
-    Returns:
-        `output`, for `--policy.path=`.
-
-    Raises:
-        ValueError: the teacher cannot be read, does not act (see `check_acts`), or `output` exists. Nothing is written
-            then.
+    `settings` are fields of its configuration. Raises ValueError, with nothing written, if the teacher cannot be read
+    or does not act (see `check_acts`), or `output` exists.
     """
     folder = resolve_checkpoint(teacher)
     config = load_config(folder)
@@ -72,18 +63,8 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
 def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
     """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
 
-    Args:
-        policy: a trained student's checkpoint folder, training output folder or hub id.
-        output: folder to create.
-        num_steps: Euler steps per action chunk, at least 1.
-        card: text of the model card, `README.md`.
-
-    Returns:
-        `output`.
-
-    Raises:
-        ValueError: bad `num_steps`, a policy that cannot be read or does not act (see `check_acts`), or `output`
-            exists. Nothing is written then.
+    `card` is the text of `README.md`. Raises ValueError, with nothing written, for a policy that cannot be read or does
+    not act (see `check_acts`), or if `output` exists.
     """
     COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
@@ -97,12 +78,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path
 
 
 def check_acts(folder: Path) -> None:
-    """Let the policy act once, in one Euler step on the CPU, with an observation of zeros and noise of zeros.
-
-    Raises:
-        ValueError: it cannot be loaded, its weights or its actions are not finite, or it does not take an observation
-            of its own `input_features`.
-    """
+    """Let the policy act once on zeros, in one Euler step on the CPU; ValueError for weights or actions not finite."""
     policy = load_policy(folder, **{flow_of(load_config(folder)).steps_field: 1})
     for name, tensor in policy.state_dict().items():
         if not tensor.isfinite().all():
@@ -120,11 +96,7 @@ def check_acts(folder: Path) -> None:
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Upload an exported policy to the hub and return its address. Creates the repository if needed.
-
-    Raises:
-        ValueError: the hub cannot be reached, or refuses.
-    """
+    """Upload an exported policy to the hub and return its address. Creates the repository if needed."""
     api = HfApi()
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -138,7 +110,6 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
 
 
 def check_new(output: Path) -> None:
-    """Raise a ValueError if `output` exists."""
     if output.exists():
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
 

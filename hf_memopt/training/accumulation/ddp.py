@@ -1,4 +1,4 @@
-"""Checks for two limits of DDP: torch's `Join`, and a static graph before its first exchange."""
+"""Checks for limits of DDP: torch's `Join`, and a static graph before its first exchange."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,10 +10,7 @@ from hf_memopt.training.accumulation.rank_exchange import exchanges_each_batch, 
 
 
 def check_not_joined(models: Iterable[object]) -> None:
-    """Raise ValueError under torch's `Join`, which takes part in DDP's own exchanges alone for a rank without data.
-
-    The others' exchanges of weights and losses would wait for that rank for ever.
-    """
+    """Raise ValueError under torch's `Join`, which answers only DDP's own exchanges; all others would wait for ever."""
     if any(ddp._join_config.enable for ddp in _ddp_among(models)):
         raise ValueError(
             "model: torch's Join is on, and answers for a rank without data only what DDP itself exchanges. Leave Join "
@@ -23,10 +20,7 @@ def check_not_joined(models: Iterable[object]) -> None:
 
 
 def check_first_window(accelerator: Accelerator, models: Iterable[object], num_micro_batches: int) -> None:
-    """Raises ValueError, on all ranks, if a static graph's first backward would not exchange gradients.
-
-    Torch ends there in an internal assertion. Ranks call this together.
-    """
+    """Raise ValueError, on all ranks together, where a static graph's first backward would end in torch's assertion."""
     if exchanges_each_batch(accelerator) or not _awaits_first_exchange(models):
         return
     most = max_over_ranks(accelerator, num_micro_batches)
@@ -39,7 +33,7 @@ def check_first_window(accelerator: Accelerator, models: Iterable[object], num_m
 
 
 def check_exchange_after_backward(models: Iterable[object]) -> None:
-    """Raises ValueError if gradients cannot be exchanged after a static graph's first backward, instead of in it."""
+    """Raise ValueError if a static graph's first backward is to come, which has to exchange gradients within."""
     if _awaits_first_exchange(models):
         raise ValueError(
             "static_graph=True: DDP has to exchange gradients in its first backward, and no rank may exchange while "
@@ -52,7 +46,6 @@ def _awaits_first_exchange(models: Iterable[object]) -> bool:
 
 
 def _ddp_among(models: Iterable[object]) -> Iterator[DistributedDataParallel]:
-    """DDP's wrappers, also those that are compiled, or one of several models."""
     for model in models:
         for module in model.modules() if isinstance(model, nn.Module) else ():
             if isinstance(module, DistributedDataParallel):

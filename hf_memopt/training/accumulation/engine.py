@@ -13,11 +13,7 @@ _UNFINISHED: WeakSet[Any] = WeakSet()
 
 
 def engine_of(accelerator: Accelerator) -> Any:
-    """Return the DeepSpeed engine that the accelerator has prepared; None without DeepSpeed.
-
-    Raises:
-        ValueError: it has prepared none yet.
-    """
+    """Return the accelerator's DeepSpeed engine; None without DeepSpeed. ValueError before `prepare`."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     if accelerator.deepspeed_engine_wrapped is None:
@@ -26,7 +22,7 @@ def engine_of(accelerator: Accelerator) -> Any:
 
 
 def check_engine(engine: Any, max_grad_norm: float | None) -> None:
-    """Raise ValueError if a step would not be exact, or a window before this one has not ended."""
+    """Raise ValueError if a step would not be exact, or the window before has not ended."""
     if engine in _UNFINISHED:
         raise ValueError(
             "the window before this one ended in an error, and DeepSpeed holds a part of its gradient; make the "
@@ -45,12 +41,12 @@ def check_engine(engine: Any, max_grad_norm: float | None) -> None:
 
 
 def begin_window(engine: Any) -> None:
-    """Note that gradients are collected, of which DeepSpeed cannot be rid again."""
+    """Note that gradients are collected, which DeepSpeed cannot drop."""
     _UNFINISHED.add(engine)
 
 
 def apply(engine: Any) -> float:
-    """Clip and update, and return the gradient's norm before clipping; NaN where DeepSpeed is told to compute none."""
+    """Clip and update; return the gradient's norm before clipping, NaN where DeepSpeed is told to compute none."""
     engine.step()
     _UNFINISHED.discard(engine)
     norm = engine.get_global_grad_norm()

@@ -1,4 +1,4 @@
-"""How the ranks of an Accelerator exchange gradients and figures: in DDP, FSDP2, DeepSpeed, or not at all."""
+"""How the ranks of an Accelerator exchange gradients and figures."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,6 @@ _REFUSED = {
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:
-    """Raises ValueError unless there is one process, or DDP, FSDP2 or DeepSpeed, whose ranks exchange gradients."""
     if accelerator.distributed_type in _REFUSED and not accelerator.is_fsdp2:
         reason = _REFUSED[accelerator.distributed_type]
         raise ValueError(f"distributed_type={accelerator.distributed_type} does not allow exact steps: {reason}")
@@ -28,10 +27,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 
 @contextmanager
 def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: bool) -> Iterator[None]:
-    """Within, backward exchanges gradients over ranks if that is due, and leaves each rank its own if it is not.
-
-    DeepSpeed's ZeRO exchanges them in each backward, and needs to know which one is the last.
-    """
+    """Within, backward exchanges gradients if that is due. ZeRO exchanges in each, and needs to know the last."""
     engine = engine_of(accelerator)
     if engine is not None:
         engine.set_gradient_accumulation_boundary(is_due)
@@ -44,7 +40,7 @@ def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: b
 
 
 def backward(accelerator: Accelerator, loss: Tensor) -> None:
-    """Compute the gradient of the loss as it is, which `Accelerator.backward` divides, and under DeepSpeed applies."""
+    """Compute the gradient of the loss as it is; `Accelerator.backward` divides it, and under DeepSpeed applies it."""
     engine = engine_of(accelerator)
     if engine is None:
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
@@ -61,25 +57,24 @@ def backward_to_outputs(accelerator: Accelerator, loss: Tensor) -> None:
 
 
 def backward_from_outputs(accelerator: Accelerator, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Go on from the gradients of outputs to those of the models' weights."""
     engine = engine_of(accelerator)
     if engine is None:
         torch.autograd.backward(outputs, gradients)
         return
     if not outputs:
         raise ValueError("forward_fn: none of its outputs has a gradient, and DeepSpeed's ranks wait for each other's")
-    # Its engine wants one number, whose gradients by the outputs are these to the bit.
+    # The engine wants one number, whose gradients by the outputs are these to the bit.
     products = [(output * gradient).sum() for output, gradient in zip(outputs, gradients, strict=True)]
     engine.backward(torch.stack(products).sum(), scale_wrt_gas=False)
 
 
 def gathers_weights(accelerator: Accelerator) -> bool:
-    """Return whether a forward or backward pass of one rank waits for the others, which then have to run as many."""
+    """Return whether each pass of one rank waits for the others, which then have to run as many."""
     return accelerator.is_fsdp2 or engine_of(accelerator) is not None
 
 
 def exchanges_each_batch(accelerator: Accelerator) -> bool:
-    """Return whether gradients are to be exchanged in each backward: FSDP2 then accumulates them in shards."""
+    """Return whether each backward exchanges gradients: FSDP2 then accumulates them in shards."""
     return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
@@ -96,12 +91,11 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def whole(norm: Tensor) -> float:
-    """A norm that may be in parts, one on each rank; ranks call this together."""
+    """Return a norm that may be in parts, one on each rank; ranks call this together."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
-    """Return the sum over all ranks of each value; ranks call this together."""
     if accelerator.num_processes == 1:
         return values
     summed: list[float] = accelerator.reduce(
@@ -111,7 +105,6 @@ def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]
 
 
 def max_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """Return the largest value of any rank; ranks call this together."""
     if accelerator.num_processes == 1:
         return value
     largest = torch.tensor(value, device=accelerator.device)

@@ -1,4 +1,4 @@
-"""Batches in parts: their samples in micro-batches of a size."""
+"""Batches in parts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +15,7 @@ def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
 
     Raises:
-        ValueError: there is no tensor with samples, not all tensors and lists have the same number of them, or
-            `micro_batch_size` is no count.
+        ValueError: no tensor with samples, different numbers of them, or `micro_batch_size` is no count.
     """
     COUNT.check("micro_batch_size", micro_batch_size)
     for start in range(0, num_samples(batch), micro_batch_size):
@@ -24,7 +23,6 @@ def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the number of samples in a batch; `split_batch` says which tensors count."""
     sizes = set(_sizes(batch))
     if len(sizes) != 1:
         found = f"with {sorted(sizes)} samples" if sizes else "without samples"
@@ -33,7 +31,6 @@ def num_samples(batch: Any) -> int:
 
 
 def take(batch: Any, rows: Any) -> Any:
-    """Return the samples in `rows`, a slice or a list of indices."""
     if isinstance(batch, Tensor):
         return batch[rows] if batch.ndim else batch
     if _has_samples(batch):

@@ -20,7 +20,6 @@ _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # transformers' loss typ
 def normalized_weights(
     accelerator: Accelerator, model: nn.Module, micro_batches: Sequence[Any], weight_fn: WeightFn | None
 ) -> Weighted:
-    """Return each micro-batch with its weight divided by the weight of all of them on all ranks."""
     weights, complaint = _weights(micro_batches, weight_fn or default_weight(accelerator.unwrap_model(model)))
     total, num_complaints = sum_over_ranks(accelerator, [sum(weights), complaint is not None])
     if num_complaints:
@@ -28,11 +27,11 @@ def normalized_weights(
     if total == 0:
         raise ValueError("weight_fn: all weights are 0 on all ranks; leave such windows out")
     weighted = [(each, weight / total) for each, weight in zip(micro_batches, weights, strict=True)]
-    # Without tokens a mean loss is 0 / 0, and NaN stays NaN when multiplied by 0, so such micro-batches do not run. A
-    # rank that has no others runs one of them all the same, because the other ranks wait for it to exchange gradients.
+    # Without tokens a mean loss is 0 / 0, and NaN times 0 is NaN, so such micro-batches do not run. A rank without
+    # others runs one of them all the same, because the other ranks wait for its gradients.
     weighted = [each for each in weighted if each[1] > 0] or weighted[-1:]
     if gathers_weights(accelerator):
-        # Each pass takes all ranks, whose shards it needs. Those with fewer repeat their last one for nothing.
+        # Each pass needs the shards of all ranks. Those with fewer repeat their last one for nothing.
         num_missing = max_over_ranks(accelerator, len(weighted)) - len(weighted)
         weighted += [(weighted[-1][0], 0.0)] * num_missing
     return weighted
@@ -41,11 +40,8 @@ def normalized_weights(
 def default_weight(model: nn.Module) -> WeightFn:
     """Return the default weight of a micro-batch: its labels that are not ignored, or else its samples.
 
-    Labels are `labels` or `shift_labels` of a mapping, integers, of which -100 is ignored. A transformers model that
-    predicts the next token makes no loss of each row's first label, which does not count then.
-
-    Args:
-        model: not wrapped.
+    Labels are integers in `labels` or `shift_labels` of a mapping, of which -100 is ignored. A transformers model
+    (unwrapped) that predicts the next token makes no loss of each row's first label, which then does not count.
     """
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     shifts = getattr(model, "loss_type", None) in _SHIFTED and not is_encoder_decoder
@@ -68,7 +64,6 @@ def _labels(micro_batch: Any, name: str) -> Tensor | None:
 
 
 def _weights(micro_batches: Sequence[Any], weight_fn: WeightFn) -> tuple[list[float], str | None]:
-    """Return the weights, and the fault of them or the micro-batches, if there is one."""
     if not micro_batches:
         return [], "micro_batches is empty on this rank; every rank needs one, so that all can exchange gradients"
     weights: list[float] = []

@@ -1,4 +1,4 @@
-"""Chooses a teacher's mode by the memory that a training step leaves, which it measures."""
+"""The mode `auto`: chooses by the memory that a training step leaves, which it measures."""
 
 import logging
 import weakref
@@ -26,18 +26,10 @@ _PROBES = 4
 
 
 class AutoWeights(WeightPlacement):
-    """Streams everything first, which takes the least memory, and chooses once it has measured two optimizer steps.
+    """Streams everything first, which takes the least memory, and chooses after two measured optimizer steps.
 
     In those steps the process's peak memory counters are reset at the beginning and end of each visit, and the host
     waits for the device at the end of each.
-
-    Args:
-        streamed: the weights as they begin, with a budget of 0.
-        weights: the same, packed.
-        master: the bytes that they were packed into, on the host.
-        copier: how bytes move.
-        counters: the device's memory.
-        clock: the device's time.
     """
 
     def __init__(
@@ -51,9 +43,9 @@ class AutoWeights(WeightPlacement):
     ) -> None:
         self.choice: Choice | None = None
         self._follow(streamed, streamed.reason)
-        # Milliseconds of waiting, and visits, before the choice.
+        # Stall in milliseconds, and visits, before the choice.
         self._before = 0.0, 0
-        # The arguments of the choice; None afterwards, so that nothing keeps the host copy of resident weights.
+        # None after the choice, so that nothing keeps the host copy of resident weights.
         self._undecided: tuple[StreamedWeights, Tensor] | None = (streamed, master)
         self._weights = weights
         self._copier = copier
@@ -69,16 +61,13 @@ class AutoWeights(WeightPlacement):
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes that the weights hold on the device now."""
         return self._inner.device_bytes
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most that they held, in the mode that is in force."""
         return self._inner.peak_device_bytes
 
     def predictions(self) -> dict[str, float | None]:
-        """Return the costs that the choice expects, and the measured ones."""
         if self.choice is None:
             return {}
         stall_ms, num_visits = self._before
@@ -90,11 +79,9 @@ class AutoWeights(WeightPlacement):
         }
 
     def prefetch(self) -> None:
-        """Start the copy for the next visit."""
         self._inner.prefetch()
 
     def onload(self) -> None:
-        """Begin a visit, in the mode to stay with if enough was measured."""
         if self._undecided is not None:
             self._outside_bytes = max(self._outside_bytes, self._counters.read().peak_allocated_bytes)
             if self._optimizer_steps >= _OPTIMIZER_STEPS and self._undecided[0].plan is not None:
@@ -105,7 +92,6 @@ class AutoWeights(WeightPlacement):
         self._inner.onload()
 
     def evict(self, finished: bool) -> None:
-        """End a visit."""
         if self._undecided is not None:
             self._measure_visit(finished)
         self._num_visits += 1
@@ -114,7 +100,7 @@ class AutoWeights(WeightPlacement):
     def _measure_visit(self, finished: bool) -> None:
         self._inside_bytes = max(self._inside_bytes, self._counters.read().peak_allocated_bytes)
         self._counters.reset_peaks()
-        # Not the first visit, which is watched and slow.
+        # The first visit is watched and slow.
         if finished and self._num_visits:
             begun, stalled_ms = self._begun
             elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
@@ -164,13 +150,12 @@ class AutoWeights(WeightPlacement):
         block = self._copier.empty_device(master.nbytes)
         begun = self._clock.mark()
         self._copier.to_device(master, block).wait()
-        # The last copy of all: nothing later would find it to be over, and give the host copy back.
+        # Nothing later would find this last copy over, and give the host copy back.
         self._clock.elapsed_s(begun, self._clock.mark())
         return ResidentWeights(self._weights, block, choice.reason)
 
 
 def _bandwidth(master: Tensor, copier: Copier, clock: Clock) -> float:
-    """Measure how many bytes per second go from host to device; waits for the device."""
     source = master[: min(PROBE_BYTES, master.nbytes)]
     destination = copier.empty_device(source.nbytes)
     speed = bytes_per_s(lambda: copier.to_device(source, destination), source.nbytes, clock, _PROBES)

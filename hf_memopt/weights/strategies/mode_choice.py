@@ -1,4 +1,4 @@
-"""Chooses a teacher's mode: at the start from the arguments, and with mode `auto` again from measurements."""
+"""The choice of a teacher's mode: at the start from the arguments, with `auto` again from measurements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from hf_memopt.units import GIB, format_gib
 TeacherMode = Literal["auto", "resident", "swap", "stream"]
 TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 
-# Of the memory that the process's tensors may have: the rest is left to fragmentation.
+# Share of the process's memory; the rest is left to fragmentation.
 _USABLE = 0.95
 
 
@@ -18,14 +18,14 @@ class StepMeasurements:
     """The measurements that a choice is made from. Bytes are device memory.
 
     Attributes:
-        capacity_bytes: memory that all tensors of this process may take.
-        outside_bytes: their peak outside of the teacher's visits, once the optimizer's state existed.
-        inside_bytes: their peak during visits, those of the teacher's weights included.
+        capacity_bytes: for all tensors of this process.
+        outside_bytes: their peak outside of visits, once the optimizer's state existed.
+        inside_bytes: their peak during visits, the teacher's weights included.
         weights_bytes: all of the teacher's own weights.
-        stream_bytes: memory that streaming holds in a visit, hot set and ring.
-        stream_visit_bytes: bytes that streaming copies in a visit.
+        stream_bytes: held by streaming in a visit: hot set and ring.
+        stream_visit_bytes: copied by streaming in a visit.
         bytes_per_s: from host to device.
-        visit_s: the teacher's time for a visit, without waiting for copies.
+        visit_s: a visit, without waiting for copies.
     """
 
     capacity_bytes: int
@@ -40,14 +40,14 @@ class StepMeasurements:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode, the reason for it, and its expected cost.
+    """A mode, the reason in words, and the expected cost.
 
     Attributes:
         mode: `"resident"`, `"swap"` or `"stream"`.
-        reason: in words.
-        predicted_device_bytes: the most that the weights will hold on the device.
-        predicted_stall_ms: for how long compute will wait for copies, per visit. For swap this is without `prefetch()`,
-            so at most this; for stream it is the bound that bandwidth sets, so at least this.
+        reason: for the mode.
+        predicted_device_bytes: the weights' peak.
+        predicted_stall_ms: per visit. At most this for swap, without `prefetch()`; at least this for stream, by
+            bandwidth.
     """
 
     mode: str
@@ -63,15 +63,7 @@ def choose_at_start(
     device_type: str,
     counts_memory: Callable[[], bool],
 ) -> tuple[TeacherMode, str]:
-    """Return the mode to begin with, and the reason in words. `auto` stands for streaming until steps were measured.
-
-    Args:
-        mode: the user's.
-        weights_bytes: all of the teacher's own weights.
-        budget_bytes: device memory that they may take, None for no budget.
-        device_type: the type of the device that the teacher computes on.
-        counts_memory: asked last, whether torch counts the memory of that device.
-    """
+    """Return the mode to begin with, and the reason in words. `auto` means streaming until steps were measured."""
     if mode != "auto":
         return mode, f"{mode} was asked for"
     if device_type == "cpu":
@@ -87,7 +79,6 @@ def choose_at_start(
 
 
 def usable_bytes(capacity_bytes: int) -> int:
-    """Return the share of the memory that a plan may count on."""
     return int(_USABLE * capacity_bytes)
 
 
@@ -95,7 +86,7 @@ def choose(measured: StepMeasurements) -> Choice:
     """Return the first mode that fits, from the fastest to the smallest.
 
     Resident, if the weights fit beside the step's peak. Swap, if they fit beside the peak of the teacher's own pass,
-    which helps where the student's activations are the larger ones. Otherwise stream.
+    which helps where the student's activations are larger. Otherwise stream.
     """
     usable = usable_bytes(measured.capacity_bytes)
     outside = max(measured.outside_bytes, measured.inside_bytes)

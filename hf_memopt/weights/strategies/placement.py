@@ -1,4 +1,4 @@
-"""The interface of strategies for a teacher's weights, and the two simple ones: resident and swapped."""
+"""The interface of strategies for a teacher's weights, and the simple ones: resident and swapped."""
 
 from torch import Tensor
 
@@ -9,13 +9,8 @@ from hf_memopt.weights.packed_weights import PackedWeights, bind, views
 class WeightPlacement:
     """Brings a frozen module's weights to the device for a visit, and drops them afterwards.
 
-    Every method may be called again after an exception. The defaults are those of weights that never move.
-
-    Attributes:
-        mode: its name in `TeacherReport`.
-        reason: why the teacher has this mode, in words.
-        host_bytes: the weights' bytes in host memory.
-        shared_bytes: bytes of weights that are the student's own, in no other figure here.
+    Every method may be called again after an exception. The defaults are those of weights that never move. Attributes
+    and properties are those of `TeacherReport`.
     """
 
     mode: str
@@ -25,16 +20,14 @@ class WeightPlacement:
 
     @property
     def device_bytes(self) -> int:
-        """The weights' bytes on the device now."""
         return 0
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most that `device_bytes` was."""
         return 0
 
     def predictions(self) -> dict[str, float | None]:
-        """Return the expected costs of the weights, as fields of `TeacherReport`."""
+        """Return the expected costs, as fields of `TeacherReport`."""
         return {}
 
     def prefetch(self) -> None:
@@ -48,13 +41,7 @@ class WeightPlacement:
 
 
 class ResidentWeights(WeightPlacement):
-    """Keeps the weights on the device. Nothing moves after the start.
-
-    Args:
-        weights: packed into `block`.
-        block: on the device.
-        reason: see `WeightPlacement`.
-    """
+    """Keeps the weights in `block`, on the device."""
 
     mode = "resident"
     device_bytes = peak_device_bytes = 0
@@ -66,14 +53,7 @@ class ResidentWeights(WeightPlacement):
 
 
 class SwappedWeights(WeightPlacement):
-    """Brings the weights to the device in one block.
-
-    Args:
-        weights: packed into `master`.
-        master: in host memory. Never written again, so that a visit has nothing to bring back.
-        copier: how bytes move.
-        reason: see `WeightPlacement`.
-    """
+    """Brings the weights to the device in one block, from `master` on the host, which nothing writes again."""
 
     mode = "swap"
     peak_device_bytes = 0
@@ -95,7 +75,6 @@ class SwappedWeights(WeightPlacement):
         return 0 if self._block is None else self._block.nbytes
 
     def prefetch(self) -> None:
-        """Start the copy, if it is not under way."""
         if self._block is None:
             block = self._copier.empty_device(self._master.nbytes)
             self._transfer = self._copier.to_device(self._master, block)
@@ -103,16 +82,14 @@ class SwappedWeights(WeightPlacement):
             self.peak_device_bytes = block.nbytes
 
     def onload(self) -> None:
-        """Have the compute stream wait for the copy, and point the module at it."""
         self.prefetch()
         self._finish_copy()
         assert self._block is not None
         bind(self._weights.offsets, views(self._weights.offsets, self._block))
 
     def evict(self, finished: bool) -> None:
-        """Point the module at the host again and drop the copy."""
         bind(self._weights.offsets, self._host_views)
-        # After an exception the copy may still be under way, and then its memory must not be reused yet.
+        # After an exception the copy may still be under way, and its memory must not be reused yet.
         self._finish_copy()
         if self._block is not None:
             self._copier.release(self._block)

@@ -1,4 +1,4 @@
-"""A student that is an adapter on its teacher: the teacher is the same model with its adapters switched off."""
+"""Students that are adapters on their teacher: the same model with its adapters switched off."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,14 +10,11 @@ from hf_memopt.weights.strategies.placement import WeightPlacement
 
 
 class SharedBase(WeightPlacement):
-    """Lets the base of a PEFT model be its own teacher. No second copy exists, and nothing moves.
+    """Lets the base of a `peft.PeftModel` be its own teacher. No second copy exists, and nothing moves.
 
-    Args:
-        student: a `peft.PeftModel`; its adapters are disabled for each visit, and the whole model is in evaluation mode
-            then, so that dropout is off. Both are as before afterwards.
+    For each visit the adapters are disabled and the whole model is in evaluation mode, so that dropout is off.
 
-    Raises:
-        ValueError: with the adapters disabled the student would not compute the teacher's results of the start.
+    Raises ValueError if the student without adapters would not compute the teacher's results of the start.
     """
 
     mode = "shared"
@@ -34,11 +31,7 @@ class SharedBase(WeightPlacement):
         self.shared_bytes = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
 
     def onload(self) -> None:
-        """Switch the adapters off.
-
-        Raises:
-            RuntimeError: the adapters were merged into the base since the start.
-        """
+        """Switch the adapters off; RuntimeError if they were merged into the base since the start."""
         why_not = why_base_differs(self._student)
         if why_not:
             raise RuntimeError(f"the student's base is its teacher no longer: {why_not}")
@@ -48,17 +41,15 @@ class SharedBase(WeightPlacement):
         self._student.train(False)
 
     def evict(self, finished: bool) -> None:
-        """Switch the adapters on again."""
         self._stack.close()
 
 
 def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
-    """Return whether `module` is the student, or inside it."""
     return student is not None and any(module is part for part in student.modules())
 
 
 def why_base_differs(student: nn.Module) -> str | None:
-    """Say why a student with its adapters disabled is not its base as it was at the start; None if it is."""
+    """Return the difference between a student without adapters and its base at the start, in words; None if none."""
     if not hasattr(student, "disable_adapter"):
         return f"{type(student).__name__} is not a PeftModel, whose disable_adapter() switches adapters off"
     adapters = _adapter_parameters(student)
@@ -76,7 +67,7 @@ def why_base_differs(student: nn.Module) -> str | None:
 
 
 def _adapter_parameters(student: nn.Module) -> set[int]:
-    """Return the parameters of PEFT's layers that are not used while adapters are disabled."""
+    """Return the ids of parameters of PEFT's layers that are unused while adapters are disabled."""
     found: set[int] = set()
     for module in student.modules():
         for layer in getattr(module, "adapter_layer_names", ()):
@@ -91,7 +82,7 @@ def _parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 @contextmanager
 def _restored(student: nn.Module) -> Iterator[None]:
-    """Put back `requires_grad` of weights and training mode of modules, which PEFT and evaluation mode change."""
+    """Put back `requires_grad` and training mode, which PEFT and evaluation mode change."""
     trained = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
     training = [(module, module.training) for module in student.modules()]
     try:

@@ -1,4 +1,4 @@
-"""Streaming: blocks of frozen weights come to the device as a module reads them, and are evicted when it is done."""
+"""Streaming: blocks of frozen weights come to the device as they are read, and are evicted when that is over."""
 
 import logging
 from collections.abc import Callable
@@ -26,23 +26,13 @@ class StreamedWeights(WeightPlacement):
 
     The first visit in which the module reads weights is traced, and each weight is brought as it is read. From then on
     hooks on the modules bring their weights: those that a visit reads again and again stay until it ends, the others
-    pass through the ring, the next block on its way while the present one computes, and weights that are never read
-    never travel. Embeddings are not brought: their rows are gathered from host memory.
+    pass through the ring, the next block on its way while the present one computes, and unread weights never travel.
+    Embeddings are not brought: their rows are gathered from host memory.
 
-    Between visits nothing is on the device. Within one, a weight that is not there is read in place, in host memory
-    that the device can read: a visit may take any path, and only one that was not traced may be slow.
+    Between visits nothing is on the device. Within one, an absent weight is read in place, in host memory that the
+    device can read (ValueError if it cannot): a visit may take any path, and only an untraced one may be slow.
 
-    Args:
-        module: the frozen module.
-        weights: its weights, packed.
-        master: the bytes that they were packed into, on the host.
-        device: where the module runs.
-        copier: how bytes move.
-        budget_bytes: memory that the weights may take on the device; see `plan_stream`.
-        reason: see `WeightPlacement`.
-
-    Raises:
-        ValueError: `device` cannot read `master`.
+    For `budget_bytes` see `plan_stream`.
     """
 
     mode = "stream"
@@ -74,32 +64,28 @@ class StreamedWeights(WeightPlacement):
         # Ends the tracing of a visit.
         self._stack = ExitStack()
         self._tracer: Tracer | None = None
-        # The visit that was planned from; None before.
+        # The visit that was planned from.
         self._trace: Tracer | None = None
         self._visiting = False
         self._set_plan(untraced_plan(self._sizes()))
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes that the weights hold on the device now."""
         return self._ring.device_bytes
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most that they held on the device, since streaming was planned."""
         return self._ring.peak_device_bytes
 
     def predictions(self) -> dict[str, float | None]:
-        """Return the device memory that the plan needs, once there is one."""
         return {} if self.plan is None else {"predicted_device_bytes": self.plan.device_bytes}
 
     def prefetch(self) -> None:
-        """Start bringing the first weights of the next visit: those due before it begins, and one block."""
+        """Start bringing the weights due before the next visit begins, and one block."""
         for number in (*self._plan.at_start, *self._plan.sequence[:1]):
             self._ring.fetch(number)
 
     def onload(self) -> None:
-        """Begin a visit."""
         self._visiting = True
         bind(self._weights.offsets, [view for piece in self._in_place for view in piece])
         if self.plan is None:
@@ -110,7 +96,7 @@ class StreamedWeights(WeightPlacement):
             self._ring.bind(number)
 
     def evict(self, finished: bool) -> None:
-        """End a visit. The first one that was finished, without an exception, and read weights is planned from."""
+        """End a visit. The first finished one, without an exception, that read weights is planned from."""
         self._visiting = False
         self._restart_sequence()
         self._stack.close()
@@ -127,14 +113,13 @@ class StreamedWeights(WeightPlacement):
 
     @property
     def plan(self) -> StreamPlan | None:
-        """Return the plan that visits follow; None before one was traced."""
+        """The plan that visits follow; None before one was traced."""
         return self._plan if self._trace is not None else None
 
     def plan_within(self, budget_bytes: int | None) -> StreamPlan:
-        """Return the plan for a budget, once a visit was traced."""
         assert self._trace is not None
         slices_of = self._weights.slices_of
-        # Modules that did not run in the trace get hooks too, should a later visit call them.
+        # Uncalled modules get hooks too, should a later visit call them.
         not_called = {
             name: own_slices(module, slices_of)
             for name, module in self._module.named_modules()
@@ -143,7 +128,6 @@ class StreamedWeights(WeightPlacement):
         return plan_stream(self._trace.reads, self._sizes(), not_called, budget_bytes)
 
     def adopt(self, plan: StreamPlan) -> None:
-        """Follow a plan from the next visit on."""
         self.close()
         self._set_plan(plan)
         modules = dict(self._module.named_modules())
@@ -158,7 +142,7 @@ class StreamedWeights(WeightPlacement):
         )
 
     def close(self) -> None:
-        """Give up the device memory and the hooks, between visits."""
+        """Give up device memory and hooks, between visits."""
         for number in self._ring.present:
             self._ring.evict(number)
         while self._hooks:
@@ -175,16 +159,16 @@ class StreamedWeights(WeightPlacement):
         self._restart_sequence()
 
     def _restart_sequence(self) -> None:
-        # Where the visit is in the plan's sequence of blocks; -1 before its first block.
+        # Place in the plan's sequence of blocks; -1 before its first block.
         self._position = -1
-        # The blocks of the module that ran last: a hook that needs the same has nothing to do.
+        # Blocks of the module that ran last: a hook that needs the same has nothing to do.
         self._entered: tuple[int, ...] = ()
         # Needs of hot blocks alone that are on the device: met until one of these blocks is evicted.
         self._settled: set[tuple[int, ...]] = set()
 
     def _hook(self, needs: tuple[int, ...]) -> Callable[..., None]:
-        # A function, so that a deep copy of the module shares it instead of copying the teacher with it. The plan has
-        # one tuple for equal needs, which makes the comparison by identity.
+        # A function, so that a deep copy of the module shares it instead of copying the teacher. The plan has one tuple
+        # for equal needs, which allows comparison by identity.
         def before_forward(module: nn.Module, args: Any) -> None:
             if self._visiting and self._entered is not needs:
                 self._enter(needs)
@@ -192,10 +176,7 @@ class StreamedWeights(WeightPlacement):
         return before_forward
 
     def _enter(self, needs: tuple[int, ...]) -> None:
-        """Have these blocks on the device, evict those without a reader, and start bringing the next.
-
-        The order matters: evicting first gives the allocator the memory that the next blocks get.
-        """
+        """Have these blocks on the device; evicting comes first, so that the next blocks get that memory."""
         if needs in self._settled:
             self._entered = needs
             return
@@ -206,7 +187,7 @@ class StreamedWeights(WeightPlacement):
         for number in self._ring.present:
             if number not in needs and number not in ahead and self._is_over(number):
                 self._ring.evict(number)
-                # A hot block is gone: modules that counted on it have to look again.
+                # Modules that counted on this hot block have to look again.
                 if self._plan.blocks[number].stays:
                     self._settled.clear()
         for number in needs:
@@ -226,11 +207,8 @@ class StreamedWeights(WeightPlacement):
         return evict_at is None or evict_at <= self._position
 
     def _advance(self, needs: tuple[int, ...]) -> None:
-        """Move to the place in the sequence where these blocks are expected, or stay if they are expected nowhere.
-
-        The search begins at the present place and goes on at the beginning, for visits that repeat a part.
-        """
-        # A hot block is in the sequence once, however often it is read: one that is there says nothing about the place.
+        """Move to the place in the sequence where these blocks are expected next, from its start if need be."""
+        # A hot block is in the sequence once, however often it is read: if present, it tells nothing about the place.
         sought = {number for number in needs if not self._is_settled(number)}
         sequence, present = self._plan.sequence, max(self._position, 0)
         for place in (*range(present, len(sequence)), *range(present)):
@@ -245,7 +223,7 @@ class StreamedWeights(WeightPlacement):
         return place
 
     def _ahead(self, needs: tuple[int, ...]) -> list[int]:
-        """Return the blocks that are expected next and for which the ring has room beside those that are needed."""
+        """Return the blocks expected next for which the ring has room beside the needed ones."""
         room = self._plan.num_slots - sum(not self._plan.blocks[number].stays for number in needs)
         ahead: list[int] = []
         for number in self._plan.sequence[self._position + 1 :]:

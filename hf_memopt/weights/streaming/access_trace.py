@@ -16,9 +16,9 @@ class Read:
     """One operation that read weights.
 
     Attributes:
-        slices: which ones, as indices into `PackedWeights.slices`.
-        module: name of the innermost module that was running; None outside of all.
-        late: whether that module had called another one before, which may have taken the weights' place since.
+        slices: indices into `PackedWeights.slices`.
+        module: name of the innermost running module; None outside of all.
+        late: whether that module had called another one before, which may have taken the weights' place.
     """
 
     slices: tuple[int, ...]
@@ -28,12 +28,7 @@ class Read:
 
 @dataclass
 class _Call:
-    """A module that is running, or None for code outside of all.
-
-    Attributes:
-        has_called: whether it has called another one.
-        slices: the weights that it has read, in order.
-    """
+    """A running module, or None for code outside of all, and the weights that it has read, in order."""
 
     module: str | None
     has_called: bool = False
@@ -43,10 +38,8 @@ class _Call:
 class Tracer:
     """Records the reads of a module's weights in `reads`, in order, and the names of modules that ran in `called`.
 
-    Args:
-        module: the module.
-        slices_of: by `id` of a parameter or buffer, its slices.
-        before_read: called before each read, with the slices that the innermost module has read since it was entered.
+    `slices_of` has slices by the id of a parameter or buffer. `before_read` gets, before each read, the slices that the
+    innermost module has read since it was entered.
 
     A module's own parameters and buffers count as read when it is called, since its operators may be hidden from torch
     (fused kernels); all other reads are seen as operators. An embedding that looks up fewer rows than it has does not
@@ -66,12 +59,11 @@ class Tracer:
         self._slices_of = slices_of
         self._before_read = before_read
         self._running: list[_Call] = []
-        # True while `before_read` copies weights, which takes operators that read them too.
+        # True while `before_read` copies weights, by operators that read them too.
         self._bringing = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch the operations in this context."""
         self._running = [_Call(None)]
         with ExitStack() as stack:
             for name, module in self._module.named_modules():
@@ -119,7 +111,6 @@ class Tracer:
 
 
 def own_slices(module: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the slices of the parameters and buffers that a module holds itself, not through a submodule."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return _slices(own, slices_of)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hf_memopt.weights.streaming.access_trace import Read
 
-# The most blocks that a pass over all weights is cut into, where no single weight forbids it.
+# The most blocks of a pass over all weights, where no single weight forbids it.
 _MAX_BLOCKS = 64
 
 
@@ -22,8 +22,8 @@ class Block:
     Attributes:
         slices: indices into `PackedWeights.slices`.
         num_bytes: their sum.
-        evict_at: None for a block of the ring, which is evicted when the next ones need its slot. A hot block stays
-            until this position of the sequence is reached, or until the visit ends if none has this number.
+        evict_at: None for a block of the ring, evicted when the next ones need its slot. A hot block stays until this
+            position of the sequence is reached, or until the visit ends if none has this number.
     """
 
     slices: tuple[int, ...]
@@ -32,7 +32,7 @@ class Block:
 
     @property
     def stays(self) -> bool:
-        """Return whether this is a hot block: read again and again, and kept meanwhile."""
+        """Whether this is a hot block: read again and again, and kept meanwhile."""
         return self.evict_at is not None
 
 
@@ -41,12 +41,12 @@ class StreamPlan:
     """The plan of streaming in a visit.
 
     Attributes:
-        blocks: every weight's block, unread ones included.
-        sequence: the blocks in the order in which they are expected to be read; those that stay, once.
+        blocks: of every weight, unread ones included.
+        sequence: blocks in the expected order of reads; those that stay, once.
         needs: by a module's name, the blocks to bring before it runs.
-        at_start: blocks to bring before the visit begins, since no module's call announces that they are read.
-        slot_bytes: size of a slot of the ring that the blocks which do not stay pass through.
-        num_slots: how many there are.
+        at_start: blocks to bring before the visit begins, since no module's call announces their reads.
+        slot_bytes: of the ring.
+        num_slots: of the ring.
     """
 
     blocks: tuple[Block, ...]
@@ -58,7 +58,7 @@ class StreamPlan:
 
     @property
     def hot_bytes(self) -> int:
-        """The most bytes of hot blocks that are present at the same time."""
+        """The most bytes of hot blocks present at the same time."""
         present = set(self.at_start)
         most = self._sum(present)
         for position, number in enumerate(self.sequence):
@@ -69,7 +69,6 @@ class StreamPlan:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring; 0 if nothing passes through it."""
         passes = any(not self.blocks[number].stays for number in self.sequence)
         return self.num_slots * self.slot_bytes if passes else 0
 
@@ -80,7 +79,6 @@ class StreamPlan:
 
     @property
     def visit_bytes(self) -> int:
-        """Bytes that a visit like the traced one copies to the device."""
         present = set(self.at_start)
         total = self._sum(present)
         for position in range(len(self.sequence)):
@@ -116,27 +114,27 @@ def plan_stream(
 ) -> StreamPlan:
     """Turn a traced visit into a plan.
 
+    Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
+    loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
+    `budget_bytes` is for hot set and ring together; the weights read most often stay. The ring, and weights whose
+    reading no call announces, are needed under any limit.
+
     Args:
         reads: the trace.
         sizes: bytes of each slice.
         owned: by the names of modules that the trace has not seen, the slices to bring should one be called later.
-        budget_bytes: hot set and ring together may take this; the weights read most often stay. None, no limit. The
-            ring, and weights whose reading no call announces, are needed under any limit.
-
-    Weights stay if they would pass through a ring of two slots more than once, from their first read to the end of the
-    loop that reads them: a vision encoder that sees one camera after the other is gone before the sampler's steps.
+        budget_bytes: None, no limit.
     """
-    # Slices of one read must be on the device together, so a slot holds the largest such unit at least.
-    # A pass over all weights is cut into 64 blocks at most: fewer, larger copies use the link better.
+    # Slices of one read must be on the device together, so a slot holds the largest such unit at least. Fewer, larger
+    # copies use the link better.
     units = _first_reads(reads)
     unit_bytes = [sum(sizes[index] for index in unit) for unit in units]
     slot_bytes = max([sum(unit_bytes) // _MAX_BLOCKS, *unit_bytes])
     # No hook runs right before these reads: outside of all modules, or after a call of another module, which may have
     # evicted the weights again.
     unannounced = {index for read in reads if read.module is None or read.late for index in read.slices}
-    # The budget left to hot blocks, beside a ring of two slots and the unannounced weights.
     room = None if budget_bytes is None else budget_bytes - 2 * slot_bytes - sum(sizes[index] for index in unannounced)
-    # Only weights that the ring alone would bring twice or more are worth keeping. The most often loaded come first.
+    # Only weights that the ring alone would bring twice or more are worth keeping, the most often loaded first.
     loads = _count_loads(reads, sizes, 2 * slot_bytes)
     again = [index for index, count in loads.most_common() if count > 1 and index not in unannounced]
     # By slice, the read after which it need not stay.
@@ -171,14 +169,14 @@ def _count_loads(reads: Sequence[Read], sizes: Sequence[int], capacity_bytes: in
             loads[index] += index not in present
             present[index] = sizes[index]
             present.move_to_end(index)
-        # The slices of the present read are the newest entries, and stay even if they alone exceed the capacity.
+        # The present read's slices stay even if they alone exceed the capacity.
         while sum(present.values()) > capacity_bytes and len(present) > len(read.slices):
             present.popitem(last=False)
     return loads
 
 
 def _loops(reads: Sequence[Read], slices: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Find for slices that are read again and again the first read, and the last read of the loop around it.
+    """Return of each slice the first read, and the last read of the loop around it.
 
     A loop reads all its weights for the first time before it reads one for the last time.
     """
@@ -195,10 +193,10 @@ def _loops(reads: Sequence[Read], slices: Sequence[int]) -> dict[int, tuple[int,
 
 
 def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: int | None) -> dict[int, int]:
-    """Return the ends of those loops that fit `room` bytes at any time; the blocks loaded most often come first."""
+    """Return the ends of the loops that fit `room` bytes at any time; `loops` come by priority."""
     if room is None:
         return {index: end for index, (_, end) in loops.items()}
-    # Bytes that stay at each moment at which something begins to stay: between two of these the sum only falls.
+    # Bytes that stay at each moment at which something begins to stay: in between, the sum only falls.
     taken = dict.fromkeys((begin for begin, _ in loops.values()), 0)
     ends: dict[int, int] = {}
     for index, (begin, end) in loops.items():
@@ -211,7 +209,7 @@ def _within(loops: Mapping[int, tuple[int, int]], sizes: Sequence[int], room: in
 
 
 def _first_reads(reads: Sequence[Read]) -> list[tuple[int, ...]]:
-    """Return of each read the slices that were not read before: they should travel together."""
+    """Return of each read the slices not read before: they should travel together."""
     seen: set[int] = set()
     units = []
     for read in reads:
@@ -262,10 +260,9 @@ def _needs(
 def _sequence(
     reads: Sequence[Read], block_of: Mapping[int, int], blocks: Sequence[Block]
 ) -> tuple[list[int], list[int]]:
-    """Return the expected sequence of blocks, and its length after each read.
+    """Return the expected sequence of blocks, and its length after each read: a loop's end as `evict_at`.
 
-    The lengths turn the end of a loop, a number of a read, into `evict_at`. The last length stands twice, for weights
-    that stay until the visit ends.
+    The last length stands twice, for weights that stay until the visit ends.
     """
     sequence: list[int] = []
     reached: list[int] = []

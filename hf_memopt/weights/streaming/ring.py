@@ -12,12 +12,12 @@ from hf_memopt.weights.streaming.copy_schedule import Block
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a block's weights lie in its slot, and from where in the host memory they come.
+    """Where a block's weights lie in its slot, and where in host memory they come from.
 
     Attributes:
-        num_bytes: size of the block.
+        num_bytes: of the block.
         offsets: its tensors and their offsets in the slot.
-        in_place: the views that the same tensors are bound to while the block is not on the device.
+        in_place: the same tensors' views while the block is not on the device.
         runs: (start in host memory, start in the slot, bytes) of each copy; neighbours travel in one.
     """
 
@@ -29,8 +29,6 @@ class _Layout:
 
 @dataclass
 class _Slot:
-    """A block on the device, or on its way there."""
-
     memory: Tensor
     to_copy: list[tuple[int, int, int]]
     on_their_way: list[Transfer] = field(default_factory=list)
@@ -40,16 +38,8 @@ class _Slot:
 class Ring:
     """Brings blocks to the device, binds the module's tensors to them, and drops them. Nothing is copied back.
 
-    Args:
-        copier: how bytes move.
-        master: the weights in host memory, `(n,)` uint8.
-        slices: where they lie in it.
-        in_place: of each slice, the views that its tensors are bound to while they are not on the device.
-        blocks: weights that travel together.
-        slot_bytes: size of a slot for a block that does not stay. All are equal, and taken from and given back to the
-            allocator together, so that it hands the same memory out again.
-
-    A slot that is still read through a view stays its reader's: it is memory of its own, not a part of a larger one, so
+    Slots of `slot_bytes`, for blocks that do not stay, are taken and given back together, so that the allocator hands
+    the same memory out again. A slot that is still read through a view stays its reader's: it is memory of its own, so
     the next block gets another. Every method can be called again after an exception, and then finishes its work.
     """
 
@@ -73,15 +63,13 @@ class Ring:
 
     @property
     def present(self) -> list[int]:
-        """The blocks that are on the device or on their way, in the order in which they were fetched."""
+        """Blocks on the device or on their way, in the order of fetching."""
         return list(self._slots)
 
     def is_bound(self, number: int) -> bool:
-        """Return whether the module's tensors point at this block on the device."""
         return number in self._slots and self._slots[number].bound
 
     def fetch(self, number: int) -> None:
-        """Start bringing a block, if that was not done."""
         layout = self._layouts[number]
         if number not in self._slots:
             size = layout.num_bytes if self._blocks[number].stays else max(self._slot_bytes, layout.num_bytes)
@@ -96,7 +84,7 @@ class Ring:
             slot.to_copy.pop(0)
 
     def bind(self, number: int) -> None:
-        """Have the compute stream wait for a block that was fetched, and point the module's tensors at it."""
+        """Have the compute stream wait for a fetched block, and point the module's tensors at it."""
         slot, layout = self._slots[number], self._layouts[number]
         if not slot.bound:
             _wait(slot)
@@ -104,7 +92,6 @@ class Ring:
             slot.bound = True
 
     def unbind(self, number: int) -> None:
-        """Point the module's tensors at where they lie between visits."""
         slot, layout = self._slots[number], self._layouts[number]
         if slot.bound:
             bind(layout.offsets, layout.in_place)
@@ -114,7 +101,7 @@ class Ring:
         """Unbind a block and give its slot up. Work submitted so far may still read it."""
         self.unbind(number)
         slot = self._slots[number]
-        # A copy may be under way, after an exception or a wrong guess, and then its memory must not be reused yet.
+        # After an exception or a wrong guess a copy may be under way, and its memory must not be reused yet.
         _wait(slot)
         self._copier.release(slot.memory)
         self.device_bytes -= slot.memory.nbytes
