@@ -108,7 +108,8 @@ def test_metadata(wheel_files: dict[str, str]) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert f"{DIST_INFO}/licenses/LICENSE" in wheel_files
     required = {line.partition(">")[0] for line in metadata.get_all("Requires-Dist") if "extra" not in line}
-    assert required == {"torch", "transformers", "accelerate", "datasets", "safetensors", "psutil", "pyyaml"}
+    expected = {"torch", "transformers", "accelerate", "datasets", "safetensors", "psutil", "pyyaml", "filelock"}
+    assert required == expected
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert _headers(wheel_files[f"{DIST_INFO}/WHEEL"])["Root-Is-Purelib"] == "true"
 
