@@ -18,7 +18,7 @@ every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
 accelerate = LateModule("accelerate")
 transformers = LateModule("transformers")
 
-SCRIPT = Path(__file__).parents[1] / "sft_script.py"
+SCRIPT = Path(__file__).parents[1] / "toys" / "sft_script.py"
 SETTINGS = "offload_threshold_mb=0,cpu_copies=true"
 
 
